@@ -254,7 +254,8 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
 
 
 def preload(options: Options | None) -> None:
-    """Import what serving takes: the most of what a start costs."""
+    """Import what serving takes: the most of what a start costs. It begins no threads: forks of it are to serve."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy: as many as processors, for what is not used here
     import trio  # noqa: F401
 
     import kvfuse.fs.mount

@@ -17,7 +17,16 @@ of it.
     END (the mount is gone, all is stored)  ->  and its exit status
 
 A message is one datagram: a letter, a name, a zero byte, content. What a daemon sent before it was killed is read.
-Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version.
+Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version. Whether
+a daemon knows FORK its HELLO says.
+
+*One that stands by* (``standby``) has imported everything and waits. Whenever a daemon is needed it forks one, and
+goes on to wait; so the first daemon, too, comes from it. The holder is a subreaper (prctl(2)), for a daemon that is its
+own child: the process between the two ends at once. One that stands by and dies is replaced by another one.
+
+    FORK, with one end of a socket pair     ->  to the one that stands by
+    BORN {pid}, with its pidfd              <-  by that socket, from a child of the holder, which goes on as after HELLO
+    SPEAK, with a descriptor                ->  where the one that stands by, and its daemons, write to from then on
 
 *Upgrades.* The next daemon stands by, of another version, and one more of the present version for the way back. Then
 the serving one is asked to leave; when it has, the next one gets all that is kept. If that dies, or is not ready in
@@ -27,13 +36,13 @@ The daemon is ended by the kernel when the holder dies, and the guard (`guard`),
 connection: whoever waits gets an error. A daemon counts as dead when its first thread has ended: others of its threads
 may wait in the kernel for an answer that only the next daemon can give.
 
-Only the standard library is used, and little of it. Nothing here knows what a thing means, but for two names:
-``fuse/switch``, whose descriptor ends the connection, and ``fuse/connection``.
+Only the standard library is used, and little of it. Nothing here knows what a thing means, but for the connection and
+its switch (`holder_things`).
 """
 
 from __future__ import annotations
 
-import _thread
+import ctypes
 import json
 import os
 import select
@@ -44,27 +53,24 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
-    from kvfuse.fs.holder_child import DROP, END, HELLO, KEEP, KEPT, LEAVE, LEFT, READY, START, STAYS, Child, is_dead
+    from kvfuse.fs.holder_child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
     from kvfuse.fs.holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Upgrade
+    from kvfuse.fs.holder_pace import Failures, Pace
+    from kvfuse.fs.holder_things import Things
 else:
     sys.path.append(os.path.dirname(__file__))
-    from holder_child import DROP, END, HELLO, KEEP, KEPT, LEAVE, LEFT, READY, START, STAYS, Child, is_dead
+    from holder_child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
     from holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Upgrade
+    from holder_pace import Failures, Pace
+    from holder_things import Things
 
-SWITCH = "fuse/switch"
-CONNECTION = "fuse/connection"
+PR_SET_CHILD_SUBREAPER = 36
+"""of prctl(2)"""
+FORK_TRIES = 3
 LOOK_SECONDS = 0.2
 """between looks at a daemon: of a first thread that ended alone nothing tells"""
 DEATH_SECONDS, END_SECONDS = 0.02, 10.0
 """from the end of the first thread to that of the last: of a daemon that died, and of one that ended by itself"""
-PAUSES = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""seconds before a start, by how many daemons in a row have failed"""
-FAILURES_MAX = 8
-"""daemons in a row that fail by themselves: then the mount is given up"""
-KILL_WEIGHT = 0.1
-"""of one that was killed before it was ready, by somebody who kills at random"""
-PROVEN_SECONDS = 10.0
-"""a daemon that served so long did not fail for what it found"""
 LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
 """that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -77,12 +83,13 @@ class Holder:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.command: list[str] = list(config["command"])
-        self.kept: dict[str, tuple[bytes, list[int]]] = {}
+        self.things = Things(list(map(str, config["guard"])), str(config["point"]))
         self.serving: Child | None = None
         self.standby: Child | None = None
+        self.pace = Pace()
+        """of those that stand by"""
         self.was_ready = False
-        self.failures = 0.0
-        self.guard = 0
+        self.failures = Failures()
         self.told_to_end: int | None = None
         self.status = 1
         self.dying: list[int] = []
@@ -122,53 +129,46 @@ class Holder:
             os.dup2(log, 2)
             os.close(log)
 
-    # -- things ----------------------------------------------------------------------------------------
-
-    def keep(self, name: str, content: bytes, descriptors: list[int]) -> None:
-        self.drop(name)
-        self.kept[name] = content, descriptors
-        if name == SWITCH and not self.guard:
-            self.guard = os.fork()
-            if self.guard == 0:
-                try:
-                    os.setsid()
-                    os.dup2(descriptors[0], 1)
-                    nowhere = os.open(os.devnull, os.O_RDWR)
-                    os.dup2(nowhere, 0)
-                    os.dup2(nowhere, 2)
-                    os.closerange(3, 1 << 16)
-                    command = [*map(str, self.config["guard"]), str(os.getppid()), str(self.config["point"])]
-                    os.execv(command[0], command)
-                finally:
-                    os._exit(127)
-
-    def drop(self, name: str) -> None:
-        for descriptor in self.kept.pop(name, (b"", []))[1]:
-            # The last one of the control socket is closed when the kernel has written everything back, which the
-            # daemon has to answer; and large memory takes its time.
-            _thread.start_new_thread(os.close, (descriptor,))
-
     # -- daemons ---------------------------------------------------------------------------------------
 
     def new(self, command: list[str], *, heard: bool = False) -> Child:
-        return Child(command, str(self.config["folder"]), heard=heard)
+        return started(command, str(self.config["folder"]), heard=heard)
 
-    def start(self, child: Child | None = None) -> None:
-        """Let the next daemon serve: this one, else the one that stands by, else a new one."""
-        if child is None:
-            child, self.standby = self.standby or self.new(self.command), None
-        self.serving = child
-        if child.has_said_hello:
-            self.hand_over(child)
+    def start(self, waiting: Child | None = None) -> None:
+        """Let the next daemon serve: from this one, else the one that stands by, else a new one."""
+        if waiting is None:
+            waiting, self.standby = self.standby or self.new(self.command), None
+        self.serving = waiting
+        if waiting.has_said_hello:
+            self.begin(waiting)
+
+    def begin(self, waiting: Child) -> None:
+        """It is the turn of one that waited: of a copy of it where one is to stand by."""
+        if self.config["standby"] and waiting.may_fork:
+            for _ in range(FORK_TRIES):
+                try:
+                    self.serving = waiting.fork()
+                except TimeoutError:
+                    self.say(f"process {waiting.pid}, which stands by, does not answer: it is killed")
+                    os.kill(waiting.pid, signal.SIGKILL)
+                    return  # the loop finds it dead, and goes on
+                except OSError:
+                    continue
+                self.standby = waiting
+                self.hand_over(self.serving)
+                return
+        self.hand_over(waiting)
 
     def hand_over(self, child: Child) -> None:
         """Give a daemon all that is kept, and have it begin."""
         try:
-            for name, (content, descriptors) in list(self.kept.items()):
-                child.send(KEPT, name, content, descriptors)
-            is_afresh = self.upgrade is not None and child is self.upgrade.next
+            self.things.give_to(child)
+            is_afresh = self.upgrade is not None and self.upgrade.phase == BEGINNING
             child.send(START, "", json.dumps({"afresh": is_afresh}).encode())
             child.begun = time.monotonic()
+        except TimeoutError:
+            self.say(f"the daemon {child.pid} takes nothing: it is killed")
+            os.kill(child.pid, signal.SIGKILL)
         except OSError:
             pass  # it is dead: the loop finds that by its pidfd, and starts another one
 
@@ -181,12 +181,12 @@ class Holder:
         if kind == HELLO:
             child.said_hello(content)
             if child is self.serving:
-                self.hand_over(child)
+                self.begin(child)
         elif kind == KEEP and child is self.serving:
-            self.keep(name, content, descriptors)
+            self.things.keep(name, content, descriptors)
             return True
         elif kind == DROP and child is self.serving:
-            self.drop(name)
+            self.things.drop(name)
         elif kind == READY and child is self.serving:
             self.is_served(child)
         elif kind == LEFT and child is self.serving:
@@ -230,22 +230,19 @@ class Holder:
             return
         if child.has_ended or not self.was_ready or self.told_to_end is not None:
             if self.was_ready and not child.has_ended:
-                self.unmount()
+                self.things.unmount()
             self.finish(code if code >= 0 else 128 - code)
             return
         lived = time.monotonic() - child.begun
         was_killed = code == -signal.SIGKILL
-        if child.is_ready and (was_killed or lived > PROVEN_SECONDS):
-            self.failures = 0
-        else:
-            self.failures += KILL_WEIGHT if was_killed else 1
+        self.failures.daemon_died(lived, was_killed=was_killed, was_ready=child.is_ready)
         self.count("deaths")
-        if self.failures > FAILURES_MAX:
+        if self.failures.are_too_many:
             self.say(f"too many daemons in a row have failed, the last with {how}: the mount is given up")
-            self.give_up()
+            self.things.abort()
             self.finish(1)
             return
-        pause = PAUSES[min(int(self.failures), len(PAUSES) - 1)]
+        pause = self.failures.pause
         self.say(
             f"the daemon {child.pid} is dead ({how}): another one takes over" + (f" in {pause:g} s" if pause else "")
         )
@@ -269,8 +266,8 @@ class Holder:
             self.facts["last_change"] = int(time.time())
         self.was_ready, self.stalled_at = True, 0.0
         self.is_upgraded(child)
-        if self.config.get("standby") and self.standby is None:
-            self.standby = self.new(self.command)
+        if self.standby is not None:
+            self.standby.speaks_to(2)
         status = f"STATUS=process {child.pid}, version {child.version}, serves {self.config['point']}"
         self.desk.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
         if self.told_to_end is not None:
@@ -308,10 +305,16 @@ class Holder:
         for child in (upgrade.next, upgrade.back):
             if child is None or child is self.serving:
                 continue
-            if child is upgrade.back and self.config.get("standby") and self.standby is None:
+            if child is upgrade.back and self.config["standby"] and self.standby in (None, child):
                 self.standby = child
             else:
-                self.dying.append(child.dismissed())
+                self.dismiss(child)
+
+    def dismiss(self, child: Child) -> None:
+        """It is not needed."""
+        if child is self.standby:
+            self.standby = None
+        self.dying.append(child.dismissed())
 
     def advance(self) -> None:
         """The next step of an upgrade, if it is time for it."""
@@ -330,7 +333,8 @@ class Holder:
                 words = child.last_words()
                 self.refuse("the new daemon did not get ready in time" + (f": {words}" if words else ""))
         elif upgrade.is_late:
-            upgrade.failure = f"it was not ready in {upgrade.seconds:g} s" if serving is child else ""
+            is_new = upgrade.phase == BEGINNING
+            upgrade.failure = f"it was not ready in {upgrade.seconds:g} s" if is_new else ""
             upgrade.deadline = float("inf")
             self.say(f"the daemon {serving.pid} is killed: it takes too long, {upgrade.phase}")
             os.kill(serving.pid, signal.SIGKILL)
@@ -340,7 +344,9 @@ class Holder:
         upgrade = self.upgrade
         if child is self.standby:
             self.standby = None
-        elif upgrade is not None and child is upgrade.back:
+            self.say(f"process {child.pid}, which stood by, is dead: {how}")
+            self.pace.one_died(time.monotonic() - child.begun)
+        if upgrade is not None and child is upgrade.back:
             self.say(f"the upgrade has no way back: no other daemon of the present version begins: {how}")
             upgrade.back = None
         elif upgrade is not None and child is upgrade.next:
@@ -365,6 +371,9 @@ class Holder:
             self.start(upgrade.next)
             return True
         upgrade.failure = upgrade.failure or how
+        if upgrade.next is not None:  # it stands by
+            self.dismiss(upgrade.next)
+            upgrade.next = None
         if upgrade.back is None:
             self.refuse(f"the new daemon failed: {upgrade.failure}; another one of the former version takes over")
             return False
@@ -378,32 +387,17 @@ class Holder:
         upgrade = self.upgrade
         if upgrade is None or upgrade.phase not in (BEGINNING, GOING_BACK):
             return
-        if child is upgrade.next:
+        if upgrade.phase == BEGINNING:
             before = None
             if upgrade.back is not None:
                 before = upgrade.back.version
-                self.dying.append(upgrade.back.dismissed())
-            self.command, self.failures, self.upgrade = upgrade.command, 0, None
+                self.dismiss(upgrade.back)
+            self.command, self.upgrade = upgrade.command, None
+            self.failures.forget()
             self.count("upgrades")
             upgrade.answer(before=before, version=child.version, pid=child.pid)
         else:
             self.refuse(f"the new daemon failed: {upgrade.failure}; the former version goes on")
-
-    def give_up(self) -> None:
-        """End the connection: whoever waits gets an error."""
-        if SWITCH in self.kept:
-            os.write(self.kept[SWITCH][1][0], b"1")
-
-    def unmount(self) -> None:
-        """Take the mount away that no daemon took away."""
-        words = ["umount", "-i", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.execvp(words[0], [*words, str(self.config["point"])])
-            finally:
-                os._exit(127)
-        os.waitpid(pid, 0)
 
     def finish(self, status: int) -> None:
         """The mount is over."""
@@ -417,11 +411,7 @@ class Holder:
             os.waitpid(self.standby.pid, 0)
             self.standby.close()
             self.standby = None
-        if self.guard:
-            os.kill(self.guard, signal.SIGKILL)
-            os.waitpid(self.guard, 0)
-        for name in list(self.kept):
-            self.drop(name)
+        self.things.close()
         self.report(b"")
 
     def signalled(self, number: int) -> None:
@@ -442,9 +432,10 @@ class Holder:
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.start()
         while self.serving is not None:
-            self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
+            self.reap()
             children = self.children()
             poll = select.poll()
             poll.register(wake, select.POLLIN)
@@ -471,7 +462,25 @@ class Holder:
             if self.desk.fileno() in ready:
                 self.asked()
             self.advance()
+            self.have_standby()
         return self.status
+
+    def have_standby(self) -> None:
+        serving = self.serving
+        is_wanted = self.config["standby"] and self.standby is None and self.upgrade is None
+        if is_wanted and serving is not None and serving.is_ready and self.pace.is_due:
+            self.standby = self.new(self.command)
+
+    def reap(self) -> None:
+        """Take dead processes out of the table, whoever began them: those whose parents died are ours now."""
+        self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        known = {*self.dying, *(child.pid for child in self.children())}
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in known:
+                break  # it is seen to elsewhere, and others another time
+            os.waitpid(ended.si_pid, 0)
+            if ended.si_pid == self.things.guard:
+                self.things.guard_ended()
 
     def children(self) -> list[Child]:
         upgrade = self.upgrade

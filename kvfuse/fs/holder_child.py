@@ -9,53 +9,65 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 MESSAGE_SIZE_MAX = 1 << 17
 DESCRIPTORS_MAX = 64
-HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS = b"HKSPDREVLY"
+HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS, FORK, BORN, SPEAK = b"HKSPDREVLYFBO"
 VARIABLE = "KVFUSE_HOLDER"
 """of the daemon's environment: the descriptor of its end"""
 ERRORS_VARIABLE = "KVFUSE_HOLDER_ERRORS"
 """and of what is to be its standard error when it serves"""
+FORK_SECONDS = 5.0
+"""that a copy may take to say that it is there: some milliseconds are usual"""
+SEND_SECONDS = 5.0
+"""for which a daemon that is stopped may take no message: then it is no better than a dead one"""
 SAID_SIZE_MAX = 2000
 """bytes of the last words of a daemon that could not begin"""
 
 
 class Child:
-    """A daemon, or one that stands by to be the next."""
+    """A daemon, or one that waits for its turn: that one may go on waiting, and daemons be copies of it (`fork`)."""
 
-    def __init__(self, command: list[str], folder: str, *, heard: bool = False) -> None:
-        """``heard``: what it says on standard error before it serves is for `last_words`."""
-        self.said = os.memfd_create("kvfuse-errors") if heard else None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MESSAGE_SIZE_MAX)
-        self.socket = ours
+    def __init__(self, socket: socket.socket, pid: int, pidfd: int, said: int | None = None) -> None:
+        """``said``: a file of what it said on standard error before it served, for `last_words`."""
+        self.socket, self.pid, self.pidfd, self.said = socket, pid, pidfd, said
         self.begun = time.monotonic()
         self.has_said_hello = self.is_ready = self.has_ended = self.has_left = self.is_silent = False
+        self.may_fork = False
         self.version = self.problem = ""
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, ())
-                os.set_inheritable(theirs.fileno(), True)
-                os.environ[VARIABLE] = str(theirs.fileno())
-                if self.said is not None:
-                    errors = os.dup(2)
-                    os.set_inheritable(errors, True)
-                    os.environ[ERRORS_VARIABLE] = str(errors)
-                    os.dup2(self.said, 2)
-                os.chdir(folder if os.path.isdir(folder) else "/")
-                os.execv(command[0], command)
-            except BaseException as error:
-                os.write(2, f"kvfuse: {command[0]}: {error}\n".encode())
-            finally:
-                os._exit(127)
-        theirs.close()
-        self.pidfd = os.pidfd_open(self.pid)
+
+    def fork(self) -> Child:
+        """A daemon that is as if it had waited, too. TimeoutError: there is no answer; OSError: this one is dead, or
+        the new one, or there can be no more processes."""
+        ours, theirs = _ends()
+        try:
+            with theirs:
+                self.send(FORK, descriptors=[theirs.fileno()])
+            ours.settimeout(FORK_SECONDS)
+            data, descriptors = receive(ours)
+            if not data:
+                raise ConnectionResetError
+            ours.settimeout(SEND_SECONDS)
+        except BaseException:
+            ours.close()
+            raise
+        said = None if self.said is None else os.dup(self.said)
+        child = Child(ours, int(data[1:].partition(b"\0")[2]), descriptors[0], said)
+        child.has_said_hello, child.version, child.problem = True, self.version, self.problem
+        return child
+
+    def speaks_to(self, descriptor: int) -> None:
+        """Where its standard output and errors, and those of its copies, go from now on."""
+        if self.may_fork:
+            with suppress(OSError):
+                self.send(SPEAK, descriptors=[descriptor])
+            if self.said is not None:
+                os.close(self.said)
+                self.said = None
 
     def send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """OSError where it is gone."""
+        """OSError where it is gone; TimeoutError where it takes nothing."""
         socket.send_fds(self.socket, [bytes([kind]), name.encode(), b"\0", content], list(descriptors))
 
     def receive(self) -> tuple[int, str, bytes, list[int]] | None:
@@ -72,6 +84,7 @@ class Child:
     def said_hello(self, content: bytes) -> None:
         said = json.loads(content)
         self.version, self.problem = str(said["version"]), str(said["problem"] or "")
+        self.may_fork = bool(said.get("forks"))
         self.has_said_hello = True
 
     def last_words(self) -> str:
@@ -93,6 +106,40 @@ class Child:
         if self.said is not None:
             os.close(self.said)
             self.said = None
+
+
+def started(command: list[str], folder: str, *, heard: bool = False) -> Child:
+    """A process of its own that imports all that a daemon needs, says hello and waits. ``heard``: see `Child`."""
+    said = os.memfd_create("kvfuse-errors") if heard else None
+    ours, theirs = _ends()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            os.set_inheritable(theirs.fileno(), True)
+            os.environ[VARIABLE] = str(theirs.fileno())
+            if said is not None:
+                errors = os.dup(2)
+                os.set_inheritable(errors, True)
+                os.environ[ERRORS_VARIABLE] = str(errors)
+                os.dup2(said, 2)
+            os.chdir(folder if os.path.isdir(folder) else "/")
+            os.execv(command[0], command)
+        except BaseException as error:
+            os.write(2, f"kvfuse: {command[0]}: {error}\n".encode())
+        finally:
+            os._exit(127)
+    theirs.close()
+    return Child(ours, pid, os.pidfd_open(pid), said)
+
+
+def _ends() -> tuple[socket.socket, socket.socket]:
+    """Of the holder, and of a daemon."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MESSAGE_SIZE_MAX)
+    ours.settimeout(SEND_SECONDS)
+    return ours, theirs
 
 
 def receive(end: socket.socket) -> tuple[bytes, list[int]]:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import kvfuse
-from kvfuse.fs import guard, holder, holder_child
+from kvfuse.fs import guard, holder, holder_child, holder_things
 from kvfuse.keeper import Kept, check
 
 PR_SET_PDEATHSIG = 1
 """of prctl(2)"""
+STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"
+"""what `ps` shows of processes that are forks, or make them"""
+LOOK_SECONDS = 0.0002
+"""between looks at whether a process has a new parent"""
+HOLDER_IS_DEAD = "the holder has died"
 
 
 class Holding:
@@ -29,9 +37,10 @@ class Holding:
 
     outlives = True
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, holder_pid: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
+        self._holder = os.getppid() if holder_pid is None else holder_pid
         self._left: dict[str, Kept] = {}
         self._names: dict[str, None] = {}
         """of what was left, taken or not"""
@@ -47,32 +56,95 @@ class Holding:
         descriptor = os.environ.pop(holder_child.VARIABLE, None)
         if descriptor is None:
             return None
-        parent = os.getppid()
+        holding = cls(int(descriptor))
+        holding._end_with_holder()
+        return holding
+
+    def _end_with_holder(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the holder has died")
-        return cls(int(descriptor))
+        if os.getppid() != self._holder:
+            sys.exit(HOLDER_IS_DEAD)
 
     def wait(self, problem: str = "") -> bool:
         """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount.
 
-        ``problem``: with mount.conf; no upgrade begins with that.
+        ``problem``: with mount.conf; no upgrade begins with that. A process that is to stand by waits on, and this
+        returns in its forks: at the call there is one thread, and nothing that a fork could not go on with.
         """
-        self._send(holder_child.HELLO, "", _json({"version": kvfuse.__version__, "problem": problem}))
+        hello = {"version": kvfuse.__version__, "problem": problem, "forks": True}
+        self._send(holder_child.HELLO, "", _json(hello))
         while True:
             kind, name, content, descriptors = self._receive()
             if kind == holder_child.START:
                 self._socket.setblocking(False)
                 self.is_afresh = bool(json.loads(content or b"{}").get("afresh"))
                 self._speak_up()
-                return holder.CONNECTION not in self._left
-            self._left[name] = Kept(content, tuple(descriptors))
-            self._names[name] = None
+                return holder_things.CONNECTION not in self._left
+            if kind == holder_child.FORK:
+                self._fork(*descriptors)
+            elif kind == holder_child.SPEAK:
+                self._speak_to(*descriptors)
+            elif kind == holder_child.KEPT:
+                self._left[name] = Kept(content, tuple(descriptors))
+                self._names[name] = None
+            else:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _fork(self, descriptor: int) -> None:
+        """Return in this process, which goes on to stand by, and in a daemon, whose end of its socket this is.
+
+        The daemon is the holder's own child: that of a process between, which ends at once (`holder`).
+        """
+        if not gc.get_freeze_count():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the daemon sees to it, and the holder
+            _be_named(STANDBY_NAME)
+        gc.freeze()  # what is here a daemon never looks at, so that most of it stays shared memory
+        sys.stdout.flush()
+        sys.stderr.flush()
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            os.close(descriptor)
+            return
+        try:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+        except BaseException as error:
+            os.write(2, f"kvfuse: a daemon cannot be forked: {error}\n".encode())
+            os._exit(1)
+        self._be_born(descriptor, between)
+
+    def _be_born(self, descriptor: int, between: int) -> None:
+        _be_named(DAEMON_NAME)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._socket.close()
+        self._socket = socket.socket(fileno=descriptor)
+        reseed()
+        given_up = time.monotonic() + holder_child.FORK_SECONDS
+        while os.getppid() == between and time.monotonic() < given_up:
+            time.sleep(LOOK_SECONDS)
+        self._end_with_holder()
+        pidfd = os.pidfd_open(os.getpid())
+        self._send(holder_child.BORN, "", b"%d" % os.getpid(), [pidfd])
+        os.close(pidfd)
+
+    def _speak_to(self, descriptor: int) -> None:
+        """Of a process that stands by: files take the places of what it was started with."""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for opened, number in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
+            os.dup2(opened, number)
+        os.close(nothing)
+        os.close(descriptor)
+        errors = os.environ.pop(holder_child.ERRORS_VARIABLE, None)
+        if errors is not None:
+            os.close(int(errors))
 
     def _receive(self) -> tuple[int, str, bytes, list[int]]:
         data, descriptors = holder_child.receive(self._socket)
         if not data:
-            sys.exit("the holder has died")
+            sys.exit(HOLDER_IS_DEAD)
         name, _, content = data[1:].partition(b"\0")
         return data[0], name.decode(), content, descriptors
 
@@ -160,6 +232,17 @@ class Holding:
         except OSError:  # the holder has died, and this process is about to
             pass
         return True
+
+
+def reseed() -> None:
+    """Have other random numbers than other forks. Python sees to its own; by trio's, tasks take turns."""
+    with suppress(KeyError, AttributeError):
+        sys.modules["trio._core._run"]._r.seed()  # private
+
+
+def _be_named(name: str) -> None:
+    with open("/proc/self/comm", "w") as comm:
+        comm.write(name)
 
 
 def _json(content: object) -> bytes:

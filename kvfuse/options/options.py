@@ -313,7 +313,7 @@ class MountOptions(_Section, frozen=True):
     outlive: bool = False
     """the mount goes on when its daemon is killed, crashes or is upgraded: a small process holds it meanwhile"""
     standby: bool = False
-    """a second daemon waits to take over at once: 50 MB of memory for a few tenths of a second"""
+    """another process forks daemons, which begin at once when one was killed: 16 MB of memory for half a second"""
     flags: tuple[KernelFlag, ...] = ()
     """further flags for the kernel, as in mount(8)"""
 

@@ -165,17 +165,6 @@ def test_with_the_holder_all_ends_and_nobody_waits(mount: KvfuseMount) -> None:
     mount.mount()
 
 
-def test_a_daemon_that_stands_by_takes_over() -> None:
-    with temporary_mount((*OUTLIVE, "standby")) as mount:
-        (mount.point / "file").write_bytes(b"x")
-        settle(mount)
-        wait_until(lambda: len(children_of(mount.pid)) == 3, "a daemon, the next one, and a guard")
-        former, after = daemon_of(mount), children_of(mount.pid)
-        kill_daemon(mount)
-        assert daemon_of(mount) in after - {former}
-        assert (mount.point / "file").read_bytes() == b"x"
-
-
 def test_a_mount_is_given_up_where_no_daemon_can_serve_it(mount: KvfuseMount) -> None:
     records = mount.volume / "records"
     away = Path(tempfile.mkdtemp(dir=mount.volume.parent))

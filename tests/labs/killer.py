@@ -22,6 +22,11 @@ class Child(NamedTuple):
     """in clock ticks since the machine began"""
     pid: int
     is_guard: bool
+    is_beside: bool
+    """it is the guard, or forks daemons"""
+
+
+STANDBY = "kvfuse-standby"
 
 
 def children_of(pid: int) -> list[Child]:
@@ -31,16 +36,18 @@ def children_of(pid: int) -> list[Child]:
         try:
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[1]) == pid and fields[0] not in "ZX":
-                command = (stat.parent / "cmdline").read_bytes()
-                found.append(Child(int(fields[19]), int(stat.parent.name), b"guard.py" in command))
+                is_guard = b"guard.py" in (stat.parent / "cmdline").read_bytes()
+                is_beside = is_guard or (stat.parent / "comm").read_text().strip() == STANDBY
+                found.append(Child(int(fields[19]), int(stat.parent.name), is_guard, is_beside))
         except (FileNotFoundError, ProcessLookupError):
             continue
     return sorted(found)
 
 
 def serving_of(holder: int) -> int | None:
-    """The daemon whose turn it is, or that begins to have it: whoever stands by is younger. Asks nothing of a mount."""
-    daemons = [child for child in children_of(holder) if not child.is_guard]
+    """The daemon whose turn it is, or that begins to have it: who waits for an upgrade is younger. Asks nothing of a
+    mount."""
+    daemons = [child for child in children_of(holder) if not child.is_beside]
     return daemons[0].pid if daemons else None
 
 

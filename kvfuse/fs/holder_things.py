@@ -1,0 +1,94 @@
+"""What a holder keeps for daemons, and the guard of its mount; see `holder`. Standard library only."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __name__.startswith("kvfuse."):
+    from kvfuse.fs.holder_child import KEPT, Child
+else:
+    from holder_child import KEPT, Child
+
+SWITCH = "fuse/switch"
+"""its descriptor ends the connection"""
+CONNECTION = "fuse/connection"
+GUARD_SECONDS = 1.0
+"""a guard that lived less is not started again: it would go on like that"""
+
+
+class Things:
+    """Named things, oldest first, and the guard, which begins when there is a switch."""
+
+    def __init__(self, guard: list[str], point: str) -> None:
+        self._point = point
+        self._command = [*guard, str(os.getpid()), point]
+        self._kept: dict[str, tuple[bytes, list[int]]] = {}
+        self.guard = 0
+        self._guard_begun = 0.0
+
+    def keep(self, name: str, content: bytes, descriptors: list[int]) -> None:
+        """What was kept under that name is replaced. The descriptors are this object's from here on."""
+        self.drop(name)
+        self._kept[name] = content, descriptors
+        if name == SWITCH and not self.guard:
+            self._start_guard(descriptors[0])
+
+    def drop(self, name: str) -> None:
+        for descriptor in self._kept.pop(name, (b"", []))[1]:
+            # The last one of the control socket is closed when the kernel has written everything back, which the
+            # daemon has to answer; and large memory takes its time.
+            _thread.start_new_thread(os.close, (descriptor,))
+
+    def give_to(self, child: Child) -> None:
+        """Tell a daemon of all that is kept. OSError: it is dead, or does not take it."""
+        for name, (content, descriptors) in list(self._kept.items()):
+            child.send(KEPT, name, content, descriptors)
+
+    def abort(self) -> None:
+        """End the connection: whoever waits gets an error."""
+        if SWITCH in self._kept:
+            os.write(self._kept[SWITCH][1][0], b"1")
+
+    def _start_guard(self, switch: int) -> None:
+        self._guard_begun = time.monotonic()
+        self.guard = os.fork()
+        if self.guard == 0:
+            try:
+                os.setsid()
+                os.dup2(switch, 1)
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, 0)
+                os.dup2(nowhere, 2)
+                os.closerange(3, 1 << 16)
+                os.execv(self._command[0], self._command)
+            finally:
+                os._exit(127)
+
+    def guard_ended(self) -> None:
+        """Somebody killed it, and it was waited for: there is to be another one."""
+        self.guard = 0
+        if SWITCH in self._kept and time.monotonic() - self._guard_begun > GUARD_SECONDS:
+            self._start_guard(self._kept[SWITCH][1][0])
+
+    def unmount(self) -> None:
+        """Take the mount away that no daemon took away."""
+        words = ["umount", "-i", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.execvp(words[0], [*words, self._point])
+            finally:
+                os._exit(127)
+        os.waitpid(pid, 0)
+
+    def close(self) -> None:
+        """The mount is over."""
+        if self.guard:
+            os.kill(self.guard, signal.SIGKILL)
+            os.waitpid(self.guard, 0)
+        for name in list(self._kept):
+            self.drop(name)

@@ -1,0 +1,213 @@
+"""A process that stands by and forks daemons: killed, stopped, upgraded, beside kills of daemons: real mounts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import killer
+import pytest
+from mounting import KVFUSE, PATIENCE_S, KvfuseMount, stopped, temporary_mount, wait_until
+from test_outlive import OUTLIVE, children_of, daemon_of, kill_daemon, settle
+from test_upgrade import FAILING, Users, holder_says, other_python, refused, upgrade
+
+import kvfuse
+from kvfuse.fs.holder_things import GUARD_SECONDS
+
+STANDBY = (*OUTLIVE, "standby")
+
+
+@pytest.fixture
+def mount() -> Iterator[KvfuseMount]:
+    with temporary_mount(STANDBY) as mounted:
+        yield mounted
+
+
+def named(mount: KvfuseMount, name: str) -> list[int]:
+    """Living children of the holder that `ps` shows under this name."""
+    found = []
+    for pid in children_of(mount.pid):
+        try:
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                found.append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def standby_of(mount: KvfuseMount) -> int:
+    """The process that forked the daemon that serves."""
+    (pid,) = named(mount, "kvfuse-standby")
+    return pid
+
+
+def guards_of(mount: KvfuseMount) -> set[int]:
+    return {child.pid for child in killer.children_of(mount.pid) if child.is_guard}
+
+
+def waiting_of(mount: KvfuseMount, daemon: int) -> set[int]:
+    """Who stands by, whether or not it has forked yet."""
+    return children_of(mount.pid) - guards_of(mount) - {daemon}
+
+
+def has_standby(mount: KvfuseMount) -> bool:
+    """There are a guard, a daemon and one that stands by."""
+    return len(children_of(mount.pid)) == 3
+
+
+def answers(mount: KvfuseMount) -> None:
+    os.statvfs(mount.point)
+
+
+def test_daemons_are_forks_of_one_process(mount: KvfuseMount) -> None:
+    (mount.point / "file").write_bytes(b"x")
+    settle(mount)
+    standby, served = standby_of(mount), {daemon_of(mount)}
+    for _ in range(5):
+        kill_daemon(mount)
+        served.add(daemon_of(mount))
+        assert (mount.point / "file").read_bytes() == b"x"
+    assert len(served) == 6
+    assert named(mount, "kvfuse-standby") == [standby]
+    assert named(mount, "kvfuse-daemon") == [daemon_of(mount)]
+    assert holder_says(mount)["deaths"] == 5
+
+
+def test_what_forks_has_one_thread(mount: KvfuseMount) -> None:
+    kill_daemon(mount)
+    assert len(os.listdir(f"/proc/{standby_of(mount)}/task")) == 1
+
+
+def test_nothing_grows(mount: KvfuseMount) -> None:
+    kill_daemon(mount)
+    standby = standby_of(mount)
+
+    def descriptors() -> tuple[int, int]:
+        return tuple(len(os.listdir(f"/proc/{pid}/fd")) for pid in (mount.pid, standby))
+
+    before = descriptors()
+    for _ in range(5):
+        kill_daemon(mount)
+    wait_until(lambda: descriptors() <= before, "descriptors of the holder, and of what stands by")
+
+
+def test_one_that_is_killed_is_replaced(mount: KvfuseMount) -> None:
+    daemon = daemon_of(mount)
+    for _ in range(2):
+        wait_until(lambda: len(waiting_of(mount, daemon)) == 1, "one that stands by")
+        (standby,) = waiting_of(mount, daemon)
+        os.kill(standby, signal.SIGKILL)
+        wait_until(lambda standby=standby: standby not in children_of(mount.pid), "its end")
+    wait_until(lambda: len(waiting_of(mount, daemon)) == 1, "another one")
+    assert daemon_of(mount) == daemon
+    kill_daemon(mount)
+    assert holder_says(mount)["deaths"] == 1
+
+
+def test_both_are_killed(mount: KvfuseMount) -> None:
+    for _ in range(3):
+        wait_until(lambda: has_standby(mount), "one that stands by")
+        for pid in children_of(mount.pid) - guards_of(mount):
+            os.kill(pid, signal.SIGKILL)
+        answers(mount)
+
+
+def test_one_that_does_not_answer_is_killed(mount: KvfuseMount) -> None:
+    standby = standby_of(mount)
+    with stopped(standby):
+        kill_daemon(mount)
+        assert not Path(f"/proc/{standby}").exists()
+    wait_until(lambda: has_standby(mount), "another one")
+    kill_daemon(mount)
+
+
+def test_with_the_holder_all_ends(mount: KvfuseMount) -> None:
+    kill_daemon(mount)
+    children = children_of(mount.pid)
+    mount.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the end of all")
+    mount.mount()
+
+
+def test_an_unmount_ends_all(mount: KvfuseMount) -> None:
+    kill_daemon(mount)
+    children = children_of(mount.pid)
+    mount.unmount()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    mount.mount()
+
+
+def test_a_start_in_the_background_ends_its_output(tmp_path: Path) -> None:
+    """Whoever waits for the end of what the command says does not wait for the process that stands by."""
+    point, volume = tmp_path / "mnt", tmp_path / "volume"
+    point.mkdir()
+    words = [word for option in STANDBY for word in ("-o", option)]
+    command = [*KVFUSE, "mount", str(volume), str(point), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    try:
+        assert done.returncode == 0, done.stderr
+    finally:
+        subprocess.run([*KVFUSE, "umount", point], check=True, timeout=PATIENCE_S)
+
+
+def test_a_failed_start_leaves_nobody(tmp_path: Path) -> None:
+    point, volume = tmp_path / "mnt", tmp_path / "volume"
+    point.mkdir()
+    volume.mkdir()
+    (volume / "volume.json").write_text("not one")
+    (volume / "records").write_text("not a folder")
+    words = [word for option in STANDBY for word in ("-o", option)]
+    command = [*KVFUSE, "mount", str(volume), str(point), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode != 0
+    assert done.stderr.startswith("kvfuse: ")
+
+
+def test_a_guard_that_is_killed_is_replaced(mount: KvfuseMount) -> None:
+    (guard,) = guards_of(mount)
+    wait_until(lambda: age_of(guard) > 2 * GUARD_SECONDS, "the guard to have lived a while")
+    os.kill(guard, signal.SIGKILL)
+    wait_until(lambda: bool(guards_of(mount) - {guard}), "another guard")
+    with stopped(daemon_of(mount)):
+        mount.kill()
+
+
+def age_of(pid: int) -> float:
+    """Seconds."""
+    begun = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK")
+
+
+def test_upgrades(mount: KvfuseMount, tmp_path: Path) -> None:
+    version = mount.point / ".kvfuse" / "version"
+    former = standby_of(mount)
+    with other_python(tmp_path) as python:
+        with Users(mount.point):
+            upgrade(mount, "--python", python)
+            assert version.read_text() == "99.0\n"
+        assert standby_of(mount) != former
+        wait_until(lambda: has_standby(mount), "the end of the former version")
+        kill_daemon(mount)
+        assert version.read_text() == "99.0\n"
+        upgrade(mount)
+        assert version.read_text() == f"{kvfuse.__version__}\n"
+        kill_daemon(mount)
+        assert version.read_text() == f"{kvfuse.__version__}\n"
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_upgrades_that_fail(mount: KvfuseMount, tmp_path: Path, how: str) -> None:
+    lines, message = FAILING[how]
+    former = standby_of(mount)
+    with other_python(tmp_path, lines) as python:
+        said = refused(mount, "--python", python, "--timeout", "10" if how in ("hello", "ready") else "60")
+        assert message in said
+        assert (mount.point / ".kvfuse" / "version").read_text() == f"{kvfuse.__version__}\n"
+        wait_until(lambda: has_standby(mount), "the end of the new version")
+        assert standby_of(mount) == former
+        kill_daemon(mount)
+    upgrade(mount)
