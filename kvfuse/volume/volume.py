@@ -46,6 +46,7 @@ class Volume:
         if parts.coherence is not None and parts.leases is not None:
             self.neighbourhood = Neighbourhood(parts.core, parts.coherence.member, parts.leases.view)
             self.sections["coherence"] = parts.coherence.statistics
+            self.sections["leases"] = parts.leases.statistics
             self.sections["reports"] = parts.coherence.giving.reports.statistics
 
     def hand_over(self) -> None:

@@ -77,5 +77,5 @@ def test_two_hosts(seed: int, etcd_alone: EtcdServers, tmp_path: Path, request: 
         with loaded(mounts, KINDS, seed) as workers:
             stalls = [upgrade(mounts[number % 2]) for number in range(scaled(UPGRADES))]
             check(workers, stalls)
-        assert clients(mounts[0].source) == before
         assert noticed(mounts) == []
+        assert clients(mounts[0].source) == before

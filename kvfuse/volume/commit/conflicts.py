@@ -28,7 +28,8 @@ from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import MovedAgain, Node
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.sealed import ScanPages, get_marked, get_sound
+from kvfuse.volume.store.sealed import get_marked, get_sound
+from kvfuse.volume.store.search import search_names
 
 if TYPE_CHECKING:
     from kvfuse.remote.records.api import Versioned
@@ -39,8 +40,6 @@ FOLLOW_SECONDS = 2.0
 """how long to wait for the watch to report the new place of an inode"""
 LOOK_SECONDS = 0.02
 """between two looks"""
-SEARCH_PAGE = 1000
-"""names per read of a search for the inode, if the watch did not report it"""
 
 log = logging.getLogger(__name__)
 
@@ -324,15 +323,13 @@ class Conflicts:
         This may take long, but otherwise its changes would be lost.
         """
         log.warning("inode %d was renamed by another host to an unknown place: reading all names to find it", node.ino)
-        async for rows, _ in ScanPages(self.core.records, b"d", SEARCH_PAGE):
-            for row in rows:
-                entry = schema.decode_entry(row.value)
-                if isinstance(entry, schema.InodeRecord) and entry.ino == node.ino:
-                    parent, _, name = schema.split_entry_key(row.key)
-                    node.parent, node.name = parent, name
-                    await self.refusals.merge(node, entry, row.version)
-                    return True
-        return False
+        row = (await search_names(self.core.records, [node.ino])).get(node.ino)
+        entry = schema.decode_entry(row.value) if row is not None else None
+        if row is None or not isinstance(entry, schema.InodeRecord):
+            return False
+        node.parent, _, node.name = schema.split_entry_key(row.key)
+        await self.refusals.merge(node, entry, row.version)
+        return True
 
 
 def _means(change: NameChange, node: Node) -> bool:

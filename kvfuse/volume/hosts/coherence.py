@@ -109,6 +109,7 @@ class Coherence:
     async def _watch(self) -> None:
         changes = self.records.watch(b"")
         self.records.lost_track()
+        self.core.nodes.handover.watches += 1
         if self.counters.watches:
             await self._renew()
         self.counters.watches += 1
@@ -210,6 +211,8 @@ class Coherence:
                 core.places.set(record.ino, parent, name)
             core.places.set_content_version(record.ino, 0)
             self.news.content(record.ino)
+        if node is None and not own:
+            core.nodes.handover.is_at(record.ino, parent, name)
 
     def _take_times(self, change: Change) -> None:
         """Our own, too: what was read before it may be older."""

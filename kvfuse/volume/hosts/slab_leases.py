@@ -130,6 +130,10 @@ class SlabLeases:
             self.inheritance.is_behind = True
             self._wake()
 
+    def statistics(self) -> dict[str, int]:
+        """Slabs of this client, and those of them that nobody may use yet."""
+        return {"held_count": len(self.held.slabs), "resting_count": len(self.held.resting)}
+
     # -- the task ------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -1,7 +1,12 @@
-"""Finds inodes that clients have open since before this daemon: they may have no name any more, or another one."""
+"""Finds inodes that clients have open since before this daemon: they may have no name any more, or another one.
+
+Where hosts share a volume, another one may have renamed such a file while no daemon was here that would have heard of
+it. Then all names are read, once for all of these files; what becomes of them afterwards the watch tells.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from kvfuse.volume.commit.pending import Pending
@@ -9,15 +14,19 @@ from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.search import search_names
+
+log = logging.getLogger(__name__)
 
 
 async def find_open_before(
     ino: int, core: Core, pending: Pending, refresher: Refresher, take: Callable[..., Node]
 ) -> Node | None:
     """The node of such an inode; None, where it has a record of its own, or none. ``take``: `Lookup.take`."""
-    places = list(core.nodes.handover.still_open[ino].places)
-    keys = [schema.orphan_key(ino), *[schema.entry_key(*place) for place in places]]
+    handover = core.nodes.handover
     while True:
+        places = list(handover.still_open[ino].places)
+        keys = [schema.orphan_key(ino), *[schema.entry_key(*place) for place in places]]
         epoch = pending.epoch
         orphan, *entries = await core.records.get(keys)
         if (node := core.nodes.get(ino)) is not None:
@@ -29,9 +38,34 @@ async def find_open_before(
             if entry is not None and isinstance(record, schema.InodeRecord) and record.ino == ino:
                 core.places.set(ino, *place)
                 return take(record, entry.version, place, own=False)
-        if orphan is None or ino not in core.nodes.handover.still_open:  # it was closed meanwhile, and is gone
+        if ino not in handover.still_open:  # it was closed meanwhile
+            return None
+        if orphan is None:
+            if core.client and await _search(core, ino):
+                continue
             return None
         record = schema.decode_inode(orphan.value)
         node = refresher.chunks.restore_chunks(Node.from_record(record), record)
         node.nlink, node.version, node.base = 0, orphan.version, record
         return core.nodes.add(node)
+
+
+async def _search(core: Core, ino: int) -> bool:
+    """The inode has a place that was not known before. EngineError."""
+    handover = core.nodes.handover
+    places = list(handover.still_open[ino].places)
+    async with handover.searching:
+        while ino in handover.still_open and core.nodes.get(ino) is None:
+            if handover.still_open[ino].places != places:
+                return True
+            if handover.searched and handover.searched == handover.watches:
+                return False
+            watches = handover.watches
+            log.warning("inode %d is open, and where it was it is not: reading all names to find such files", ino)
+            for other, row in (await search_names(core.records, handover.still_open)).items():
+                parent, _, name = schema.split_entry_key(row.key)
+                handover.is_at(other, parent, name)
+            handover.searched = watches
+            if not watches:
+                break
+    return ino in handover.still_open and handover.still_open[ino].places != places

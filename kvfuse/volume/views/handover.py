@@ -14,8 +14,12 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
+import trio
+
 Place = tuple[int, bytes]
 """(directory, name)"""
+PLACES_MAX = 4
+"""that a file is looked for at"""
 
 
 class OpenBefore:
@@ -49,6 +53,9 @@ class Handover:
         """told of each `renamed`"""
         self.is_left = False
         """the end of this daemon is not that of its clients: it stores everything, and leaves it as it is"""
+        self.watches = self.searched = 0
+        """watches of other hosts' changes that were begun; and at the last search for files that these moved"""
+        self.searching = trio.Lock()
         self.known_below = 0
         """the kernel may know inodes below this number of a daemon before this one"""
 
@@ -64,6 +71,12 @@ class Handover:
         before.handles += 1
         before.writers += writable
         before.places += [place for place in places if place not in before.places]
+
+    def is_at(self, ino: int, parent: int, name: bytes) -> None:
+        """Another host has put a file there, which may be one of these."""
+        before = self.still_open.get(ino)
+        if before is not None and (parent, name) not in before.places[:1]:
+            before.places = [(parent, name), *before.places][:PLACES_MAX]
 
     def took(self, ino: int, *, writable: bool) -> None:
         """One of these handles was made again, or will never be."""
