@@ -29,13 +29,13 @@ from kvfuse.cli.findings import MISSING, OK, WARN, Finding
 from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError
 from kvfuse.fs import holder_desk
+from kvfuse.fs.guarding import CONNECTIONS
+from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.options.options import BlockOptions, CacheOptions
 from kvfuse.sizes import GIB, format_size
 
-KERNEL_RESENDS = (6, 9)
-"""the first that sends calls again which a daemon took and did not answer"""
 KERNEL_MIN = (5, 4)
 """what pyfuse3 and preadv2 need"""
 CONNECT_SECONDS = 2.0
@@ -132,17 +132,26 @@ def check_native() -> Iterator[Finding]:
 
 def check_outliving() -> Iterator[Finding]:
     """What it takes for a mount to go on when its daemon is killed or replaced."""
-    numbers = tuple(_numbers(platform.release().split("-")[0])[:2])
+    numbers = tuple(_numbers(os.uname().release.split("-")[0])[:2])
     if find_spec("kvfuse._fusewire") is None:
         yield Finding("outliving", WARN, "mounts end with their daemon", "see native parts")
     elif numbers < KERNEL_RESENDS:
-        detail = "calls under way in a daemon that is killed are not sent to the next one; upgrades are not concerned"
+        detail = f"calls that a killed daemon had taken are not sent to the next one: {NOT_SENT_AGAIN}"
         yield Finding("outliving", WARN, detail, "Linux 6.9 or later")
     elif not any(Path(folder).parent.is_dir() for folder in holder_desk.folders(os.geteuid())):
         detail = "mounts go on, but 'kvfuse upgrade' has no place to reach them"
         yield Finding("outliving", WARN, detail, "set XDG_RUNTIME_DIR to a folder of this user's own")
     else:
         yield Finding("outliving", OK, "mounts go on when their daemon is killed or replaced")
+
+
+def check_guard() -> Iterator[Finding]:
+    """What ends a mount's connection where the daemon, or the process that keeps the mount, was killed."""
+    if os.geteuid() == 0 or os.path.ismount(CONNECTIONS):
+        yield Finding("guard", OK, "nobody waits for a mount whose processes were killed")
+    else:
+        detail = f"{CONNECTIONS} is missing: callers of a mount whose processes were killed may wait until 'umount -f'"
+        yield Finding("guard", WARN, detail, f"as root: mount -t fusectl none {CONNECTIONS}")
 
 
 def check_read_ahead() -> Iterator[Finding]:
@@ -311,6 +320,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_checksums,
     check_native,
     check_outliving,
+    check_guard,
     check_read_ahead,
     check_limits,
     check_rdma,

@@ -42,7 +42,7 @@ def upgrade(mountpoint: Path, python: str | None, timeout: float) -> None:
       kvfuse upgrade /mnt/kv --python /opt/kvfuse-next/bin/python
     """
     row = kvfuse_mount_at(mountpoint)
-    program = shutil.which(python or sys.executable)
+    program = shutil.which(python) if python is not None else sys.executable
     if program is None:
         raise Failure(f"there is no program {python}")
     answer = holders.ask(

@@ -40,8 +40,10 @@ class Guarding:
         self._switch: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, device: int) -> None:
+    def start(self, device: int | None) -> None:
         """Guard the mount with this st_dev. Where that cannot be, the log says so: the mount does without.
+
+        None: a daemon before this one mounted it, and has said so, if it has none.
 
         To be called before any thread of the daemon asks the mount for something, and by that of the event loop, whose
         end the guard is told of. It waits, a few milliseconds, until the interpreter is started.
@@ -49,7 +51,9 @@ class Guarding:
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), os.fspath(self._mountpoint)]
         try:
             left = self._keeper.take(KEPT)
-            self._switch = open_switch(device) if left is None else left.descriptors[0]
+            if left is None and device is None:
+                return
+            self._switch = open_switch(device or 0) if left is None else left.descriptors[0]
             if self._keeper.outlives:
                 if left is None:
                     self._keeper.keep(KEPT, descriptors=[self._switch])

@@ -22,6 +22,11 @@ FORK_SECONDS = 5.0
 """that a copy may take to say that it is there: some milliseconds are usual"""
 SEND_SECONDS = 5.0
 """for which a daemon that is stopped may take no message: then it is no better than a dead one"""
+try:
+    IS_OWN_TABLE = os.readlink("/proc/self") == str(os.getpid())
+except OSError:
+    IS_OWN_TABLE = False
+"""/proc has the processes of this place, by the numbers that they have here"""
 SAID_SIZE_MAX = 2000
 """bytes of the last words of a daemon that could not begin"""
 
@@ -157,8 +162,10 @@ def is_dead(pid: int) -> bool:
     """The first thread of a process of ours has ended, or a core file is written of it.
 
     As `guard` has it, which imports nothing of ours. But what is not in the table is dead here: the holder is the one
-    who takes its children out.
+    who takes its children out. False where the table is that of another place, and these are numbers of others.
     """
+    if not IS_OWN_TABLE:
+        return False
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()

@@ -20,6 +20,9 @@ import kvfuse
 from kvfuse.fs import guard, holder, holder_child, holder_things
 from kvfuse.keeper import Kept, check
 
+KERNEL_RESENDS = 6, 9
+"""the first Linux that sends calls again which a daemon took and did not answer"""
+NOT_SENT_AGAIN = "who waits for one waits as long as the mount is there; upgrades are not concerned"
 PR_SET_PDEATHSIG = 1
 """of prctl(2)"""
 STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"

@@ -26,6 +26,7 @@ from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors, Service, running
 from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.handover import KeptHandover
+from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.leaving import Leaving
 from kvfuse.fs.ops import KvfuseOperations
@@ -250,7 +251,7 @@ def _adopted(session: _Session, operations: KvfuseOperations, words: set[str], l
     fusewire.replay(left.content, descriptor)
     with session.guarding:
         try:
-            session.guarding.start(0)
+            session.guarding.start(None)
             yield
         finally:
             pyfuse3.close(unmount=False)
@@ -307,6 +308,8 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
         session.keeper.keep(KEPT_DEVICE, b"%d" % device)
     if (begun := fusewire.connection()) is not None and not session.is_adopted:
         session.keeper.keep(KEPT, begun[0], [begun[1]])
+        if session.keeper.outlives and fusewire.kernel() < KERNEL_RESENDS:
+            log.warning("this kernel does not send calls again that a killed daemon had taken: %s", NOT_SENT_AGAIN)
     if session.handover is not None and session.handover.lost:
         await trio.to_thread.run_sync(_drop_lost, session.doors.kernel, set(session.handover.lost))
         session.handover.kernel_was_told()
