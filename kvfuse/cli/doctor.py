@@ -130,6 +130,19 @@ def check_native() -> Iterator[Finding]:
         yield Finding("native parts", OK, "are there")
 
 
+def check_bytecode() -> Iterator[Finding]:
+    """What Python keeps of a module that it has compiled."""
+    spec = find_spec("kvfuse.fs.mount")
+    if spec is None or spec.cached is None or spec.origin is None:
+        return
+    is_made = not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK)
+    if is_made or Path(spec.cached).exists():
+        yield Finding("bytecode", OK, "is there, or is made by the first start")
+    else:
+        remedy = f"{sys.executable} -m compileall -q {Path(kvfuse.__file__).parent}"
+        yield Finding("bytecode", WARN, "is not kept: each start of a daemon takes half a second more", remedy)
+
+
 def check_outliving() -> Iterator[Finding]:
     """What it takes for a mount to go on when its daemon is killed or replaced."""
     numbers = tuple(_numbers(os.uname().release.split("-")[0])[:2])
@@ -319,6 +332,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_checksums,
     check_native,
+    check_bytecode,
     check_outliving,
     check_guard,
     check_read_ahead,

@@ -7,6 +7,7 @@ of JSON asks, ``{"do": "status"}`` or ``{"do": "upgrade", "python": PATH, "secon
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -49,6 +50,19 @@ def device_of(point: str) -> str | None:
             if os.fsdecode(place) == point:
                 found = fields[2].decode()
     return found
+
+
+def _sweep(folder: str) -> None:
+    """Remove sockets of holders that were killed."""
+    for path in glob.glob(f"{folder}/holder-*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as stream:
+            try:
+                stream.connect(path)
+            except ConnectionRefusedError:
+                with suppress(OSError):
+                    os.unlink(path)
+            except OSError:
+                pass  # it is another user's, or very busy
 
 
 class Client:
@@ -118,15 +132,18 @@ class Desk:
             raise ValueError("the mount is not in the mount table")
         os.makedirs(folder, 0o755, exist_ok=True)
         path = path_in(folder, device)
-        with suppress(FileNotFoundError):
-            os.unlink(path)  # of a holder that was killed: numbers come again
+        _sweep(folder)
+        made = f"{path}.{os.getpid()}"  # in its place once it listens: nobody takes it for a dead holder's
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         former = os.umask(0o177)
         try:
-            listener.bind(path)
+            listener.bind(made)
             listener.listen(8)
+            os.rename(made, path)
         except BaseException:
             listener.close()
+            with suppress(OSError):
+                os.unlink(made)
             raise
         finally:
             os.umask(former)

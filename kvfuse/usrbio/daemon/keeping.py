@@ -9,6 +9,8 @@ request that is being answered. A request is taken out of the socket after its r
 finds it there and answers it. Only one that carries a descriptor is taken before: the page says of it whether it was
 done. If it was, the next daemon replies; if not, it answers EINTR, and the client asks again.
 
+Of a connection that was accepted and not yet greeted the socket alone is kept: the next daemon accepts it once more.
+
 A daemon of a version with another `FORM`, or another protocol of rings, ends the connection: nothing of it is read.
 """
 
@@ -17,6 +19,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import socket
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -35,6 +39,8 @@ FORM = 1
 """format of all that is kept of a connection: its page, journals of rings, and what is said of each thing"""
 _SOCKET, _SAID = "socket", "said"
 PINS_MAX = 65536
+ARRIVALS_MAX = 500
+"""connections of one second that are kept before they are greeted"""
 _PIN_WORDS = 4
 """pin, arena, offset, size; a pin of 0: the row is free"""
 PAGE_SIZE = PAGE + PINS_MAX * _PIN_WORDS * 8
@@ -93,6 +99,36 @@ class Left(NamedTuple):
     """names of registered files that the volume counts as open"""
     pins: dict[int, TierBlock]
     """blocks that the client holds"""
+
+
+class Arrival(NamedTuple):
+    """A connection that a daemon before this one accepted, and did not greet."""
+
+    name: str
+    socket: int
+
+
+class Arrivals:
+    """Keeps connections that were accepted. Not all of them where very many come: the holder is for others, too."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._second, self._count = 0, 0
+
+    def keep(self, stream: socket.socket, name: str = "") -> str:
+        """Until it is greeted, or dropped. Returns its name; "": it is not kept. ``name``: under which it is kept."""
+        second = int(time.monotonic())
+        self._second, self._count = second, self._count + 1 if second == self._second else 1
+        if not name and (not self._keeper.outlives or self._count > ARRIVALS_MAX):
+            return ""
+        name = name or os.urandom(8).hex()
+        self._keeper.keep(f"{PREFIX}{name}/{_SOCKET}", b"", [stream.fileno()])
+        return name
+
+    def drop(self, name: str) -> None:
+        """It has ended, greeted or not."""
+        if name:
+            self._keeper.drop(f"{PREFIX}{name}/{_SOCKET}")
 
 
 class KeptFiles:
@@ -208,12 +244,16 @@ class Keeping:
         try:
             os.ftruncate(descriptor, PAGE_SIZE)
             page = Page(descriptor)
-            self._name = os.urandom(8).hex()
+            self._name = self._name or os.urandom(8).hex()
             page.words[_LAST_HANDLE] = self._handle
             self._keep(_SOCKET, KeptConnection.of(peer), [stream.fileno(), descriptor])
             self.page = page
         finally:
             os.close(descriptor)
+
+    def arrived(self, name: str) -> None:
+        """Its socket is kept under this name since it was accepted."""
+        self._name = name
 
     def learn(self, *, token: str = "", follows: int = 0) -> None:
         """The client has shown a token, or follows a directory."""
@@ -325,16 +365,20 @@ class Keeping:
         return taken >> 32, taken & 0xFFFFFFFF, added
 
 
-def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> list[Left]:
+def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[list[Left], list[Arrival]]:
     """The connections that a daemon before this one left. What they hold of the tier is held when this returns.
 
     ``files``: names of registered files that the volume counts as open.
     """
-    found = []
+    found, arrivals = list[Left](), list[Arrival]()
     for name in keeper.names(PREFIX):
         if not name.endswith(f"/{_SOCKET}") or (kept := keeper.take(name)) is None:
             continue
-        stream, page_descriptor = kept.descriptors
+        stream, *pages = kept.descriptors
+        if not pages:
+            arrivals.append(Arrival(name.split("/")[1], stream))
+            continue
+        (page_descriptor,) = pages
         client = name.removesuffix(_SOCKET)
         try:
             peer, page = msgspec.json.decode(kept.content, type=KeptConnection).peer(), Page(page_descriptor)
@@ -351,4 +395,4 @@ def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> list[Le
         finally:
             os.close(page_descriptor)
     tier.pins_are_known()
-    return found
+    return found, arrivals

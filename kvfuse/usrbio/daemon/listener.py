@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 import trio
 
@@ -27,7 +27,7 @@ from kvfuse.usrbio.daemon.connection import Connection
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
 from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
-from kvfuse.usrbio.daemon.keeping import Keeping, Left, find_left
+from kvfuse.usrbio.daemon.keeping import Arrivals, Keeping, Left, find_left
 from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
 from kvfuse.usrbio.daemon.passing import Usher, Ushers, open_ushers, turn_away
 from kvfuse.usrbio.daemon.peer import Peer, credentials
@@ -73,7 +73,7 @@ async def serve_rings(
         accepting.setblocking(False)
         limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions(), device_memories, keeper)
         files, movers = volume.left_open.ring_files, volume.left_open.movers
-        left = find_left(keeper, volume.tier, files)
+        left, arrivals = find_left(keeper, volume.tier, files)
         adoption.give_up_files(volume, set(files).difference(*[one.files for one in left]))
         movers.add(limits.kept_files.moved)
         undo.callback(movers.discard, limits.kept_files.moved)
@@ -84,6 +84,10 @@ async def serve_rings(
                 nursery.start_soon(clients.hand_over, handing_over)
             for one in left:
                 clients.go_on(one)
+            for arrival in arrivals:
+                stream = socket.socket(fileno=arrival.socket)
+                stream.setblocking(False)
+                clients.receive(stream, arrival.name)
             volume.sections["rings"] = clients.statistics
             volume.sections["ring_users"] = limits.accounts.statistics
             volume.user_sections["rings"] = clients.statistics_of
@@ -115,9 +119,13 @@ class Clients:
         self._unproven_threads = trio.CapacityLimiter(UNPROVEN_THREADS)
         self._warned_at = -WARNING_SECONDS
         self._connections: set[Connection] = set()
+        self._arrivals = Arrivals(limits.keeper)
 
-    def receive(self, client: socket.socket) -> None:
-        """Somebody has connected. One that is too many of its user is gone at once: to be cheap where many come."""
+    def receive(self, client: socket.socket, name: str = "") -> None:
+        """Somebody has connected. One that is too many of its user is gone at once: to be cheap where many come.
+
+        ``name``: under which the daemon before this one has kept it.
+        """
         uid = credentials(client)[1]
         try:
             if uid:
@@ -126,9 +134,11 @@ class Clients:
                 raise errors.QuotaExceeded(f"{UNPROVEN_MAX} processes of uid 0 have connected at once")
         except errors.QuotaExceeded as error:
             if turn_away(client):
+                self._arrivals.drop(name)
                 self._warn(error)
                 return
-        self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client))
+        name = self._arrivals.keep(client, name)
+        self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client), None, name)
 
     def go_on(self, left: Left) -> None:
         """Serve a client of the daemon before this one."""
@@ -160,9 +170,9 @@ class Clients:
         finally:
             self._unproven -= 1
 
-    async def _serve(self, stream: trio.socket.SocketType, left: Left | None = None) -> None:
+    async def _serve(self, stream: trio.socket.SocketType, left: Left | None = None, name: str = "") -> None:
         """One client, until it is gone and its socket is closed. It counts for its user until then."""
-        with stream:
+        with stream, self._kept(name):
             try:
                 peer = await self._find_peer(stream) if left is None else left.peer
                 user = (peer.uid, peer.is_unlimited)
@@ -173,7 +183,7 @@ class Clients:
                         async with self._audiences.of(user) as audience:
                             if left is None:
                                 await audience.turn(stream, CONNECT_COST)
-                            await self._serve_peer(stream, peer, account, audience, usher, left)
+                            await self._serve_peer(stream, peer, account, audience, usher, left, name)
                     finally:
                         if not self.limits.hands_over:
                             if left is not None:
@@ -187,15 +197,26 @@ class Clients:
             except* Exception as group:  # its own connection ends; all others go on
                 log.error("serving a client failed", exc_info=group)
 
+    @contextmanager
+    def _kept(self, name: str) -> Iterator[None]:
+        """Until the end of the body, unless that is for the next daemon."""
+        try:
+            yield
+        finally:
+            if not self.limits.hands_over:
+                self._arrivals.drop(name)
+
     async def _serve_peer(
         self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher,
-        left: Left | None,
+        left: Left | None, name: str,
     ) -> None:  # fmt: skip
         with closing(
             Share(self.limits.pool, account.key, self.limits.under_way)
         ) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
                 connection = Connection(self.limits, stream, peer, account, audience, usher, nursery, share, left)
+                if name:
+                    connection.registered.keeping.arrived(name)
                 self._connections.add(connection)
                 try:
                     await connection.run(left)

@@ -6,7 +6,9 @@ import errno
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from ring_lab import stats
 from ring_load import BLOCK, Load, blocks, load_of_rings
 
 from kvfuse.usrbio.client import BlockStore, connect
+from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, SOCKET_PATH, VERSION, Message, Request
 
 KILLS = 4
 
@@ -174,3 +177,40 @@ def test_clients_that_end_while_there_is_no_daemon_leave_nothing(mount: KvfuseMo
     wait_until(lambda: registered(mount, "connections") == 0, "the end of the client")
     assert registered(mount, "rings") == 0
     del iov, ring
+
+
+def test_one_that_has_connected_and_said_nothing_goes_on(mount: KvfuseMount) -> None:
+    """The daemon that accepted it is killed, twice, before it is greeted; another one ends unheard."""
+    wait_until(lambda: registered(mount, "connections") == 0, "the door of the rings")
+    before = sockets_of(mount.pid)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early, early.dup() as same:
+        early.settimeout(PATIENCE_S)
+        os.chdir(mount.point)  # the path of a socket may be 107 bytes long
+        try:
+            early.connect(SOCKET_PATH)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as short:
+                short.connect(SOCKET_PATH)
+                wait_until(lambda: sockets_of(mount.pid) == before + 2, "the daemon to accept both")
+            wait_until(lambda: sockets_of(mount.pid) == before + 1, "the daemon to notice that one is gone")
+        finally:
+            os.chdir("/")
+        for _ in range(2):
+            kill(mount)
+            wait_until(lambda: registered(mount, "connections") == 0, "the door of the rings")
+        same.send(Message(Request.HELLO, 1, values=(VERSION,)).pack())
+        assert Message.unpack(early.recv(MESSAGE_SIZE_MAX)).values[0] == VERSION
+        kill(mount)
+        same.send(Message(Request.HELLO, 2, values=(VERSION,)).pack())
+        assert Message.unpack(early.recv(MESSAGE_SIZE_MAX)).values[0] == VERSION
+    wait_until(lambda: registered(mount, "connections") == 0, "the daemon to notice that it is gone")
+    wait_until(lambda: sockets_of(mount.pid) == before, "the holder to let go of it")
+
+
+def sockets_of(pid: int) -> int:
+    """Connected and listening ones of this process."""
+    folder = f"/proc/{pid}/fd"
+    count = 0
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):  # closed just now
+            count += os.readlink(f"{folder}/{name}").startswith("socket:")
+    return count
