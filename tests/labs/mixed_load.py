@@ -216,9 +216,8 @@ class Appends:
         data = work.call(os.pread, self.file, size, 0)
         compare("what was stored of the log", data[: self.floor] == self.whole[: self.floor], True)
         work.call(os.ftruncate, self.file, self.floor)
-        if work.told_of_loss(os.fsync, self.file):  # of what was cut off
+        while work.told_of_loss(os.fsync, self.file):  # of what was cut off; or the daemon was killed again
             work.call(os.ftruncate, self.file, self.floor)
-            work.call(os.fsync, self.file)
         self.size = self.floor
 
     def look(self) -> None:
@@ -456,12 +455,47 @@ class Rings:
         self.store.close()
 
 
-KINDS: dict[str, Callable[[Work], Stores | Appends | Pages | Names | Rings]] = {
+class Clients:
+    """Clients of rings that come and go: whatever they ask first, or last, a daemon may die over it."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.path = work.folders[0] / "file"
+        self.path.write_bytes(stream("file", 100_000))
+        self.version = 0
+
+    def step(self) -> None:
+        self.work.call(self.come_and_go)
+
+    def come_and_go(self) -> None:
+        from kvfuse.usrbio.client import BlockStore, connect
+
+        work, name = self.work, self.work.folders[0].name
+        self.version += 1
+        data = block(name, self.version, int(100_000 ** work.rng.random()))
+        with connect(work.folders[0].parent, deadline=120.0) as client:
+            with BlockStore(client, f"{name}/blocks", deadline=120.0) as store:
+                store.put(b"block", data)
+                compare("the block", bytes(store.get(b"block") or b""), data)
+            with client.iov(8192) as iov, client.ring(8) as ring:
+                file = client.file(self.path)
+                ring.prep_read(iov, 0, file, 5000, 8192)
+                ring.submit()
+                compare("a read", ring.wait(1, 120.0)["result"].tolist(), [8192])
+                compare("the file", bytes(iov.array), stream("file", 100_000)[5000:13192])
+                file.close()
+
+    def check(self) -> None:
+        self.step()
+
+
+KINDS: dict[str, Callable[[Work], Stores | Appends | Pages | Names | Rings | Clients]] = {
     "stores": Stores,
     "appends": Appends,
     "pages": Pages,
     "names": Names,
     "rings": Rings,
+    "clients": Clients,
 }
 
 if __name__ == "__main__":

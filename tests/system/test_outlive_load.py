@@ -21,7 +21,7 @@ from places import LABS
 from scale import scaled
 
 WORDS = ("outlive=true", "publish=strict", "volume.capacity=1GiB", "volume.segment_size=64MiB")
-KINDS = os.environ.get("KVFUSE_TEST_KINDS", "stores,appends,pages,names").split(",")
+KINDS = os.environ.get("KVFUSE_TEST_KINDS", "stores,appends,pages,names,rings,clients").split(",")
 """of load, at once: a variable, as one alone is easier to look into"""
 ROUNDS = 5
 """of kills"""
@@ -100,7 +100,7 @@ def has_not_grown(now: Footprint, before: Footprint) -> bool:
     )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(scaled(600))
 @pytest.mark.parametrize("words", [(), ("standby",)], ids=["", "standby"])
 def test_no_call_fails_and_no_byte_is_wrong(words: tuple[str, ...], seed: int) -> None:
     with temporary_mount((*WORDS, *words)) as mount:

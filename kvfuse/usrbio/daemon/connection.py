@@ -142,6 +142,7 @@ class Connection:
             message = Message.unpack(data)
             reply, shown = await self._answer(message)
             self._judge(message, is_bad=reply.status < 0)
+            self.registered.keeping.answering()
             await self._reply(reply, shown)
             self.registered.keeping.answered()
             await self._usher.take()

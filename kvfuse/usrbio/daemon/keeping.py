@@ -7,7 +7,9 @@ Each thing is kept before the client hears of it, and dropped before the client 
 connection, shared memory that the client does not see, has what changes often: the last handle, the pins, and the
 request that is being answered. A request is taken out of the socket after its reply; so the next daemon
 finds it there and answers it. Only one that carries a descriptor is taken before: the page says of it whether it was
-done. If it was, the next daemon replies; if not, it answers EINTR, and the client asks again.
+done. If it was, the next daemon replies; if not, it answers EINTR, and the client asks again. What was registered for
+a request that nobody was told of is dropped, as that is done anew. Once the reply is on its way it stays: the client
+may have it, and throws a second reply away; or it has not, and then nobody uses it until the connection ends.
 
 Of a connection that was accepted and not yet greeted the socket alone is kept: the next daemon accepts it once more.
 
@@ -347,6 +349,11 @@ class Keeping:
             words = self.page.words
             words[_ADDED] = 0
             words[_REQUEST] = request << 32 | number
+
+    def answering(self) -> None:
+        """The reply is about to be sent: from here on the client may know of what was registered."""
+        if self.page is not None:
+            self.page.words[_ADDED] = 0
 
     def answered(self) -> None:
         """The reply was sent."""

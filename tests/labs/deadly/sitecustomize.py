@@ -1,6 +1,8 @@
 """Has a daemon kill itself between what a request does and its answer; for PYTHONPATH.
 
-It does so once for each file in the folder KVFUSE_TESTS_DEADLY, which has the name of a kind of request.
+It does so once for each file in the folder KVFUSE_TESTS_DEADLY, which has the name of a kind of request: of the kernel,
+or, as ``KIND-done``, ``KIND-told`` and ``KIND-noted``, of a client of rings: before its reply, after it, and when
+nothing but the message in the socket tells of it any more. Or, as ``hello-new``, before anything is kept of a client.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def deadly(handler: Callable[..., Awaitable[Any]], armed: Path) -> Callable[..., Awaitable[Any]]:
@@ -21,10 +23,53 @@ def deadly(handler: Callable[..., Awaitable[Any]], armed: Path) -> Callable[...,
             return await handler(*args)
         armed.unlink()
         await handler(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("still alive")
+        return die()
 
     return answer
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def be_deadly_to_rings(folder: Path) -> None:
+    from kvfuse.usrbio.daemon.connection import Connection
+    from kvfuse.usrbio.daemon.keeping import Keeping
+    from kvfuse.usrbio.protocol.wire import Message, Request
+
+    answer, reply, answered, greet = Connection._answer, Connection._reply, Keeping.answered, Keeping.greet
+    present: list[str] = []
+
+    def look(moment: str) -> None:
+        armed = folder / f"{present[-1]}-{moment}"
+        if armed.exists():
+            armed.unlink()
+            die()
+
+    async def answer_(self: Any, message: Message) -> Any:
+        answered = await answer(self, message)
+        present[:] = [Request(message.request).name.lower()]
+        look("done")
+        return answered
+
+    async def reply_(self: Any, *args: Any) -> None:
+        await reply(self, *args)
+        if present:
+            look("told")
+
+    def answered_(self: Any) -> None:
+        answered(self)
+        if present:
+            look("noted")
+
+    def greet_(self: Any, *args: Any) -> None:
+        present[:] = ["hello"]
+        look("new")
+        greet(self, *args)
+
+    Connection._answer, Connection._reply = answer_, reply_
+    Keeping.answered, Keeping.greet = answered_, greet_
 
 
 if "KVFUSE_TESTS_DEADLY" in os.environ and "kvfuse.cli" in sys.orig_argv:
@@ -34,3 +79,4 @@ if "KVFUSE_TESTS_DEADLY" in os.environ and "kvfuse.cli" in sys.orig_argv:
         if hasattr(method, "__wrapped__"):
             path = Path(os.environ["KVFUSE_TESTS_DEADLY"]) / kind
             setattr(KvfuseOperations, kind, deadly(method, path))
+    be_deadly_to_rings(Path(os.environ["KVFUSE_TESTS_DEADLY"]))

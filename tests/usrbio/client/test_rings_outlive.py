@@ -7,18 +7,26 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from mounting import KvfuseMount, temporary_mount, wait_until
+from places import LABS
 from ring_calls import PATIENCE_S, SIZE, done
 from ring_lab import stats
 from ring_load import BLOCK, Load, blocks, load_of_rings
 
 from kvfuse.usrbio.client import BlockStore, connect
+from kvfuse.usrbio.client.files import File, Namespace
+from kvfuse.usrbio.client.iov import Iov
+from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, SOCKET_PATH, VERSION, Message, Request
+
+T = TypeVar("T")
 
 KILLS = 4
 
@@ -214,3 +222,50 @@ def sockets_of(pid: int) -> int:
         with suppress(FileNotFoundError):  # closed just now
             count += os.readlink(f"{folder}/{name}").startswith("socket:")
     return count
+
+
+@pytest.mark.parametrize("moment", ["new", "done", "told", "noted"])
+def test_a_daemon_may_die_over_any_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: bytes, moment: str
+) -> None:
+    monkeypatch.setenv("KVFUSE_TESTS_DEADLY", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(LABS / "deadly"))
+    with temporary_mount(("outlive=true", "standby=true")) as mount, ExitStack() as ends:
+        stored(mount, "file", data)
+
+        def dies(kind: str, ask: Callable[[], T]) -> T:
+            former = stats(mount)["pid"]
+            (tmp_path / f"{kind}-{moment}").touch()
+            answer = ask()
+            wait_until(lambda: bool(stats(mount)["pid"] != former), "the next daemon")
+            wait_until(lambda: registered(mount, "connections") == 1, "its clients")
+            return answer
+
+        def use(ring: Ring, iov: Iov, file: File, namespace: Namespace) -> None:
+            ring.prep_read(iov, 0, file, 1000, 4096, user_data=1)
+            assert done(ring) == {1: 4096}
+            assert bytes(iov.buffer[:4096]) == data[1000:5096]
+            ring.prep_put(iov, 0, namespace, b"key", 4096, user_data=2)
+            assert done(ring) == {2: 4096}
+            ring.prep_get(iov, 8192, namespace, b"key", 8192, user_data=3)
+            assert done(ring) == {3: 4096}
+            assert bytes(iov.buffer[8192:12288]) == data[1000:5096]
+
+        client = dies("hello", lambda: connect(mount.point, deadline=3 * PATIENCE_S))
+        ends.callback(client.close)
+        if moment == "new":
+            return
+        namespace = dies("open_namespace", lambda: client.namespace("blocks"))
+        iov = dies("add_iov", lambda: client.iov(65536))
+        file = dies("add_file", lambda: client.file(mount.point / "file"))
+        ring = dies("add_ring", lambda: client.ring(8))
+        use(ring, iov, file, namespace)
+        others = client.ring(8), client.iov(65536), client.file(mount.point / "file"), client.namespace("blocks")
+        use(*others)
+        dies("drop_ring", ring.close)
+        dies("drop_file", file.close)
+        dies("drop_iov", iov.close)
+        dies("close_namespace", namespace.close)
+        use(*others)
+        client.close()
+        wait_until(lambda: registered(mount, "connections") == 0, "the end of the connection")
