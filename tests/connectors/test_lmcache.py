@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 from engine_host import DEADLINE_S, Engine, EngineError, EngineHost
-from engine_mounts import WORDS, damage
+from engine_mounts import WORDS, damage, outliving_mount, run_beside_all
 from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.lmcache.config import PLUGIN, configuration, engine_config, server_flags
@@ -283,6 +285,41 @@ def test_two_ranks_and_a_restart_and_a_killed_daemon(host: EngineHost, own_mount
             wait_until(lambda: bool(second.get(NAMES[:1]) == [True]), "the engine to connect again")
             assert first.get(NAMES) == second.get(NAMES) == [True] * 8
         assert first.leaks() == second.leaks() == 0
+
+
+@pytest.mark.timeout(600)
+def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None:
+    """By a server with this adapter, one with LMCache's own adapter of files, and an engine with LMCache in it."""
+    with (
+        outliving_mount() as mount,
+        server(host, mount, "server") as one,
+        server(host, mount, "files", is_fs=True) as files,
+        in_process(host, mount, "engine") as engine,
+    ):
+
+        def serve(server: Engine, known: list[list[str]], chance: random.Random) -> None:
+            names = [f"{name} {chance.randrange(1 << 32)}" for name in NAMES]
+            server.store(names)
+            wait_until(lambda: bool(server.look_up(names) == [True] * 8), "chunks to be stored")
+            known.append(names)
+            for some in (names, chance.choice(known[-5:])):
+                server.forget()
+                assert server.prefetch(some) == (8, 8)
+
+        def put_and_get(known: list[list[str]], chance: random.Random) -> None:
+            names = [f"{name} {chance.randrange(1 << 32)}" for name in NAMES]
+            engine.put(names)
+            known.append(names)
+            assert engine.contains(names) == 8
+            for some in (names, chance.choice(known[-5:])):
+                assert engine.get(some) == [True] * 8
+
+        works = {
+            "server": partial(serve, one, []),
+            "files": partial(serve, files, []),
+            "engine": partial(put_and_get, []),
+        }
+        run_beside_all(mount, seed, works)
 
 
 def test_a_mount_that_comes_after_the_engine(host: EngineHost, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import random
 import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_host import EngineError, EngineHost
-from engine_mounts import WORDS, damage, started
+from engine_host import Engine, EngineError, EngineHost
+from engine_mounts import WORDS, damage, outliving_mount, run_beside_all, started
 from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.sglang.config import configuration, extra_config, flags
@@ -287,6 +289,36 @@ def test_a_mount_that_comes_after_the_engine(host: EngineHost, tmp_path: Path) -
         mount.fsck()
     finally:
         mount.remove()
+
+
+@pytest.mark.timeout(600)
+def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None:
+    """By this adapter, and by storages of SGLang: files of pages, and one file that is opened once, with rings or not.
+
+    Each page is right where it was loaded; all are, as long as the mount has room.
+    """
+    with outliving_mount() as mount, ExitStack() as stack:
+        works = {}
+        for storage in ("adapter", "file", "hf3fs", "hf3fs without rings"):
+            folder = mount.point / storage
+            engine = stack.enter_context(host.engine())
+            if storage == "adapter":
+                engine.start(str(mount.point), storage)
+            else:
+                folder.mkdir(exist_ok=True)
+                engine.start_own(storage, str(folder))
+            works[storage] = partial(store_and_load, engine, [], in_tensors=storage == "file")
+        run_beside_all(mount, seed, works)
+
+
+def store_and_load(engine: Engine, known: list[list[str]], chance: random.Random, *, in_tensors: bool) -> None:
+    pages = hashes(seed=chance.randrange(1 << 32))
+    stored = engine.store_tensors(pages) if in_tensors else engine.store(pages)
+    assert stored is True or all(stored)  # hf3fs says it of keys and values
+    known.append(pages)
+    assert engine.exists(pages) == PAGES
+    for some in (pages, chance.choice(known[-5:])):
+        assert (engine.load_tensors if in_tensors else engine.load)(some) == [True] * PAGES
 
 
 def test_flags_and_the_example_are_as_sglang_reads_them(host: EngineHost, tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from engine_host import Engine, EngineError, EngineHost
-from engine_mounts import WORDS, damage, started
+from engine_mounts import WORDS, damage, outliving_mount, run_beside_all, started
 from mounting import KvfuseMount, stop_process, stopped, wait_until
 
 from kvfuse.connectors.vllm.config import configuration
@@ -193,6 +195,27 @@ def test_a_load_of_a_daemon_that_hangs_keeps_its_slots(host: EngineHost, own_mou
         wait_until(engine.is_up, "the engine to connect again")
         engine.forget()
         wait_until(lambda: is_stored(engine), "a store within the deadline")
+
+
+@pytest.mark.timeout(600)
+def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None:
+    """By this adapter, and by vLLM's own tier of files, which makes folders: all chunks that were stored are loaded."""
+    with (
+        outliving_mount() as mount,
+        started(host, mount, "adapter") as engine,
+        started(host, mount, "files", is_fs=True) as other,
+    ):
+        works = {"adapter": partial(store_and_load, engine, []), "files": partial(store_and_load, other, [])}
+        run_beside_all(mount, seed, works)
+
+
+def store_and_load(engine: Engine, known: list[int], chance: random.Random) -> None:
+    number = chance.randrange(1 << 32)
+    engine.store(number, COUNT)
+    known.append(number)
+    for some in (number, chance.choice(known[-5:])):
+        engine.forget()
+        assert engine.load(some, COUNT) == COUNT
 
 
 def is_stored(engine: Engine) -> bool:
