@@ -104,7 +104,7 @@ class _Worker:
         self._work = work
         self._under_way = under_way
         self._rounds = rounds
-        self._chance = random.Random(f"{seed} {name}")
+        self._chance = random.Random(f"{seed} {name} {type(under_way).__name__}")
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 

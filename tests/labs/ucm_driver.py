@@ -149,9 +149,6 @@ class Engine:
     def shards(self) -> int:
         return self.store._known_shards()
 
-    def failures(self) -> dict[str, int]:
-        return dict(self.store.store.counters.failures)
-
     def stored(self) -> int:
         return self.store.store.counters.stored
 
