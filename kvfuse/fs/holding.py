@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -29,13 +31,16 @@ STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"
 """what `ps` shows of processes that are forks, or make them"""
 LOOK_SECONDS = 0.0002
 """between looks at whether a process has a new parent"""
+SO_SNDBUFFORCE, SOCKET_SIZE = 32, 4 << 20
+"""bytes on their way to the holder: some thousands of messages"""
 HOLDER_IS_DEAD = "the holder has died"
 
 
 class Holding:
     """`Keeper` by the holder that started this process. Made once; `wait` is to return before it is used.
 
-    Messages that the holder is slow to take wait here, and go before the next ones: it does little but take them.
+    What the holder is slow to take is in the socket, where it finds it after the end of this process, too. Only what
+    has no room there waits here, for a thread.
     """
 
     outlives = True
@@ -43,11 +48,15 @@ class Holding:
     def __init__(self, descriptor: int, holder_pid: int | None = None) -> None:
         self._socket = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
+        with suppress(PermissionError):
+            self._socket.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SOCKET_SIZE)
         self._holder = os.getppid() if holder_pid is None else holder_pid
         self._left: dict[str, Kept] = {}
         self._names: dict[str, None] = {}
         """of what was left, taken or not"""
         self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._is_passed_on = False
+        """a thread passes on what waits"""
         self._lock = threading.Lock()
         self._is_sealed = False
         self.is_afresh = False
@@ -222,9 +231,28 @@ class Holding:
         with self._lock:
             if self._waiting or not self._pass(message, descriptors):
                 self._waiting.append((message, tuple(map(os.dup, descriptors))))
-            while self._waiting and self._pass(*self._waiting[0]):
-                for descriptor in self._waiting.popleft()[1]:
-                    os.close(descriptor)
+                self._pass_waiting()
+            if self._waiting and not self._is_passed_on:
+                with suppress(RuntimeError):  # no thread can be started: the next message tries again
+                    threading.Thread(target=self._pass_on, name="kvfuse-holding", daemon=True).start()
+                    self._is_passed_on = True
+
+    def _pass_on(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while True:
+            poll.poll()
+            with self._lock:
+                self._pass_waiting()
+                if not self._waiting:
+                    self._is_passed_on = False
+                    return
+            time.sleep(LOOK_SECONDS)  # there may be room for bytes, and none for descriptors
+
+    def _pass_waiting(self) -> None:
+        while self._waiting and self._pass(*self._waiting[0]):
+            for descriptor in self._waiting.popleft()[1]:
+                os.close(descriptor)
 
     def _pass(self, message: bytes, descriptors: Sequence[int]) -> bool:
         """False: the holder has to take others first."""
@@ -232,8 +260,8 @@ class Holding:
             socket.send_fds(self._socket, [message], list(descriptors))
         except BlockingIOError:
             return False
-        except OSError:  # the holder has died, and this process is about to
-            pass
+        except OSError as error:  # else the holder has died, and this process is about to
+            return error.errno != errno.ETOOMANYREFS
         return True
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
-from kvfuse.fs import holder_child
+import pytest
+from mounting import PATIENCE_S
+
+from kvfuse.fs import holder_child, holding
 from kvfuse.fs.holding import Holding
+
+MESSAGES = 2000
 
 
 def test_what_was_taken_is_named_until_it_is_dropped_or_replaced() -> None:
@@ -14,14 +20,55 @@ def test_what_was_taken_is_named_until_it_is_dropped_or_replaced() -> None:
         for name in (b"ring/a", b"ring/b", b"ring/c", b"tier/0"):
             theirs.send(bytes([holder_child.KEPT]) + name + b"\0content")
         theirs.send(bytes([holder_child.START]))
-        holding = Holding(ours.detach())
-        assert holding.wait()
-        taken = holding.take("ring/a")
+        keeper = Holding(ours.detach())
+        assert keeper.wait()
+        taken = keeper.take("ring/a")
         assert taken is not None
         assert taken.content == b"content"
-        assert holding.take("ring/a") is None
-        assert holding.names("ring/") == ["ring/a", "ring/b", "ring/c"]
-        holding.drop("ring/a")
-        holding.keep("ring/b")
-        assert holding.names("ring/") == ["ring/c"]
-        holding._socket.close()
+        assert keeper.take("ring/a") is None
+        assert keeper.names("ring/") == ["ring/a", "ring/b", "ring/c"]
+        keeper.drop("ring/a")
+        keeper.keep("ring/b")
+        assert keeper.names("ring/") == ["ring/c"]
+        keeper._socket.close()
+
+
+def test_what_has_no_room_is_passed_on_although_nothing_more_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "SOCKET_SIZE", 4096)
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        theirs.settimeout(PATIENCE_S)
+        theirs.send(bytes([holder_child.START]))
+        keeper = Holding(ours.detach())
+        assert keeper.wait()
+        descriptor = os.memfd_create("kept")
+        for number in range(MESSAGES):
+            keeper.keep(f"name/{number}", b"content", [descriptor])
+        assert keeper._waiting, "the socket has room for all"
+        os.close(descriptor)
+        names = []
+        while len(names) <= MESSAGES:
+            data, descriptors = holder_child.receive(theirs)
+            names.append(data[1:].partition(b"\0")[0].decode())
+            assert len(descriptors) == (data[0] == holder_child.KEEP)
+            for one in descriptors:
+                os.close(one)
+        assert names[1:] == [f"name/{number}" for number in range(MESSAGES)]  # the first one greets
+        keeper._socket.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others may not have so much on its way")
+def test_a_daemon_that_ends_left_thousands_of_messages() -> None:
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        theirs.settimeout(PATIENCE_S)
+        theirs.send(bytes([holder_child.START]))
+        keeper = Holding(ours.detach())
+        assert keeper.wait()
+        for number in range(MESSAGES):
+            keeper.keep(f"name/{number}", b"content")
+        keeper._socket.close()
+        count = 0
+        while holder_child.receive(theirs)[0]:
+            count += 1
+        assert count == 1 + MESSAGES
