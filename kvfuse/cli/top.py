@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from kvfuse.cli import Failure, holders
+from kvfuse.cli import Failure
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
 from kvfuse.cli.peers import Peer, peers_of, totals_of
-from kvfuse.mounttable import Mounted
 from kvfuse.sizes import format_size
 
 if TYPE_CHECKING:
@@ -71,41 +70,41 @@ def top(mountpoint: Path, once: bool, interval: float) -> None:
       kvfuse top /mnt/kv
       kvfuse top /mnt/kv --once
     """
-    row = kvfuse_mount_at(mountpoint)
+    point = kvfuse_mount_at(mountpoint).point
     if once:
-        _print_page(row)
+        _print_page(point)
     else:
-        _watch(row, interval)
+        _watch(point, interval)
 
 
-def _read(row: Mounted) -> Stats:
-    stats = read_virtual(row.point, "stats")
+def _read(point: Path) -> Stats:
+    stats = read_virtual(point, "stats")
     if "namespaces" not in stats:
-        raise Failure(f"{row.point}: only root and the user who mounted it see its figures")
-    return {**stats, "holder": holders.look_at(row)}
+        raise Failure(f"{point}: only root and the user who mounted it see its figures")
+    return stats
 
 
-def _print_page(row: Mounted) -> None:
+def _print_page(point: Path) -> None:
     from rich.console import Console
 
-    stats = _read(row)
+    stats = _read(point)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    console.print(page(Look({}, stats, max(stats["uptime"], 0.001)), str(row.point)))
+    console.print(page(Look({}, stats, max(stats["uptime"], 0.001)), str(point)))
 
 
-def _watch(row: Mounted, interval: float) -> None:
+def _watch(point: Path, interval: float) -> None:
     from rich.live import Live
 
-    before, looked_at = _read(row), time.monotonic()
+    before, looked_at = _read(point), time.monotonic()
     look = Look({}, before, max(before["uptime"], 0.001))
-    with Live(page(look, str(row.point)), auto_refresh=False, screen=True) as live:
+    with Live(page(look, str(point)), auto_refresh=False, screen=True) as live:
         try:
             while True:
                 time.sleep(interval)
-                stats, now = _read(row), time.monotonic()
-                live.update(page(Look(before, stats, now - looked_at), str(row.point)), refresh=True)
+                stats, now = _read(point), time.monotonic()
+                live.update(page(Look(before, stats, now - looked_at), str(point)), refresh=True)
                 before, looked_at = stats, now
         except KeyboardInterrupt:
             return
@@ -139,8 +138,6 @@ def _head(look: Look, title: str) -> Text:
     ]
     if "disk" in now:
         lines.append(_disk(look, now["disk"]))
-    if now.get("holder"):
-        lines.append(holders.described(now["holder"]))
     return Text("\n".join(lines))
 
 

@@ -1,16 +1,16 @@
-"""What the door of a mount has of the daemon before this one, and leaves to the next: four tables in shared memory.
+"""What the door of a mount has of the daemon before this one, and leaves to the next: three tables in shared memory.
 
 * the open files (`handles`);
 * inodes with content that is not stored: after a crash whoever has one open for writing hears that it is lost;
-* what requests were about to do (`once`): those whose answer the kernel never got it sends again;
-* where inodes were found last, which such requests may be about (`recent`).
+* what requests were about to do (`once`): those whose answer the kernel never got it sends again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvfuse.fs.handles import HandleTable
 from kvfuse.fs.once import Decisions
-from kvfuse.fs.recent import RecentPlaces
 from kvfuse.fs.rows import Rows
 from kvfuse.keeper import Keeper
 from kvfuse.volume.views.handover import Handover
@@ -31,9 +31,10 @@ class KeptHandover(Handover):
     def __init__(self, keeper: Keeper) -> None:
         super().__init__()
         self.handles = HandleTable(keeper)
+        self.is_first = not self.handles.was_kept
+        """there was no daemon before this one"""
         self.known_below = 0 if self.is_first else 1 << 64
         self.decisions = Decisions(keeper)
-        self._recent = RecentPlaces(keeper)
         self._unsaved = Rows(keeper, "fuse/unsaved", UNSAVED_FORM, UNSAVED_SIZE, UNSAVED_MAX)
         memory = self._unsaved.memory
         found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.used()}
@@ -47,18 +48,15 @@ class KeptHandover(Handover):
             if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
                 self.handles.lose(fh)
         for ino in self.lost:
-            self._write(ino, TOLD)
+            self._note(ino, TOLD)
 
-    @property
-    def is_first(self) -> bool:
-        """There was no daemon before this one."""
-        return not self.handles.was_kept
-
-    def looked_up(self, ino: int, parent: int, name: bytes) -> None:
-        self._recent.add(ino, parent, name)
-
-    def place_before(self, ino: int) -> tuple[int, bytes] | None:
-        return self._recent.before.get(ino)
+    def miss(self, inos: Collection[int]) -> None:
+        super().miss(inos)
+        for fh, row in self.handles.before.items():
+            if row.writable and row.ino in inos:
+                self.handles.lose(fh)
+        for ino in inos:
+            self._note(ino, TOLD)
 
     def moved(self, ino: int, parent: int, name: bytes) -> None:
         self.handles.moved(ino, parent, name)
@@ -66,16 +64,15 @@ class KeptHandover(Handover):
     def unsaved(self, ino: int) -> None:
         if ino in self.lost:
             self._changed.add(ino)
-        if ino in self._offsets:
-            self._write(ino)
-            return
-        offset = self._unsaved.take()
-        if offset is not None:
-            self._offsets[ino] = offset
-            self._write(ino)
+        self._note(ino)
 
-    def _write(self, ino: int, mark: int = 0) -> None:
-        offset = self._offsets[ino]
+    def _note(self, ino: int, mark: int = 0) -> None:
+        offset = self._offsets.get(ino)
+        if offset is None:
+            offset = self._unsaved.take()
+            if offset is None:
+                return
+            self._offsets[ino] = offset
         self._unsaved.memory[offset : offset + UNSAVED_SIZE] = (ino | mark).to_bytes(UNSAVED_SIZE, "little")
 
     def saved(self, ino: int) -> None:
@@ -93,5 +90,4 @@ class KeptHandover(Handover):
         """The keeper goes on to have all."""
         self.handles.close()
         self.decisions.close()
-        self._recent.close()
         self._unsaved.close()

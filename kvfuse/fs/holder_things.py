@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
     from kvfuse.fs.holder_child import KEPT, Child
-    from kvfuse.fs.holder_store import Store
 else:
     from holder_child import KEPT, Child
-    from holder_store import Store
 
 SWITCH = "fuse/switch"
 """its descriptor ends the connection"""
@@ -28,8 +26,7 @@ class Things:
     def __init__(self, guard: list[str], point: str) -> None:
         self._point = point
         self._command = [*guard, str(os.getpid()), point]
-        self._store = Store()
-        self._kept = self._store.take()
+        self._kept: dict[str, tuple[bytes, list[int]]] = {}
         self.guard = 0
         self._guard_begun = 0.0
 
@@ -89,10 +86,9 @@ class Things:
         os.waitpid(pid, 0)
 
     def close(self) -> None:
-        """The mount is over. What another start of the service may use is left with systemd."""
+        """The mount is over."""
         if self.guard:
             os.kill(self.guard, signal.SIGKILL)
             os.waitpid(self.guard, 0)
-        self._store.leave(self._kept)
         for name in list(self._kept):
             self.drop(name)

@@ -81,6 +81,8 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
             raise FUSEError(number) from None
         finally:
             self.under_way_count -= 1
+            if (seal := self._volume.seal) is not None:
+                seal()
 
     return answer
 
@@ -378,9 +380,8 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def fsync(self, fh: int, datasync: bool) -> None:
         if not is_virtual_handle(fh):
-            number = self.number_of_request()
             await self._volume.files.fsync(self._open.get(fh) or await self._open.find(fh), data_only=datasync)
-            self._open.sync_lost(fh, *number)
+            self._open.tell_lost(fh, HandleTable.sync_lost)
 
     @answered
     async def release(self, fh: int) -> None:

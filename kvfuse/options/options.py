@@ -312,6 +312,9 @@ class MountOptions(_Section, frozen=True):
     """keep idle processors awake while requests follow each other, if the daemon may"""
     outlive: bool = False
     """the mount goes on when its daemon is killed, crashes or is upgraded: a small process holds it meanwhile"""
+    outlive_size: TierBytes = 64 * MIB
+    """bytes of shared memory for bytes that were written and not stored, so that the next daemon has them; 0: neither
+    they nor names are kept. One host's volumes"""
     standby: bool = False
     """another process forks daemons, which begin at once when one was killed: 16 MB of memory for half a second"""
     flags: tuple[KernelFlag, ...] = ()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,8 @@ from kvfuse.errors import NoSpace, VolumeError
 from kvfuse.slab.classes import LEARNED_MAX, SizeClasses
 from kvfuse.slab.image import SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
-from kvfuse.slab.pool import ALLOCATED, DURABLE, PENDING, STATE_NAMES, Pool, Slab
+from kvfuse.slab.ledger import Ledger
+from kvfuse.slab.pool import ALLOCATED, DURABLE, FREE, PENDING, STATE_NAMES, Pool, Slab, largest_free
 from kvfuse.slab.statistics import Statistics, account
 
 PIECES_MAX = 16
@@ -50,16 +51,6 @@ class Slot(NamedTuple):
     """of the slot, bytes"""
     owner: int = 0
     """whom it is charged to; 0: nobody"""
-
-
-class Ledger(Protocol):
-    """The accounts of owners."""
-
-    def check(self, owner: int, size: int, /) -> None:
-        """NoSpace, where the owner may not have so many bytes more."""
-
-    def charge(self, owner: int, size: int, /) -> None:
-        """The owner has so many bytes more; below 0: fewer."""
 
 
 class Allocator:
@@ -321,6 +312,35 @@ class Allocator:
             self._unused_start = max(self._slabs) + 1
             self._returned = [slab for slab in range(self._unused_start) if slab not in self._slabs]  # a heap: sorted
 
+    def claim(self, slot: Slot) -> None:
+        """Allocate this very slot, on an allocator that was only restored. ValueError where it is not free."""
+        index, offset = slot.addr >> self._slab_shift, slot.addr & self._offset_mask
+        self.classes.adopt(slot.size)
+        if not (self._has_all and 0 <= index < self.geometry.slab_count):
+            raise ValueError(f"no slab of this allocator has a slot at {slot.addr}")
+        if offset % slot.size or offset + slot.size > self.geometry.slab_size:
+            raise ValueError(f"no slot of {slot.size} bytes begins at {slot.addr}")
+        slab = self._slabs.get(index)
+        if slab is None:
+            slab = self._begin_slab(index, slot.size)
+        elif slab.slot_size != slot.size or slab.states[offset // slot.size] != FREE:
+            raise ValueError(f"slot {slot.addr} of {slot.size} bytes is not free")
+        slab.pool.claim(slab, offset // slot.size)
+        self._used_bytes += slot.size
+        if slot.owner and self.ledger is not None:
+            self.ledger.charge(slot.owner, slot.size)
+
+    def _begin_slab(self, index: int, slot_size: int) -> Slab:
+        """Give this free slab to a slot size."""
+        while self._unused_start <= index:
+            heappush(self._returned, self._unused_start)
+            self._unused_start += 1
+        self._returned.remove(index)
+        heapify(self._returned)
+        slab = self._new_slab(index, slot_size)
+        slab.pool.add(slab)
+        return slab
+
     # -- questions ---------------------------------------------------------------------------------
 
     def slot_size(self, addr: int) -> int:
@@ -441,12 +461,7 @@ class Allocator:
             return True
         if length > self.free_bytes:
             return False
-        pieces_left = PIECES_MAX
-        for slot_size, pool in sorted(self._pools.items(), reverse=True):
-            taken = min(pool.free_count, pieces_left)
-            length -= taken * slot_size
-            pieces_left -= taken
-        return length <= 0
+        return length <= largest_free(self._pools.values(), PIECES_MAX)
 
     def _best_available(self, rest: int) -> int:
         """The slot size to put the next piece of ``rest`` bytes in.

@@ -7,6 +7,7 @@ in C, a transition is one item of a bytearray, and numpy works on whole maps whe
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from sortedcontainers import SortedList
 
@@ -99,6 +100,14 @@ class Pool:
             self.slack_bytes += slack
         return slab.addr + index * self.slot_size
 
+    def claim(self, slab: Slab, index: int) -> None:
+        """Allocate this very slot, which is free, for as many bytes as it has."""
+        self.remove(slab)
+        slab.states[index] = ALLOCATED
+        slab.free_count -= 1
+        slab.rank = None
+        self.add(slab)
+
     def put_back(self, slab: Slab, index: int) -> None:
         """Make a slot free."""
         slab.states[index] = FREE
@@ -125,3 +134,13 @@ class Pool:
         self._current = slab = self.slabs[index]
         slab.rank = None
         return slab
+
+
+def largest_free(pools: Iterable[Pool], count: int) -> int:
+    """Bytes that the largest free slots have, so many of them."""
+    size = 0
+    for pool in sorted(pools, key=lambda pool: -pool.slot_size):
+        taken = min(pool.free_count, count)
+        size += taken * pool.slot_size
+        count -= taken
+    return size

@@ -341,6 +341,10 @@ class VolumeApi(Protocol):
     def files(self) -> FileApi[Any]: ...
     @property
     def left_open(self) -> LeftOpenApi: ...
+    @property
+    def seal(self) -> Callable[[], None] | None:
+        """To be called before a change is answered for: the daemon after this one has it then. None: it has not."""
+
     def space(self) -> Space: ...
 
 
@@ -359,8 +363,6 @@ class RingApi(VolumeApi, Protocol):
     gates: Gates
     """of the present membership; any thread may look"""
 
-    @property
-    def left_open(self) -> LeftOpenApi: ...
     @property
     def blocks(self) -> BlockApi: ...
     @property
@@ -491,10 +493,8 @@ class KernelCache(Protocol):
 
     def drop_attributes(self, ino: int) -> None: ...
     def drop_name(self, parent: int, name: bytes, ino: int = 0) -> None:
-        """What ``name`` in ``parent`` meant: the inode ``ino``, or 0 for a name that was absent.
-
-        The attributes of ``parent`` are `drop_attributes`'s.
-        """
+        """What ``name`` in ``parent`` meant: the inode ``ino``, or 0 for a name that was absent. Not the attributes of
+        ``parent``."""
 
     def drop_any_name(self, parent: int, name: bytes) -> None:
         """As `drop_name`, where it is not known here what the name meant."""

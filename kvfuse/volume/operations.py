@@ -334,8 +334,8 @@ class Files:
             node.handles -= 1
             return
         if node.nlink and handle.writable and node.writers == 0:
-            if node.changed:
-                self._journal.pending.touch(node)
+            if node.aside:
+                self._journal.pending.reconsider(node)
             if self._core.caches and node.is_file:
                 self._core.closed_in_cache(node)
             if has_unsealed(node):

@@ -16,6 +16,9 @@ from kvfuse.volume.content.chunks import forget_lost
 from kvfuse.volume.disk.tier import DiskTier, opened_tier
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.inodes.unstored import Unstored
+from kvfuse.volume.names.restoring import NAME as UNSTORED
+from kvfuse.volume.names.restoring import LogLost, Restorer, find_left
 from kvfuse.volume.opening.holding import Held, hold
 from kvfuse.volume.opening.loading import load_core
 from kvfuse.volume.parts import Parts
@@ -24,7 +27,7 @@ from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.sealed import ScanPages
 from kvfuse.volume.views.alive import RENEW_SECONDS
 from kvfuse.volume.views.handover import Handover
-from kvfuse.volume.views.ring_files import find_ring_files
+from kvfuse.volume.views.ring_files import cut_ring_files, find_ring_files
 from kvfuse.volume.views.tier import SharedTier
 from kvfuse.volume.volume import Volume
 
@@ -67,11 +70,14 @@ async def make_parts(
 class Running:
     """The tasks of one volume beside its operations, from the first commit to the last, over any number of leases."""
 
-    def __init__(self, volume: Volume, options: Options, nursery: trio.Nursery, held: Held) -> None:
+    def __init__(
+        self, volume: Volume, options: Options, nursery: trio.Nursery, held: Held, keeper: Keeper = NO_KEEPER
+    ) -> None:
         self._volume = volume
         self._options = options
         self._nursery = nursery
         self._held = held
+        self._keeper = keeper
         self._keeping = trio.CancelScope()
         self._living = trio.CancelScope()
         self._scrubber = Scrubber(lambda: volume.parts, options)
@@ -79,6 +85,10 @@ class Running:
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""
         parts = self._volume.parts
+        if parts.core.unstored is not None:
+            await self._restore(parts, parts.core.unstored)
+        else:
+            self._keeper.drop(UNSTORED)
         await self._nursery.start(parts.run)
         if self._held.again is not None:
             self._nursery.start_soon(self._keep_membership)
@@ -98,17 +108,59 @@ class Running:
             self._volume.sections["scrub"] = self._scrubber.statistics
             self._nursery.start_soon(self._scrubber.run)
 
+    async def _restore(self, parts: Parts, unstored: Unstored) -> None:
+        """What the daemon before this one did not store; from here on the next one finds what this one does not."""
+        try:
+            missed = await self._restore_left(parts)
+        except (errors.EngineError, trio.Cancelled) as error:
+            if isinstance(error, errors.Corrupt):
+                self._miss_all(parts)
+            raise
+        except LogLost as error:
+            log.error("what the daemon before this one had not stored is lost: %s", error)
+            self._miss_all(parts)
+        except Exception:
+            self._miss_all(parts)
+            raise
+        else:
+            self._miss(parts, missed)
+        unstored.begin(self._keeper, UNSTORED, parts.core.superblock.volume_id)
+
+    async def _restore_left(self, parts: Parts) -> set[int]:
+        """Inodes whose bytes are lost."""
+        left = find_left(self._keeper, parts.core.superblock.volume_id)
+        if left is None:
+            return set()
+        nameless, chunks, staging = parts.names.nameless, parts.reader.chunks, parts.writer.staging
+        return await Restorer(parts.core, parts.journal, parts.lookups, nameless, chunks, staging, left).restore()
+
+    def _miss_all(self, parts: Parts) -> None:
+        """Nothing is restored, by a daemon after this one either."""
+        before = parts.core.nodes.handover.still_open
+        self._miss(parts, {ino for ino, one in before.items() if one.writers})
+        self._keeper.drop(UNSTORED)
+
+    def _miss(self, parts: Parts, inos: set[int]) -> None:
+        """Whoever has these open for writing hears that bytes are lost."""
+        if inos:
+            parts.core.nodes.handover.miss(inos)
+            cut_ring_files(self._keeper, parts.core.nodes.handover)
+
     async def finish(self) -> None:
         """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
         self._keeping.cancel()
         self._living.cancel()
         self._scrubber.stop()
         parts = self._volume.parts
+        is_stored = False
         try:
             if not parts.life.is_over:
                 await self._finish(parts)
+                is_stored = True
         finally:
             self._volume.parts.life.stop()
+            if (unstored := self._volume.parts.core.unstored) is not None:
+                unstored.close(is_stored=is_stored)
             end_indexes(parts.core.tier)
             if parts.core.disk is not None:
                 parts.core.disk.stop()
@@ -261,7 +313,7 @@ async def run_volume(
             try:
                 async with trio.open_nursery() as background:
                     volume = Volume(parts, background)
-                    running = Running(volume, options, nursery, held)
+                    running = Running(volume, options, nursery, held, keeper)
                     await running.start()
                     yield volume
             finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from kvfuse.volume.api import ROOT_INODE, KernelCache, NearApi, Space
+from kvfuse.volume.api import ROOT_INODE, KernelCache, NearApi, SearchApi, Space
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.left_open import LeftOpen
 from kvfuse.volume.namespaces.registry import Namespace
@@ -39,7 +39,8 @@ class Volume:
         self.inodes = Inodes(parts)
         self.files = Files(parts, self.inodes, self._background)
         self.tree = Tree(parts, self.files)
-        self.blocks, self.ready, self.search = parts.blocks, parts.blocks.ready, parts.blocks.search
+        self.blocks, self.ready = parts.blocks, parts.blocks.ready
+        self.seal = parts.core.unstored.seal if parts.core.unstored is not None else None
         self.gates = parts.core.namespaces.gates
         self.neighbourhood: Neighbourhood | None = None
         """this host among those that share the volume"""
@@ -63,6 +64,10 @@ class Volume:
     @property
     def left_open(self) -> LeftOpen:
         return LeftOpen(self.parts)
+
+    @property
+    def search(self) -> SearchApi:
+        return self.blocks.search
 
     @property
     def near(self) -> NearApi:
@@ -110,6 +115,7 @@ class Volume:
                 "nodes": len(core.nodes),
                 "known_inodes": len(core.places),
                 "staged_bytes": self.parts.flusher.staged_bytes,
+                "unstored_bytes": core.unstored.size if core.unstored is not None else 0,
             },
             "slabs": {**slabs._asdict(), "classes": [row._asdict() for row in slabs.classes]},
             "metadata": {"bytes": core.metadata.size, "limit": core.metadata.limit},

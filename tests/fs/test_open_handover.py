@@ -146,7 +146,7 @@ async def test_a_deleted_file_is_freed_when_its_handle_is_released_unused(
 
 @SHARED
 async def test_a_file_that_was_never_stored_is_stale(shared: bool, autojump_clock: trio.abc.Clock) -> None:
-    mount = Mount(shared=shared)
+    mount = Mount(shared=shared, keeps=False)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         mount.kill()
@@ -165,7 +165,7 @@ async def test_a_file_that_was_renamed_while_open_is_found(
     shared: bool, is_stored: bool, autojump_clock: trio.abc.Clock
 ) -> None:
     """By its new name, or by the former one, if that is how it is still stored."""
-    mount = Mount(shared=shared)
+    mount = Mount(shared=shared, keeps=False)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"bytes")
@@ -188,7 +188,7 @@ async def test_a_file_that_was_renamed_while_open_is_found(
 async def test_bytes_that_were_not_stored_are_missed_once_by_each_writer(
     shared: bool, autojump_clock: trio.abc.Clock
 ) -> None:
-    mount = Mount(shared=shared)
+    mount = Mount(shared=shared, keeps=False)
     async with mount.daemon() as daemon:
         first, ino = await daemon.create(b"file")
         await daemon.ask("write", first, 0, b"stored")
@@ -221,7 +221,7 @@ async def test_bytes_that_were_not_stored_are_missed_once_by_each_writer(
 
 @SHARED
 async def test_a_size_that_was_not_stored_is_missed(shared: bool, autojump_clock: trio.abc.Clock) -> None:
-    mount = Mount(shared=shared)
+    mount = Mount(shared=shared, keeps=False)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"stored")
@@ -240,7 +240,7 @@ async def test_a_size_that_was_not_stored_is_missed(shared: bool, autojump_clock
 
 async def test_a_caller_hears_of_lost_bytes_though_its_write_was_cut_in_two() -> None:
     """The error of a later part of a write is no error for its caller, who is told that the first part was written."""
-    mount = Mount()
+    mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file", os.O_RDWR | os.O_CREAT | os.O_APPEND)
         await daemon.ask("write", fh, 0, b"stored")
@@ -266,7 +266,7 @@ async def test_a_caller_hears_of_lost_bytes_though_its_write_was_cut_in_two() ->
 
 
 async def test_an_fsync_says_what_was_lost_whatever_writes_said() -> None:
-    mount = Mount()
+    mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file")
         await stored(daemon)
@@ -287,34 +287,8 @@ async def test_an_fsync_says_what_was_lost_whatever_writes_said() -> None:
     await mount.check()
 
 
-async def test_an_fsync_that_is_sent_again_says_once_more_what_was_lost() -> None:
-    """The daemon was killed when it had noted that its caller knows, and before that was so."""
-    mount = Mount()
-    async with mount.daemon() as daemon:
-        fh, _ = await daemon.create(b"file")
-        await stored(daemon)
-        await daemon.ask("write", fh, 0, b"lost")
-        mount.kill()
-    async with mount.daemon() as daemon:
-        await fails(errno.EIO, daemon, "fsync", fh, False)
-        number = mount.unique
-        mount.kill()
-    async with mount.daemon() as daemon:
-        with pytest.raises(pyfuse3.FUSEError):
-            await daemon.ask("fsync", fh, False, again=number)
-        await daemon.ask("fsync", fh, False)
-        await daemon.ask("write", fh, 0, b"lost")
-        mount.kill()
-    async with mount.daemon() as daemon:
-        await daemon.ask("flush", await daemon.open(await daemon.lookup(b"file")))
-        await fails(errno.EIO, daemon, "fsync", fh, False)
-        await daemon.ask("fsync", fh, False)
-        await daemon.ask("release", fh)
-    await mount.check()
-
-
 async def test_bytes_of_a_deleted_file_are_missed_too() -> None:
-    mount = Mount()
+    mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"stored")
@@ -440,7 +414,7 @@ def test_rows_that_make_no_sense_are_free(damage: bytes) -> None:
 
 @SHARED
 async def test_requests_for_inodes_that_are_gone_are_answered(shared: bool, autojump_clock: trio.abc.Clock) -> None:
-    mount = Mount(shared=shared)
+    mount = Mount(shared=shared, keeps=False)
     async with mount.daemon() as daemon:
         _, ino = await daemon.create(b"file")
         folder = (await daemon.ask("mkdir", ROOT, b"folder", 0o755, WHO)).st_ino
@@ -486,7 +460,7 @@ async def test_the_kernel_may_know_what_this_daemon_never_told_it() -> None:
 
 
 async def test_what_is_lost_is_known_until_the_kernel_was_told() -> None:
-    mount = Mount()
+    mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         await stored(daemon)

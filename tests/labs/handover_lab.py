@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from kept_memory import after_kill
 from pyfuse3 import FUSEError
 from shared_lab import joined
@@ -84,11 +85,16 @@ class Mount:
     keeper: MemoryKeeper = field(default_factory=MemoryKeeper)
     shared: bool = False
     """other hosts may have the volume, too: each daemon is another client of it"""
+    keeps: bool = True
+    """what is not stored outlives a daemon, where that can be done"""
     unique: int = 100
     client: int = 0
     disk: Disk = field(init=False)
 
     def __post_init__(self) -> None:
+        if not self.keeps:
+            settings = msgspec.structs.replace(self.options.mount, outlive_size=0)
+            self.options = msgspec.structs.replace(self.options, mount=settings)
         self.disk = Disk.format(self.options, shared=self.shared)
 
     def kill(self) -> None:

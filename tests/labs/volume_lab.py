@@ -43,7 +43,7 @@ from kvfuse.remote.records.api import (
 from kvfuse.remote.records.lmdb.local import Watch
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
-from kvfuse.slab.layout import FEATURE_PACKED, Geometry, Superblock
+from kvfuse.slab.layout import FEATURE_PACKED, PAGE_SIZE, Geometry, Superblock
 from kvfuse.volume.api import Caller
 from kvfuse.volume.check.evidence import Evidence, Report
 from kvfuse.volume.check.fsck import run_check
@@ -167,6 +167,8 @@ class Chaos:
     """a segment write began"""
     killed: bool = False
     """the client's process is dead: nothing that it does comes to anything"""
+    tears: bool = True
+    """half of a short segment write may be done, as after a power cut; not where a process is killed within it"""
     late_writes: trio.Event | None = None
     """segment writes under way when it was killed happen when this is set"""
     late_commits: trio.Event | None = None
@@ -462,7 +464,7 @@ class MemorySegments(SegmentStore):
             raise EngineError("injected: a read")
         for segment, offset, buffer in batch:
             source = self._range(segment, offset, len(buffer))
-            middle = len(buffer) // 2
+            middle = len(buffer) // 2 if self.chaos.tears or len(buffer) > PAGE_SIZE else len(buffer)
             for part in (slice(0, middle), slice(middle, None)):
                 await self.chaos.hold_up()
                 memoryview(buffer)[part] = source[part]
@@ -499,7 +501,7 @@ class MemorySegments(SegmentStore):
             if fails and self.chaos.fails(0.5):
                 continue
             target = self._range(segment, offset, len(buffer))
-            middle = len(buffer) // 2
+            middle = len(buffer) // 2 if self.chaos.tears or len(buffer) > PAGE_SIZE else len(buffer)
             for part in (slice(0, middle), slice(middle, None)):
                 self._check_fence()
                 target[part] = memoryview(buffer)[part]

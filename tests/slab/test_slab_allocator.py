@@ -343,3 +343,33 @@ def test_a_quarter_million_slots_cost_less_than_1_mb() -> None:
     tracemalloc.stop()
     assert allocator.used_bytes == 250_000 * 4096
     assert bytes_used < 1_000_000
+
+
+# -- claimed slots -----------------------------------------------------------------------------------
+
+
+def test_slots_are_claimed_wherever_they_were() -> None:
+    allocator, former = small(), small()
+    slots = flat([former.allocate(length) for length in (MIB // 2, 4096, 4096, 300 * KIB, MIB)])
+    for slot in reversed(slots):
+        allocator.claim(slot)
+    assert allocator.used_bytes == former.used_bytes
+    assert allocator.free_bytes == former.free_bytes
+    assert allocator.statistics().slabs_free == former.statistics().slabs_free
+    assert not {slot.addr for slot in fill(allocator, 4096)} & {slot.addr for slot in slots}
+    allocator.commit(slots)
+    allocator.release(slots)
+    allocator.reclaim(slots)
+
+
+@pytest.mark.parametrize(
+    ("addr", "size"),
+    [(-MIB, 4096), (63 * MIB, 4096), (100, 4096), (4096, 8192), (0, 0), (0, -4096), (0, 5000), (0, 2 * MIB), (0, 4096)],
+)
+def test_what_is_no_free_slot_is_not_claimed(addr: int, size: int) -> None:
+    allocator = small()
+    allocator.claim(Slot(0, 4096))
+    before = allocator.statistics()
+    with pytest.raises(ValueError, match="slot"):
+        allocator.claim(Slot(addr, size))
+    assert allocator.statistics() == before

@@ -253,8 +253,9 @@ class Run:
                 getattr(self.allocator, call)([slot])
 
     def restart(self) -> None:
-        """Only what was recorded as durable is left."""
+        """Only what was recorded as durable is left, and what is claimed."""
         self.take_dirty()
+        allocated = list(self.model.bags[ALLOCATED].slots)
         recorded = {slab: state for slab, state in self.model.recorded.items() if state.slot_size}
         self.allocator = Allocator(self.geometry, self.exact)
         self.allocator.restore(self.model.recorded.values())
@@ -268,6 +269,17 @@ class Run:
                     model.take(slot, slot.size)
                     model.move([slot], ALLOCATED, DURABLE)
         model.recorded = recorded
+        self.rng.shuffle(allocated)
+        for slot in allocated[self.rng.randrange(len(allocated) + 1) // 2 :]:
+            self.allocator.claim(slot)
+            model.take(slot, slot.size)
+            self.events["claimed"] += 1
+        taken = [*model.bags[DURABLE].slots, *model.bags[ALLOCATED].slots]
+        for slot in self.rng.sample(taken, min(20, len(taken))):
+            for other in (slot, slot._replace(addr=slot.addr + 4096), slot._replace(size=slot.size + 4096)):
+                if (other.addr not in model.slack and other.size == slot.size > 4096) or other.addr in model.slack:
+                    with pytest.raises(ValueError, match="slot"):
+                        self.allocator.claim(other)
 
     def check_wholly(self) -> None:
         model, allocator = self.model, self.allocator
@@ -336,6 +348,7 @@ def test_a_million_operations(
     assert run.events["no space"] > 100
     assert run.events["pieces"] > 10
     assert run.events["not exchanged"] > 10
+    assert run.events["claimed"] > 0
     assert run.events["no quota"] > 10
     for call in ("cancel", "reclaim", "commit", "release", "reclaim"):
         while run.model.bags[CALLS[call][0]].slots:

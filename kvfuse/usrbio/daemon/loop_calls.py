@@ -315,6 +315,8 @@ class Calls:
 
     def _finish(self, done: Done) -> None:
         """Complete a call after the kernel has dropped what is no longer true; many at once where they come fast."""
+        if (seal := self.volume.seal) is not None:
+            seal()
         ring = done.call.ring
         queue = self._done.setdefault(ring, deque())
         queue.append(done)

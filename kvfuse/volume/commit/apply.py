@@ -236,6 +236,10 @@ class Settling:
         for place in draft.vacated:
             if (later := self.core.dentries.get(*place).change) is not None:
                 later.stored, later.version, later.leaves = False, 0, None
+        if self.core.unstored is not None:
+            names = [(change.parent, change.name) for change in draft.names]
+            extra = [key for key in draft.extra if key not in pending.loose.changes]
+            self.core.unstored.settled((*draft.nodes, *draft.gone), names, draft.times, extra)
 
     # -- slots ---------------------------------------------------------------------------------------
 

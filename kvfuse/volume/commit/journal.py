@@ -332,6 +332,8 @@ class Journal:
 
     def _build(self, flushed: set[Node], left: int | None) -> Batch:
         """``left``: serial number of the oldest change whose bytes were not written."""
+        if self.core.unstored is not None:
+            self.core.unstored.seal()
         self._sent = self.settling.batch = batch = self._builder.build(flushed)
         if left is not None:
             batch.left_serial = left if batch.left_serial is None else min(left, batch.left_serial)

@@ -11,13 +11,14 @@ from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.node import Node
+    from kvfuse.volume.inodes.unstored import Unstored
 
 
 class LooseRecords:
     """Their pending puts and deletes. `Pending` owns it."""
 
-    def __init__(self, added: Callable[[int], None]) -> None:
-        """``added``: called with the size of each value, in bytes."""
+    def __init__(self, added: Callable[[int], None], unstored: Unstored | None) -> None:
+        """``added``: called with the size of each value, in bytes. ``unstored``: keeps those of attributes."""
         self.changes: dict[bytes, bytes | None] = {}
         """key -> value, None: to be deleted"""
         self.sent: dict[bytes, bytes | None] = {}
@@ -25,10 +26,13 @@ class LooseRecords:
         self.seen: dict[bytes, Stored] = {}
         """in a shared volume: attribute that is pending or in flight -> its stored record"""
         self._added = added
+        self._unstored = unstored
 
     def put(self, key: bytes, value: bytes | None, stored: Stored | None = None) -> None:
         """Put a record; None deletes it. ``stored``: in a shared volume, the stored record of an attribute."""
         self.changes[key] = value
+        if self._unstored is not None and key.startswith(schema.XATTR_PREFIX):
+            self._unstored.attribute(key, value)
         if stored is not None:
             self.seen.setdefault(key, stored)
         self._added(len(value or b""))
@@ -36,7 +40,8 @@ class LooseRecords:
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Drop pending changes of these, except those in flight: a newer change decides."""
         for key in keys:
-            self.changes.pop(key, None)
+            if self.changes.pop(key, self) is not self and self._unstored is not None:
+                self._unstored.no_attributes((key,))
 
     def forget_seen(self, keys: Iterable[bytes]) -> None:
         """Forget the stored records of these, except those in flight: they will not change any more."""
@@ -60,6 +65,8 @@ class LooseRecords:
         for key, value in self.sent.items():
             if value is not None and key.startswith(prefix):  # if that commit is refused, it is pending again
                 self.changes[key] = None
+                if self._unstored is not None:
+                    self._unstored.attribute(key, None)
 
     def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
         """Changes, not stored yet, of keys that begin with ``prefix``; value None: a delete."""

@@ -141,12 +141,15 @@ class Pending:
         self.serial = 0
         """serial number of the last change"""
         self.load = Load(self.core.records.limits.commit_operations_max)
-        self.loose = LooseRecords(self.load.add_loose)
+        self.unstored = self.core.unstored
+        self.loose = LooseRecords(self.load.add_loose, self.unstored)
 
     def touch(self, node: Node, *, forced: bool = False) -> None:
         """Mark ``node`` as changed. ``forced``: commit it even while it is open for writing. EngineError: forgotten."""
         if node.forgotten:
             check_remembered(node)
+        if self.unstored is not None:
+            self.unstored.node(node)
         if forced:
             node.forced = True
         if not node.changed and node.nlink:
@@ -178,6 +181,8 @@ class Pending:
             check_remembered(directory)
         directory.times_changed = True
         self.times[directory] = None
+        if self.unstored is not None:
+            self.unstored.times(directory)
         if directory.ino in self.dentries.changes:
             self.dentries.folders[directory.ino] = directory
         self.load.work.set()
@@ -223,6 +228,8 @@ class Pending:
         is_stored = leaves is not None and (leaves.version or leaves.committing)
         change = NameChange(parent, name, node, stored, moved, node is None, version, leaves if is_stored else None)
         previous = self.dentries.put_change(change)
+        if self.unstored is not None:
+            self.unstored.name(parent, name)
         if previous is not None:
             self._follow(change, previous)
         moved = change.moved
@@ -333,6 +340,7 @@ class Pending:
                 for change in names:
                     work += change.holders
                     self.names[change] = None
+                self.load.work.set()
 
     def _drop_name(self, change: NameChange) -> None:
         """Remove a change that was replaced or dropped."""

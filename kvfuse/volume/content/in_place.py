@@ -69,6 +69,7 @@ class InPlaceWriter:
                 node.mtime = node.ctime = clock.now()
                 self.journal.pending.touch(node)
                 if callable(source):
+                    self._keep()  # who writes answers for it, too
                     await source(Places(numbers, segments, places, targets))
                 else:
                     rows = zip(segments.tolist(), places.tolist(), numbers.tolist(), strict=True)
@@ -128,6 +129,7 @@ class InPlaceWriter:
             extent.checksums, extent.verified = b"", 0
         node.chunk_changed(index)
         if all(extent.state == FRESH for extent, _ in sealed):
+            self._keep()
             return
         self.journal.pending.touch(node, forced=True)
         try:
@@ -139,6 +141,11 @@ class InPlaceWriter:
             node.chunk_changed(index)
             self.journal.pending.touch(node)
             raise
+
+    def _keep(self) -> None:
+        """What is kept for a daemon after this one is as things are now."""
+        if self.core.unstored is not None:
+            self.core.unstored.seal()
 
     async def seal(self, node: Node) -> None:
         """Checksum what was changed in place, when nobody writes any more."""

@@ -10,12 +10,14 @@ node's lock; a write that only stages needs no lock but waits while somebody hol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import FileTooLarge, NoSpace
+from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import FILE_SIZE_MAX
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
@@ -80,9 +82,13 @@ class Staging:
                 self.flusher.cancel(staged, staged.slots)
             staged.slots, staged.unsure = slots, False
 
-    def stage_copy(self, node: Node, chunk: Chunk, data: bytes | bytearray | memoryview) -> None:
-        """Stage all bytes of a chunk as they are in its slots. NoSpace leaves everything as it was."""
+    def stage_copy(
+        self, node: Node, chunk: Chunk, data: bytes | bytearray | memoryview, slots: Sequence[Slot] = ()
+    ) -> None:
+        """Stage all bytes of a chunk as they are in its slots. ``slots``: allocated for them; else NoSpace leaves
+        everything as it was."""
         staged = Staged()
+        staged.slots = list(slots)
         self._reserve(node, staged, len(data))
         staged.pieces = [data]
         staged.length = len(data)
@@ -108,7 +114,8 @@ class Staging:
 
     def note_change(self, node: Node) -> None:
         node.mtime = node.ctime = clock.now()
-        if not node.unsaved and self.core.nodes.handover.outlives:
+        is_kept = node.unstored is not None and node.unstored.is_on
+        if not node.unsaved and self.core.nodes.handover.outlives and not is_kept:
             self.core.nodes.note_unsaved(node)
         self.pending.touch(node, forced=node.staged_count > STAGED_CHUNKS_MAX)
 

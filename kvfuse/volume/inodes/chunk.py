@@ -81,7 +81,7 @@ class Staged:
     not copied. Slots are allocated at the write, which so fails on a full volume.
     """
 
-    __slots__ = ("checked", "dropped", "length", "pieces", "slots", "unsure", "writing")
+    __slots__ = ("checked", "dropped", "kept_end", "length", "patches", "pieces", "slots", "unsure", "writing")
 
     def __init__(self) -> None:
         self.pieces: list[bytes | bytearray | memoryview] = []
@@ -99,6 +99,10 @@ class Staged:
         """truncated away or unlinked while it was being written"""
         self.unsure = False
         """a write to its slots failed, and may still happen"""
+        self.kept_end = 0
+        """so many bytes are in `unstored`, as they were"""
+        self.patches: list[tuple[int, int]] = []
+        """(start, end) of those among them that changed since"""
 
     @property
     def capacity(self) -> int:
@@ -129,11 +133,14 @@ class Staged:
             buffer.extend(bytes(offset - len(buffer)))
         buffer[offset : offset + len(data)] = data
         self.length = len(buffer)
+        if offset < self.kept_end:
+            self.patches.append((offset, offset + len(data)))
 
     def truncate(self, length: int) -> None:
         if length < self.length:
             del self.flat()[length:]
             self.length = length
+            self.kept_end = min(self.kept_end, length)
 
     def copy(self) -> Staged:
         twin = Staged()

@@ -23,6 +23,7 @@ from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
 from kvfuse.volume.inodes.grace import Grace
+from kvfuse.volume.inodes.kept_unstored import KeptUnstored
 from kvfuse.volume.inodes.kernel_link import KernelLink
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
@@ -31,6 +32,7 @@ from kvfuse.volume.inodes.sharing import Alone, Shared
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.store.kept_log import KeptLog
 from kvfuse.volume.store.left import NOTHING, Left
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
@@ -177,9 +179,15 @@ class Core:
     counters: CoreCounters = field(default_factory=CoreCounters)
     kernel: KernelLink = field(default_factory=KernelLink)
     disk: DiskTier | None = None
+    unstored_log: KeptLog | None = None
+    """where what is not stored is kept for the next daemon; None: it is not"""
+    made_segments: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
+        log = self.unstored_log
+        self.unstored = KeptUnstored(log, self.nodes, self.dentries, self.places) if log is not None else None
+        self.nodes.unstored = self.unstored
         self._share_residents()
         self.caches = self.namespaces.caches
         """namespace -> books of those that are caches; empty where no file is ever evicted"""
@@ -190,7 +198,6 @@ class Core:
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)
         self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
         self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
-        self.made_segments: set[int] = set()
         self.unnamed: dict[int, Node] = {}
         """inode -> file without names or handles that the kernel still knows, and may be about to open"""
         self.dead: list[Extent] = []

@@ -25,6 +25,7 @@ from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.handover import Handover
 
 if TYPE_CHECKING:
+    from kvfuse.volume.inodes.unstored import Unstored
     from kvfuse.volume.views.tier import SharedTier
 
 EVICTION_LOOKS = 4
@@ -100,6 +101,7 @@ class Node:
         "times_version",
         "uid",
         "unsaved",
+        "unstored",
         "unstored_attributes",
         "version",
         "writers",
@@ -137,6 +139,8 @@ class Node:
         """the content map for ring threads: call `changing`, `resize` or `set_size` before the content changes"""
         self.tier: SharedTier | None = None
         """the shared-memory tier, which may have a copy of the content; None: the node is not in ``Nodes`` yet"""
+        self.unstored: Unstored | None = None
+        """who keeps its changes for the next daemon; None: nobody does so far"""
         self.own_record = False
         """the inode has a record of its own: directories, and files that ever had two names"""
         self.stored = False
@@ -243,6 +247,8 @@ class Node:
 
     def chunk_changed(self, index: int) -> None:
         """Have the chunk's own record, if it has one, put or deleted with the inode's."""
+        if self.unstored is not None:
+            self.unstored.chunk(self, index)
         if index < schema.INLINE_CHUNKS:
             return
         if isinstance(self.dirty_chunks, set):
@@ -252,6 +258,8 @@ class Node:
 
     def changing(self, index: int) -> None:
         """Before a chunk's bytes or slots change: hide them from other threads."""
+        if self.unstored is not None:
+            self.unstored.chunk(self, index)
         if self.tier is not None and (self.ino in self.tier.kept or self.ino in self.tier.left):
             self.tier.drop(self.ino)
         if self.map is not None:
@@ -285,9 +293,10 @@ class Node:
         If the bytes differ, the caller has called `changing` before.
         """
         chunk = self.chunks[index]
+        if index >= schema.INLINE_CHUNKS or self.unstored is not None:
+            self.chunk_changed(index)
         if index >= schema.INLINE_CHUNKS:
             self.flags |= schema.FLAG_CHUNK_RECORDS
-            self.chunk_changed(index)
             self.far_blocks += blocks_of(extents) - blocks_of(chunk.extents)
         chunk.extents = extents
         if extents and extents[0].packing and self.tier is not None:
@@ -388,6 +397,7 @@ class Nodes:
         """ordered, because removal at its front takes constant time, unlike a dict's"""
         self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._all_forgotten = False
+        self.unstored: Unstored | None = None  # of all
         self.leaving: Callable[[Node], None] = lambda node: None
         """called with a node before its eviction; if that makes it busy, it stays"""
 
@@ -406,7 +416,7 @@ class Nodes:
         return self._nodes.get(ino)
 
     def add(self, node: Node) -> Node:
-        node.tier = self.tier
+        node.tier, node.unstored = self.tier, self.unstored
         node.forgotten = self._all_forgotten
         if self.handover.still_open and node.ino not in self._nodes:
             self._count_open(node)

@@ -88,6 +88,8 @@ class OwnNameless(Nameless):
 
     def removed(self, node: Node, heir: Node | None = None) -> None:
         self.core.file_count -= 1
+        if node.unstored is not None:
+            node.unstored.node(node)
         self.journal.pending.reconsider(node)
         records = node.extra
         if node.own_record:
@@ -147,6 +149,8 @@ class OwnNameless(Nameless):
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
         self.core.nodes.note_saved(node)
+        if node.unstored is not None:
+            node.unstored.node(node)
         if self.removal.is_large(node):
             self.removal.begin(node)
             return

@@ -170,7 +170,9 @@ class _Maker:
         node.atime = node.mtime = node.ctime = self._now
         node.recent = False  # what is stored and never looked at leaves memory first
         core.metadata.reserve(node, FILE_WEIGHT + len(name))
-        return core.nodes.add(node)
+        core.nodes.add(node)
+        node.unstored = None  # a crash may lose it
+        return node
 
     def _stage(self, node: Node, data: memoryview | TierBlock, slots: list[Slot]) -> None:
         staged, chunk = Staged(), Chunk()

@@ -33,6 +33,7 @@ from kvfuse.volume.namespaces.uses import NO_USE
 from kvfuse.volume.opening.format import read_header
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
+from kvfuse.volume.store.kept_log import KeptLog
 from kvfuse.volume.store.left import NOTHING, read_left, read_own_uses
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
@@ -40,7 +41,7 @@ from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_
 from kvfuse.volume.views.alive import Alive, seconds_to_wait
 from kvfuse.volume.views.arena_pool import NO_REGIME
 from kvfuse.volume.views.handover import Handover
-from kvfuse.volume.views.left_arenas import LeftArena, check_volume, find_left
+from kvfuse.volume.views.left_arenas import LeftArena, find_left
 from kvfuse.volume.views.placement import checked_placement
 from kvfuse.volume.views.tier import ReadClass, SharedTier
 
@@ -124,7 +125,6 @@ async def _load_values(
     namespaces = await _read_namespaces(records, options.namespace.given)
     tier = SharedTier(cache.tier_size, placement, keeper)
     if keeper.outlives:
-        check_volume(keeper, superblock.volume_id)
         began = perf_counter()
         await _adopt(tier, find_left(keeper, placement), records, namespaces, began, is_alone=is_alone)
         await trio.sleep(seconds_to_wait(keeper))
@@ -134,7 +134,9 @@ async def _load_values(
         await _read_uses(records, namespaces)
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)
+    kept_size = options.mount.outlive_size if is_alone and keeper.outlives and not options.mount.read_only else 0
     return Core(
+        unstored_log=KeptLog(kept_size) if kept_size else None,
         superblock=superblock,
         geometry=geometry,
         records=records,

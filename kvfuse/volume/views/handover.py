@@ -10,7 +10,7 @@ For the daemon after this one a volume says where its files go, and which have c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -78,10 +78,6 @@ class Handover:
         if before is not None and (parent, name) not in before.places[:1]:
             before.places = [(parent, name), *before.places][:PLACES_MAX]
 
-    def place_before(self, ino: int) -> Place | None:
-        """Where the daemon before this one found an inode not long ago; the store says whether it is there."""
-        return None
-
     def took(self, ino: int, *, writable: bool) -> None:
         """One of these handles was made again, or will never be."""
         before = self.still_open[ino]
@@ -94,10 +90,12 @@ class Handover:
         """All is for the next daemon."""
         self.is_left = True
 
-    # -- for the daemon after ------------------------------------------------------------------------
+    def miss(self, inos: Collection[int]) -> None:
+        """What that daemon answered for of these files may be lost: whoever has one open for writing hears so once.
+        Before a door takes files over."""
+        self.lost.update(inos)
 
-    def looked_up(self, ino: int, parent: int, name: bytes) -> None:
-        """An inode is at a place, and the kernel is about to hear that."""
+    # -- for the daemon after ------------------------------------------------------------------------
 
     def renamed(self, ino: int, parent: int, name: bytes) -> None:
         """A file that the kernel knows is under this name now."""
@@ -109,7 +107,7 @@ class Handover:
         """A file, which may be open, is under this name now. Often it was before, too."""
 
     def unsaved(self, ino: int) -> None:
-        """From now on the file has content, or a size, that a crash would lose."""
+        """From now on the file has content, or a size, that a crash would lose: the next daemon does not find it."""
 
     def saved(self, ino: int) -> None:
         """The file is stored as it is, or there is nobody any more who could miss something."""

@@ -35,8 +35,14 @@ def find_ring_files(keeper: Keeper, handover: Handover) -> None:
             file = msgspec.json.decode(kept.content, type=KeptFile)
         except msgspec.MsgspecError:  # of another version: its entries are answered with EBADF
             continue
-        if file.writable and file.ino in handover.lost:
-            file.is_cut = True
-            keeper.keep(name, msgspec.json.encode(file))
         handover.ring_files[name] = file
         handover.was_open(file.ino, file.places, writable=file.writable)
+    cut_ring_files(keeper, handover)
+
+
+def cut_ring_files(keeper: Keeper, handover: Handover) -> None:
+    """Have the clients of files that are in ``handover.lost`` hear it."""
+    for name, file in handover.ring_files.items():
+        if file.writable and file.ino in handover.lost and not file.is_cut:
+            file.is_cut = True
+            keeper.keep(name, msgspec.json.encode(file))
