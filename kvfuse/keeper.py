@@ -29,8 +29,9 @@ CONTENT_SIZE_MAX = 64 << 10
 DESCRIPTORS_MAX = 16
 """of one thing"""
 KNOWN = (
-    "config", "fuse/answers", "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/switch",
-    "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers",
+    "config", "fuse/answers", "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/places",
+    "fuse/switch", "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers",
+    "tier/volume",
 )  # fmt: skip
 """all names; with a slash at the end: beginnings of names"""
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,24 @@ def look_at(row: Mounted) -> dict[str, Any] | None:
         return ask(row, STATUS_SECONDS, do="status")
     except (MountError, OSError):
         return None
+
+
+def described(said: dict[str, Any]) -> str:
+    """One line of what `look_at` found."""
+    words = f"outlives its daemon, held by process {said.get('holder')}"
+    if said.get("standby"):
+        words += ", one stands by"
+    if said.get("waits") is not None:
+        words += f"; no daemon has answered for {said['waits']} s"
+    elif said.get("upgrade"):
+        words += f"; an upgrade is under way ({printable(said['upgrade'])})"
+    if not said.get("last_change"):
+        return words
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["last_change"]))
+    end = f" (the last with {printable(said['last_death'])})" if said.get("last_death") else ""
+    longest = f", {said['longest_stall']} s at most" if said.get("longest_stall") is not None else ""
+    counts = f"{said['deaths']} daemons died{end}, {said['upgrades']} upgrades"
+    return f"{words}; {counts}; at {when} calls waited {said['last_stall']} s{longest}"
 
 
 def printable(text: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +82,9 @@ def _peer_row(peer: Peer) -> list[Any]:
 
 
 def _print_daemons(facts: dict[str, Any]) -> None:
-    """What the holder of a mount tells of daemons before this one."""
-    said = facts["holder"]
-    if not said or not said.get("last_change"):
-        return
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["last_change"]))
-    counts = f"{said['deaths']} daemons died, {said['upgrades']} upgrades"
-    click.echo(
-        f"{facts['mountpoint']}: {counts}; the last one at {when}, for which calls waited {said['last_stall']} s"
-    )
+    """What the holder of a mount tells of its daemons."""
+    if facts["holder"]:
+        click.echo(f"{facts['mountpoint']} {holders.described(facts['holder'])}")
 
 
 def _matches(row: Mounted, target: Path) -> bool:

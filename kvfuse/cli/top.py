@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from kvfuse.cli import Failure
+from kvfuse.cli import Failure, holders
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
 from kvfuse.cli.peers import Peer, peers_of, totals_of
+from kvfuse.mounttable import Mounted
 from kvfuse.sizes import format_size
 
 if TYPE_CHECKING:
@@ -70,41 +71,41 @@ def top(mountpoint: Path, once: bool, interval: float) -> None:
       kvfuse top /mnt/kv
       kvfuse top /mnt/kv --once
     """
-    point = kvfuse_mount_at(mountpoint).point
+    row = kvfuse_mount_at(mountpoint)
     if once:
-        _print_page(point)
+        _print_page(row)
     else:
-        _watch(point, interval)
+        _watch(row, interval)
 
 
-def _read(point: Path) -> Stats:
-    stats = read_virtual(point, "stats")
+def _read(row: Mounted) -> Stats:
+    stats = read_virtual(row.point, "stats")
     if "namespaces" not in stats:
-        raise Failure(f"{point}: only root and the user who mounted it see its figures")
-    return stats
+        raise Failure(f"{row.point}: only root and the user who mounted it see its figures")
+    return {**stats, "holder": holders.look_at(row)}
 
 
-def _print_page(point: Path) -> None:
+def _print_page(row: Mounted) -> None:
     from rich.console import Console
 
-    stats = _read(point)
+    stats = _read(row)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    console.print(page(Look({}, stats, max(stats["uptime"], 0.001)), str(point)))
+    console.print(page(Look({}, stats, max(stats["uptime"], 0.001)), str(row.point)))
 
 
-def _watch(point: Path, interval: float) -> None:
+def _watch(row: Mounted, interval: float) -> None:
     from rich.live import Live
 
-    before, looked_at = _read(point), time.monotonic()
+    before, looked_at = _read(row), time.monotonic()
     look = Look({}, before, max(before["uptime"], 0.001))
-    with Live(page(look, str(point)), auto_refresh=False, screen=True) as live:
+    with Live(page(look, str(row.point)), auto_refresh=False, screen=True) as live:
         try:
             while True:
                 time.sleep(interval)
-                stats, now = _read(point), time.monotonic()
-                live.update(page(Look(before, stats, now - looked_at), str(point)), refresh=True)
+                stats, now = _read(row), time.monotonic()
+                live.update(page(Look(before, stats, now - looked_at), str(row.point)), refresh=True)
                 before, looked_at = stats, now
         except KeyboardInterrupt:
             return
@@ -138,6 +139,8 @@ def _head(look: Look, title: str) -> Text:
     ]
     if "disk" in now:
         lines.append(_disk(look, now["disk"]))
+    if now.get("holder"):
+        lines.append(holders.described(now["holder"]))
     return Text("\n".join(lines))
 
 

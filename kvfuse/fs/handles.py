@@ -23,6 +23,8 @@ FORM = 1
 """format of the rows"""
 ROW = struct.Struct("<QQIIIiIHHQQQ")
 """inode, request, flags (O_*), uid, gid, pid, marks; of two names: lengths, then folders; serial number"""
+_REQUEST = struct.Struct("<Q")
+_REQUEST_AT = 8
 _MARKS = struct.Struct("<I")
 _MARKS_AT = struct.calcsize("<QQIIIi")
 _LENGTH = struct.Struct("<H")
@@ -49,6 +51,8 @@ SAID_ONCE, SAID_TWICE = 4, 8
 """marks: so often a write was answered with an error as bytes are lost. Where that is not the first part that the
 kernel makes of a write, its caller is told of no error, but that less was written; then the next write is to fail.
 What is appended to more than one page comes in two parts"""
+TOLD = 16
+"""mark: an fsync was about to say that bytes are lost. The number is that of its request: it may be sent again"""
 
 
 class Row(NamedTuple):
@@ -56,7 +60,7 @@ class Row(NamedTuple):
 
     ino: int
     unique: int
-    """number of the request that opened the file, or 0"""
+    """number of the request that opened the file, or 0; see `TOLD`"""
     flags: int
     caller: Caller
     marks: int
@@ -82,6 +86,8 @@ class HandleTable:
         """inode -> offsets of its rows"""
         self.lost: dict[int, int] = {}
         """fh of handles that are to hear that bytes were lost -> how many writes are to say so yet"""
+        self._told: dict[int, int] = {}
+        """number of a request to a daemon before this one that was about to say so -> fh"""
         self._serial = 0
         for offset in self._rows.used():
             self._find(offset)
@@ -96,7 +102,7 @@ class HandleTable:
         fh = serial << PLACE_BITS | offset // ROW_SIZE
         self._serial = max(self._serial, serial)
         self.before[fh] = row
-        self._by_request[row.unique] = fh
+        (self._told if row.marks & TOLD else self._by_request)[row.unique] = fh
         self._offsets.setdefault(row.ino, []).append(offset)
         if row.marks & LOST:
             self.lost[fh] = 0 if row.marks & SAID_TWICE else 1 if row.marks & SAID_ONCE else 2
@@ -169,7 +175,7 @@ class HandleTable:
 
     def lose(self, fh: int) -> None:
         """The handle is to hear that bytes were lost: of this daemon, or of one after it."""
-        self._mark((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE) | LOST)
+        self._mark((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE | TOLD) | LOST)
         self.lost[fh] = 2
 
     def write_lost(self, fh: int) -> None:
@@ -179,10 +185,13 @@ class HandleTable:
             self.lost[fh] = count - 1
             self._say_lost(fh, 0, SAID_ONCE if count == 2 else SAID_TWICE)
 
-    def sync_lost(self, fh: int) -> None:
-        """An fsync, by a handle of `lost`. EngineError: bytes were lost, and whoever has the handle knows it now."""
-        del self.lost[fh]
-        self._say_lost(fh, LOST | SAID_ONCE | SAID_TWICE, 0)
+    def sync_lost(self, fh: int, unique: int, *, is_resent: bool) -> None:
+        """An fsync by a request of this number. EngineError: bytes were lost, and whoever has the handle knows now."""
+        if self.lost.pop(fh, None) is not None:
+            _REQUEST.pack_into(self._rows.memory, (fh & NO_PLACE) * ROW_SIZE + _REQUEST_AT, unique)
+            self._say_lost(fh, LOST | SAID_ONCE | SAID_TWICE, TOLD)
+        if is_resent and self._told.get(unique) == fh:
+            self._say_lost(fh, 0, 0)
 
     def close_lost(self, fh: int) -> None:
         """One of the descriptors of a handle of `lost` is closed. EngineError. The end of a process closes, too, and
@@ -260,6 +269,11 @@ class OpenFiles:
         method of the table, by what the caller is told."""
         if self._table is not None and fh in self._table.lost:
             by(self._table, fh)
+
+    def sync_lost(self, fh: int, unique: int, is_resent: bool) -> None:
+        """As `tell_lost`, for an fsync by a request of this number: the last that says so."""
+        if self._table is not None and (is_resent or self._table.lost):
+            self._table.sync_lost(fh, unique, is_resent=is_resent)
 
     async def release(self, fh: int) -> bool:
         """The file was closed. False: this is no handle of a volume's file."""

@@ -1,8 +1,9 @@
-"""What the door of a mount has of the daemon before this one, and leaves to the next: three tables in shared memory.
+"""What the door of a mount has of the daemon before this one, and leaves to the next: four tables in shared memory.
 
 * the open files (`handles`);
 * inodes with content that is not stored: after a crash whoever has one open for writing hears that it is lost;
-* what requests were about to do (`once`): those whose answer the kernel never got it sends again.
+* what requests were about to do (`once`): those whose answer the kernel never got it sends again;
+* where inodes were found last, which such requests may be about (`recent`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection
 
 from kvfuse.fs.handles import HandleTable
 from kvfuse.fs.once import Decisions
+from kvfuse.fs.recent import RecentPlaces
 from kvfuse.fs.rows import Rows
 from kvfuse.keeper import Keeper
 from kvfuse.volume.views.handover import Handover
@@ -31,10 +33,9 @@ class KeptHandover(Handover):
     def __init__(self, keeper: Keeper) -> None:
         super().__init__()
         self.handles = HandleTable(keeper)
-        self.is_first = not self.handles.was_kept
-        """there was no daemon before this one"""
         self.known_below = 0 if self.is_first else 1 << 64
         self.decisions = Decisions(keeper)
+        self._recent = RecentPlaces(keeper)
         self._unsaved = Rows(keeper, "fuse/unsaved", UNSAVED_FORM, UNSAVED_SIZE, UNSAVED_MAX)
         memory = self._unsaved.memory
         found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.used()}
@@ -57,6 +58,17 @@ class KeptHandover(Handover):
                 self.handles.lose(fh)
         for ino in inos:
             self._note(ino, TOLD)
+
+    @property
+    def is_first(self) -> bool:
+        """There was no daemon before this one."""
+        return not self.handles.was_kept
+
+    def looked_up(self, ino: int, parent: int, name: bytes) -> None:
+        self._recent.add(ino, parent, name)
+
+    def place_before(self, ino: int) -> tuple[int, bytes] | None:
+        return self._recent.before.get(ino)
 
     def moved(self, ino: int, parent: int, name: bytes) -> None:
         self.handles.moved(ino, parent, name)
@@ -90,4 +102,5 @@ class KeptHandover(Handover):
         """The keeper goes on to have all."""
         self.handles.close()
         self.decisions.close()
+        self._recent.close()
         self._unsaved.close()

@@ -54,13 +54,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
     from kvfuse.fs.holder_child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
-    from kvfuse.fs.holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Upgrade
+    from kvfuse.fs.holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
     from kvfuse.fs.holder_pace import Failures, Pace
     from kvfuse.fs.holder_things import Things
 else:
     sys.path.append(os.path.dirname(__file__))
     from holder_child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
-    from holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Upgrade
+    from holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
     from holder_pace import Failures, Pace
     from holder_things import Things
 
@@ -96,8 +96,7 @@ class Holder:
         """processes whose last thread has not ended"""
         self.desk = Desk()
         self.upgrade: Upgrade | None = None
-        self.facts: dict[str, float | None] = {"deaths": 0, "upgrades": 0, "last_stall": None, "last_change": None}
-        """for `kvfuse status`; how long calls waited for the last daemon, in seconds, and when, of the epoch"""
+        self.facts = Facts()
         self.stalled_at = 0.0
         """since when nobody answers; 0: somebody does"""
 
@@ -236,7 +235,7 @@ class Holder:
         lived = time.monotonic() - child.begun
         was_killed = code == -signal.SIGKILL
         self.failures.daemon_died(lived, was_killed=was_killed, was_ready=child.is_ready)
-        self.count("deaths")
+        self.facts.daemon_died(how)
         if self.failures.are_too_many:
             self.say(f"too many daemons in a row have failed, the last with {how}: the mount is given up")
             self.things.abort()
@@ -250,9 +249,6 @@ class Holder:
             time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
         self.start()
 
-    def count(self, what: str) -> None:
-        self.facts[what] = (self.facts[what] or 0) + 1
-
     def is_served(self, child: Child) -> None:
         """A daemon is ready."""
         child.is_ready = True
@@ -262,8 +258,7 @@ class Holder:
         if not self.was_ready and self.desk.problem:
             self.say(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.desk.problem}")
         if self.was_ready:
-            self.facts["last_stall"] = round(time.monotonic() - self.stalled_at, 3)
-            self.facts["last_change"] = int(time.time())
+            self.facts.another_serves(time.monotonic() - self.stalled_at)
         self.was_ready, self.stalled_at = True, 0.0
         self.is_upgraded(child)
         if self.standby is not None:
@@ -285,7 +280,8 @@ class Holder:
             phase = self.upgrade.phase if self.upgrade is not None else None
             said = {"pid": child.pid, "version": child.version, "serves": child.is_ready, "upgrade": phase}
             stands_by = self.standby is not None and self.standby.has_said_hello
-            client.answer(holder=os.getpid(), **said, standby=stands_by, **self.facts)
+            waits = round(time.monotonic() - self.stalled_at, 3) if self.stalled_at else None
+            client.answer(holder=os.getpid(), **said, standby=stands_by, waits=waits, **vars(self.facts))
         elif what != "upgrade":
             client.answer(error=f"the holder does not know what {what!r} is")
         elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
@@ -394,7 +390,7 @@ class Holder:
                 self.dismiss(upgrade.back)
             self.command, self.upgrade = upgrade.command, None
             self.failures.forget()
-            self.count("upgrades")
+            self.facts.upgrades += 1
             upgrade.answer(before=before, version=child.version, pid=child.pid)
         else:
             self.refuse(f"the new daemon failed: {upgrade.failure}; the former version goes on")

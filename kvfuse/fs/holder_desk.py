@@ -78,6 +78,30 @@ class Client:
         self._stream.close()
 
 
+class Facts:
+    """What `kvfuse status` tells of the daemons of a mount, by these names."""
+
+    def __init__(self) -> None:
+        self.deaths = self.upgrades = 0
+        self.last_death: str | None = None
+        """a signal, or an exit status"""
+        self.last_stall: float | None = None
+        """seconds for which calls waited for the last daemon"""
+        self.longest_stall: float | None = None
+        self.last_change: int | None = None
+        """seconds of the epoch: when that daemon was ready"""
+
+    def daemon_died(self, how: str) -> None:
+        self.deaths += 1
+        self.last_death = how
+
+    def another_serves(self, stall: float) -> None:
+        """After ``stall`` seconds."""
+        self.last_stall = round(stall, 3)
+        self.longest_stall = max(self.longest_stall or 0.0, self.last_stall)
+        self.last_change = int(time.time())
+
+
 class Upgrade:
     """One that is under way. ``next`` is to serve, ``back`` where it cannot. None: that one is dead."""
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
     from kvfuse.fs.holder_child import KEPT, Child
+    from kvfuse.fs.holder_store import Store
 else:
     from holder_child import KEPT, Child
+    from holder_store import Store
 
 SWITCH = "fuse/switch"
 """its descriptor ends the connection"""
@@ -26,7 +28,8 @@ class Things:
     def __init__(self, guard: list[str], point: str) -> None:
         self._point = point
         self._command = [*guard, str(os.getpid()), point]
-        self._kept: dict[str, tuple[bytes, list[int]]] = {}
+        self._store = Store()
+        self._kept = self._store.take()
         self.guard = 0
         self._guard_begun = 0.0
 
@@ -86,9 +89,10 @@ class Things:
         os.waitpid(pid, 0)
 
     def close(self) -> None:
-        """The mount is over."""
+        """The mount is over. What another start of the service may use is left with systemd."""
         if self.guard:
             os.kill(self.guard, signal.SIGKILL)
             os.waitpid(self.guard, 0)
+        self._store.leave(self._kept)
         for name in list(self._kept):
             self.drop(name)

@@ -25,7 +25,7 @@ from kvfuse.keeper import Kept, check
 KERNEL_RESENDS = 6, 9
 """the first Linux that sends calls again which a daemon took and did not answer"""
 NOT_SENT_AGAIN = "who waits for one waits as long as the mount is there; upgrades are not concerned"
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """of prctl(2)"""
 STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"
 """what `ps` shows of processes that are forks, or make them"""
@@ -272,8 +272,7 @@ def reseed() -> None:
 
 
 def _be_named(name: str) -> None:
-    with open("/proc/self/comm", "w") as comm:
-        comm.write(name)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def _json(content: object) -> bytes:

@@ -380,8 +380,9 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def fsync(self, fh: int, datasync: bool) -> None:
         if not is_virtual_handle(fh):
+            number = self.number_of_request()
             await self._volume.files.fsync(self._open.get(fh) or await self._open.find(fh), data_only=datasync)
-            self._open.tell_lost(fh, HandleTable.sync_lost)
+            self._open.sync_lost(fh, *number)
 
     @answered
     async def release(self, fh: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from engine_host import DEADLINE_S, Engine, EngineError, EngineHost
-from engine_mounts import WORDS, damage
+from engine_mounts import WORDS, EngineWork, Known, damage, outliving_mount, run_beside_all
 from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.lmcache.config import PLUGIN, configuration, engine_config, server_flags
@@ -283,6 +286,52 @@ def test_two_ranks_and_a_restart_and_a_killed_daemon(host: EngineHost, own_mount
             wait_until(lambda: bool(second.get(NAMES[:1]) == [True]), "the engine to connect again")
             assert first.get(NAMES) == second.get(NAMES) == [True] * 8
         assert first.leaks() == second.leaks() == 0
+
+
+@pytest.mark.timeout(600)
+def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None:
+    """By a server with this adapter, one with LMCache's own adapter of files, and an engine with LMCache in it."""
+    with outliving_mount() as mount, ExitStack() as stack:
+
+        def work(name: str, put: Callable[[list[str]], object], get: Callable[[list[str]], bool]) -> EngineWork:
+            known = Known(is_lossy=name != "files")
+
+            def put_and_get(chance: random.Random, may_miss: bool) -> None:
+                number = chance.randrange(1 << 32)
+                put(chunks(number))
+                known.store_and_load(number, lambda one: get(chunks(one)), chance, may_miss)
+
+            return put_and_get
+
+        def serve(name: str) -> EngineWork:
+            one = stack.enter_context(server(host, mount, name, is_fs=name == "files"))
+
+            def put(names: list[str]) -> None:
+                if name == "server":
+                    store(one, names)
+                else:
+                    one.store(names)
+                    wait_until(
+                        lambda: bool(one.look_up(names) == [True] * len(names)), "the controller to store chunks"
+                    )
+
+            def get(names: list[str]) -> bool:
+                one.forget()
+                return bool(one.prefetch(names)[1] == len(names))
+
+            return work(name, put, get)
+
+        settings = {"blocking_timeout_secs": int(DEADLINE_S)}
+        engine = stack.enter_context(in_process(host, mount, "engine", settings=settings))
+        adapters = {
+            "server": serve("server"),
+            "engine": work("engine", engine.put, lambda names: all(engine.get(names))),
+        }
+        run_beside_all(mount, seed, adapters, lambda: {"files": serve("files")})
+
+
+def chunks(number: int) -> list[str]:
+    return [f"{name} {number}" for name in NAMES]
 
 
 def test_a_mount_that_comes_after_the_engine(host: EngineHost, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import random
 import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_host import EngineError, EngineHost
-from engine_mounts import WORDS, damage, started
+from engine_host import Engine, EngineError, EngineHost
+from engine_mounts import WORDS, EngineWork, Known, damage, outliving_mount, run_beside_all, started
 from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.sglang.config import configuration, extra_config, flags
@@ -287,6 +289,36 @@ def test_a_mount_that_comes_after_the_engine(host: EngineHost, tmp_path: Path) -
         mount.fsck()
     finally:
         mount.remove()
+
+
+@pytest.mark.timeout(600)
+def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None:
+    """By this adapter, and by storages of SGLang: files of pages, and one file that is opened once, with rings or not.
+
+    A page that is loaded is right.
+    """
+    with outliving_mount() as mount, ExitStack() as stack:
+
+        def work(storage: str) -> EngineWork:
+            engine, folder = stack.enter_context(host.engine()), mount.point / storage
+            if storage == "adapter":
+                engine.start(str(mount.point), storage)
+            else:
+                folder.mkdir()
+                engine.start_own(storage, str(folder))
+            return partial(store_and_load, engine, storage, Known(is_lossy=storage == "adapter"))
+
+        own = ("file", "hf3fs", "hf3fs without rings")
+        run_beside_all(mount, seed, {"adapter": work("adapter")}, lambda: {storage: work(storage) for storage in own})
+
+
+def store_and_load(engine: Engine, storage: str, known: Known, chance: random.Random, may_miss: bool) -> None:
+    number = chance.randrange(1 << 32)
+    in_tensors = storage == "file"
+    stored = (engine.store_tensors if in_tensors else engine.store)(hashes(seed=number))
+    assert stored is True or all(stored)  # hf3fs says it of keys and values
+    load = engine.load_tensors if in_tensors else engine.load
+    known.store_and_load(number, lambda seed: all(load(hashes(seed=seed))), chance, may_miss)
 
 
 def test_flags_and_the_example_are_as_sglang_reads_them(host: EngineHost, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 
 import pytest
 from engine_host import EngineError, EngineHost
-from engine_mounts import WORDS, damage, started
+from engine_mounts import WORDS, Known, damage, outliving_mount, run_beside_all, started
 from mounting import KvfuseMount, wait_until
 
 from kvfuse.connectors.ucm.config import TRANSFER, configuration, connector
@@ -47,6 +48,25 @@ def test_blocks_go_from_one_worker_to_another(
         stored = first.stored()
         first.dump(ids[:5])
         assert first.stored() == stored  # they are there
+
+
+@pytest.mark.timeout(600)
+def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None:
+    with (
+        outliving_mount() as mount,
+        started(host, mount, "here", is_worker=False) as scheduler,
+        started(host, mount, "here") as first,
+        started(host, mount, "here") as second,
+    ):
+        known = Known(is_lossy=True)
+
+        def dump_and_load(chance: random.Random, may_miss: bool) -> None:
+            rank = chance.randrange(1 << 32)
+            first.dump(block_ids(rank=rank))
+            assert scheduler.lookup(block_ids(rank=rank)) == ([True] * BLOCKS, BLOCKS - 1) or may_miss
+            known.store_and_load(rank, lambda one: second.load(block_ids(rank=one)) == "", chance, may_miss)
+
+        run_beside_all(mount, seed, {"worker": dump_and_load})
 
 
 def test_a_block_without_one_of_its_shards_ends_the_prefix(host: EngineHost, mount: KvfuseMount) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 from engine_host import Engine, EngineError, EngineHost
-from engine_mounts import WORDS, damage, started
+from engine_mounts import WORDS, EngineWork, Known, damage, outliving_mount, run_beside_all, started
 from mounting import KvfuseMount, stop_process, stopped, wait_until
 
 from kvfuse.connectors.vllm.config import configuration
@@ -193,6 +196,30 @@ def test_a_load_of_a_daemon_that_hangs_keeps_its_slots(host: EngineHost, own_mou
         wait_until(engine.is_up, "the engine to connect again")
         engine.forget()
         wait_until(lambda: is_stored(engine), "a store within the deadline")
+
+
+@pytest.mark.timeout(600)
+def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None:
+    """By this adapter, and by vLLM's own tier of files, which makes folders. A chunk that is loaded is right."""
+    with outliving_mount() as mount, ExitStack() as stack:
+
+        def work(name: str) -> EngineWork:
+            engine = stack.enter_context(started(host, mount, name, is_fs=name == "files"))
+            return partial(store_and_load, engine, Known(is_lossy=name == "adapter"))
+
+        run_beside_all(mount, seed, {"adapter": work("adapter")}, lambda: {"files": work("files")})
+
+
+def store_and_load(engine: Engine, known: Known, chance: random.Random, may_miss: bool) -> None:
+    number = chance.randrange(1 << 32)
+
+    def load(number: int) -> bool:
+        engine.forget()
+        return bool(engine.load(number, COUNT) == COUNT)
+
+    engine.forget()
+    engine.store(number, COUNT)
+    known.store_and_load(number, load, chance, may_miss)
 
 
 def is_stored(engine: Engine) -> bool:

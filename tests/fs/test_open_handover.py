@@ -287,6 +287,32 @@ async def test_an_fsync_says_what_was_lost_whatever_writes_said() -> None:
     await mount.check()
 
 
+async def test_an_fsync_that_is_sent_again_says_once_more_what_was_lost() -> None:
+    """The daemon was killed when it had noted that its caller knows, and before that was so."""
+    mount = Mount()
+    async with mount.daemon() as daemon:
+        fh, _ = await daemon.create(b"file")
+        await stored(daemon)
+        await daemon.ask("write", fh, 0, b"lost")
+        mount.kill()
+    async with mount.daemon() as daemon:
+        await fails(errno.EIO, daemon, "fsync", fh, False)
+        number = mount.unique
+        mount.kill()
+    async with mount.daemon() as daemon:
+        with pytest.raises(pyfuse3.FUSEError):
+            await daemon.ask("fsync", fh, False, again=number)
+        await daemon.ask("fsync", fh, False)
+        await daemon.ask("write", fh, 0, b"lost")
+        mount.kill()
+    async with mount.daemon() as daemon:
+        await daemon.ask("flush", await daemon.open(await daemon.lookup(b"file")))
+        await fails(errno.EIO, daemon, "fsync", fh, False)
+        await daemon.ask("fsync", fh, False)
+        await daemon.ask("release", fh)
+    await mount.check()
+
+
 async def test_bytes_of_a_deleted_file_are_missed_too() -> None:
     mount = Mount(keeps=False)
     async with mount.daemon() as daemon:

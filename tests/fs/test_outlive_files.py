@@ -187,11 +187,7 @@ def changes(folder: Path, chance: random.Random) -> Callable[[threading.Event], 
                 (os.unlink if names.pop(old) == "file" else os.rmdir)(folder / old)
             elif kind == "link" and "file" in names.values():
                 old = chance.choice([one for one, what in names.items() if what == "file"])
-                try:
-                    os.link(folder / old, folder / name)
-                except OSError as error:  # of a file that it found before two daemons were killed in a row
-                    assert error.errno == errno.ESTALE
-                    os.link(folder / old, folder / name)
+                os.link(folder / old, folder / name)
                 names[name] = "file"
             if number % 20 == 0:
                 assert set(os.listdir(folder)) == set(names)

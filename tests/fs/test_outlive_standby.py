@@ -211,3 +211,22 @@ def test_upgrades_that_fail(mount: KvfuseMount, tmp_path: Path, how: str) -> Non
         assert standby_of(mount) == former
         kill_daemon(mount)
     upgrade(mount)
+
+
+def test_status_and_top_tell_of_it(mount: KvfuseMount) -> None:
+    def said(command: str, *words: str) -> str:
+        done = subprocess.run([*KVFUSE, command, mount.point, *words], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert f"outlives its daemon, held by process {mount.pid}, one stands by" in said("status")
+    assert "daemons died" not in said("status")
+    kill_daemon(mount)
+    kill_daemon(mount)
+    wait_until(lambda: holder_says(mount)["serves"] is True, "the next daemon to be ready")
+    for command, *words in (("status",), ("top", "--once")):
+        assert "2 daemons died (the last with SIGKILL), 0 upgrades; at 20" in said(command, *words)
+    facts = holder_says(mount)
+    assert 0 < facts["last_stall"] <= facts["longest_stall"]
+    assert facts["waits"] is None
+    upgrade(mount)
+    assert holder_says(mount)["upgrades"] == 1

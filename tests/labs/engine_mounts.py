@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar, cast
 
 from engine_host import Engine, EngineHost
-from mounting import KvfuseMount
+from interruptions import KINDS, run_beside
+from mounting import KvfuseMount, temporary_mount
+from scale import scaled
+
+T = TypeVar("T")
 
 WORDS = ["capacity=256MiB,cache,admission=all"]
 """options of such a mount"""
+ROUNDS = 2
+"""kills, and then upgrades"""
 
 
 def started(host: EngineHost, mount: KvfuseMount, namespace: str, **options: object) -> Engine:
@@ -29,3 +40,59 @@ def damage(mount: KvfuseMount, namespace: str, name: bytes | str) -> None:
     with (mount.volume / "segments" / f"{place['segment']:08x}.seg").open("r+b") as segment:
         segment.seek(place["offset"] + 100)
         segment.write(b"damaged bytes")
+
+
+class Known:
+    """What an engine stored last, to be loaded again. ``is_lossy``: it may be missing after a kill."""
+
+    def __init__(self, *, is_lossy: bool) -> None:
+        self._is_lossy = is_lossy
+        self._stored: dict[object, bool] = {}
+        """what -> it may be missing"""
+
+    def store_and_load(
+        self, what: T, load: Callable[[T], bool], chance: random.Random, may_miss: bool, count: int = 5
+    ) -> None:
+        """``what`` was stored. Load it, and another of the last ``count``."""
+        self._stored[what] = may_miss and self._is_lossy
+        last = list(self._stored)[-count:]
+        for one in (what, chance.choice(last)):
+            if not load(cast(T, one)):
+                assert self._stored[one] or (may_miss and self._is_lossy), f"{one} is missing"
+
+
+@contextmanager
+def outliving_mount() -> Iterator[KvfuseMount]:
+    """One that outlives its daemon. At the end nothing is in the folder below it, where engines may make folders."""
+    with temporary_mount([*WORDS, "outlive"]) as mount:
+        yield mount
+        mount.check_unexpected_errors()
+        mount.unmount()
+        assert os.listdir(mount.point) == []
+
+
+EngineWork = Callable[[random.Random, bool], object]
+"""a `Work` of an engine. The flag: what rings stored just now may be missing, which a daemon had not stored yet"""
+
+
+def run_beside_all(
+    mount: KvfuseMount,
+    seed: int,
+    adapters: Mapping[str, EngineWork],
+    files: Callable[[], Mapping[str, EngineWork]] = dict,
+) -> None:
+    """Side by side while the daemon is killed, and then replaced, again and again; at last without any of it.
+
+    ``files``: starts engines that write files, whose bytes a kill loses where they are not stored.
+    """
+    works = dict(adapters)
+    for kind in KINDS:
+        works |= files() if kind == "upgraded" else {}
+        beside = {name: partial(_beside, work, kind == "killed") for name, work in works.items()}
+        run_beside(kind, [mount], seed, beside, scaled(ROUNDS))
+    for name, work in works.items():
+        work(random.Random(f"{seed} {name} at last"), False)
+
+
+def _beside(work: EngineWork, may_miss: bool, chance: random.Random) -> None:
+    work(chance, may_miss)

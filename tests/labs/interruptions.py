@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import subprocess
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from killer import Killer, percentiles
-from mounting import KVFUSE, PATIENCE_S, KvfuseMount, wait_until
+from mounting import KVFUSE, PATIENCE_S, KvfuseMount
 
 PAUSE = (0.1, 1.0)
 """seconds between the end of one and the next, at random"""
@@ -66,7 +67,7 @@ class Upgrader:
         return f"{len(self.stalls)} upgrades: {percentiles(self.stalls)}"
 
 
-KINDS = ("upgraded",)
+KINDS = ("killed", "upgraded")
 
 
 def interruptions(kind: str, mounts: Sequence[KvfuseMount], seed: int) -> Killer | Upgrader:
@@ -74,7 +75,47 @@ def interruptions(kind: str, mounts: Sequence[KvfuseMount], seed: int) -> Killer
     return Killer(mounts, seed, PAUSE) if kind == "killed" else Upgrader(mounts, seed)
 
 
-def wait_for(under_way: Interruptions, count: int) -> None:
-    """Until there were so many more."""
-    most = len(under_way.stalls) + count
-    wait_until(lambda: len(under_way.stalls) >= most or under_way.failure is not None, "kills or upgrades")
+Work = Callable[[random.Random], object]
+"""something that takes seconds, and may be done again: raises where something is wrong"""
+
+
+def run_beside(kind: str, mounts: Sequence[KvfuseMount], seed: int, works: Mapping[str, Work], rounds: int) -> None:
+    """Do all of ``works`` side by side, each again and again until there were so many kills or upgrades.
+
+    What became of it is printed. AssertionError, with all that they raised.
+    """
+    with interruptions(kind, mounts, seed) as under_way:
+        workers = [_Worker(name, work, under_way, rounds, seed) for name, work in works.items()]
+        for worker in workers:
+            worker.join()
+    print(f"{under_way}; {', '.join(f'{worker.name} {worker.count} times' for worker in workers)}")
+    failed = [f"{worker.name}:\n{worker.failure}" for worker in workers if worker.failure]
+    assert not failed, "\n".join(failed)
+    assert len(under_way.stalls) >= rounds
+
+
+class _Worker:
+    """A thread with one work."""
+
+    def __init__(self, name: str, work: Work, under_way: Interruptions, rounds: int, seed: int) -> None:
+        self.name = name
+        self.count = 0
+        self.failure = ""
+        self._work = work
+        self._under_way = under_way
+        self._rounds = rounds
+        self._chance = random.Random(f"{seed} {name} {type(under_way).__name__}")
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        under_way = self._under_way
+        try:
+            while not self.count or not (len(under_way.stalls) >= self._rounds or under_way.failure):
+                self._work(self._chance)
+                self.count += 1
+        except BaseException:
+            self.failure = traceback.format_exc()
+
+    def join(self) -> None:
+        self._thread.join()

@@ -69,14 +69,17 @@ class Engine:
 
     def start_server(
         self, mount: str, namespace: str, *, fault: dict[str, Any] | None = None,
-        serde: dict[str, Any] | None = None, dtype: str = "bfloat16",
+        serde: dict[str, Any] | None = None, dtype: str = "bfloat16", is_fs: bool = False,
         **params: Any,
     ) -> None:  # fmt: skip
-        """``fault``: what LMCache's fault-injecting adapter does; ``serde``: what changes chunks on their way."""
+        """``fault``: what LMCache's fault-injecting adapter does; ``serde``: what changes chunks on their way;
+        ``is_fs``: LMCache's own adapter of files, in a folder of that name."""
         from kvfuse.connectors.lmcache.config import l2_adapter
 
         spec: Any = l2_adapter(mount, namespace)
         spec["adapter_params"] |= {"deadline": DEADLINE_S} | params
+        if is_fs:
+            spec = {"type": "fs", "base_path": os.path.join(mount, namespace)}
         if fault is not None:
             spec = {"type": "fault_inject", "inner": spec, **fault}
         if serde is not None:

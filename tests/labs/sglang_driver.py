@@ -112,6 +112,35 @@ def page_hashes(count: int, seed: str = "") -> list[str]:
     return found
 
 
+def prepare_hf3fs(folder: str) -> None:
+    """Where SGLang's hf3fs storage finds what it wants: its configuration, the ring API, and its own copies in C++."""
+    import os
+    import tempfile
+    from pathlib import Path
+
+    from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
+    from sglang.srt.utils import cpp_extension_loader
+
+    def copy(shared: torch.Tensor, tensors: list[torch.Tensor], *, is_read: bool) -> None:
+        start = 0
+        for tensor in tensors:
+            there = shared[start : start + tensor.numel() * tensor.itemsize]
+            here = tensor.contiguous().view(torch.uint8).flatten()
+            (here if is_read else there).copy_(there if is_read else here)
+            start += len(there)
+
+    copies = types.SimpleNamespace(
+        read_shm=lambda shared, tensors: copy(shared, tensors, is_read=True),
+        write_shm=lambda tensors, shared: copy(shared, tensors, is_read=False),
+    )
+    cpp_extension_loader.load_extension_with_recovery = lambda **_: copies
+    sys.path.append(str(Path(__file__).parents[2] / "compat" / "hf3fs-fuse"))
+    config = {"file_path_prefix": f"{folder}/hicache", "file_size": 16 << 20, "numjobs": 4, "entries": 8}
+    with tempfile.NamedTemporaryFile("w", delete=False) as file:
+        json.dump(config | {"client_timeout": DEADLINE_S}, file)
+    os.environ[HiCacheHF3FS.default_env_var] = file.name
+
+
 class Engine:
     """One rank: its host pools and its backend."""
 
@@ -142,6 +171,21 @@ class Engine:
         if self.file:
             self.file.register_mem_pool_host(self.pool)
             self.file.register_mem_host_pool_v2(self.pool, PoolName.KV)
+
+    def start_own(self, storage: str, folder: str) -> None:
+        """With a storage of SGLang itself in a folder: "file", or "hf3fs", which has a file for life and rings, or
+        "hf3fs without rings"."""
+        self.pool = new_pool("mha", "page_first", "shm")
+        extra = {"file_storage_path": folder} if storage == "file" else {}
+        if storage != "file":
+            prepare_hf3fs(folder)
+            extra["use_mock_hf3fs_client"] = storage != "hf3fs"
+        config = HiCacheStorageConfig(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+            enable_storage_metrics=True, is_page_first_layout=True, model_name="model", extra_config=extra,
+        )  # fmt: skip
+        self.backend = StorageBackendFactory.create_backend(storage.split()[0], config, self.pool)
+        self.backend.register_mem_pool_host(self.pool)
 
     def add_side_pool(self, name: str, kind: str = "mha", layout: str = "page_first") -> None:
         self.sides[name] = new_pool(kind, layout, "shm")

@@ -87,14 +87,18 @@ class Engine:
     """One scheduler process. Chunks are made of their keys and a ``salt``, and compared when they come back."""
 
     def start(self, mount: str, namespace: str, **change: Any) -> None:
-        """``change``: ``model``, ``dtype``, ``ranks`` (own, all), ``groups``, ``events``; else options of the tier."""
+        """``change``: ``model``, ``dtype``, ``ranks`` (own, all), ``groups``, ``events``, ``is_fs`` for vLLM's own tier
+        in a folder of that name; else options of the tier."""
         own, ranks = change.pop("ranks", (0, 1))
         groups, events = change.pop("groups", 1), change.pop("events", False)
+        is_fs = change.pop("is_fs", False)
         model, dtype = change.pop("model", "meta/Llama 3"), change.pop("dtype", "bfloat16")
         tier = {
             "type": "KvfuseTier", "module_path": "kvfuse.connectors.vllm", "mount": mount, "namespace": namespace,
             "enable_kv_events": events, "deadline": DEADLINE_S, **change,
         }  # fmt: skip
+        if is_fs:
+            tier = {"type": "fs", "root_dir": os.path.join(mount, namespace), "n_read_threads": 2, "n_write_threads": 2}
         self.extra = {"cpu_bytes_to_use": CHUNKS * ROW, "secondary_tiers": [tier]}
         make = old_spec if vllm_config is None else new_spec
         self.spec = make(self.extra, model, dtype, own, ranks, groups, events)

@@ -10,13 +10,12 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from interruptions import KINDS, Interruptions, interruptions
+from interruptions import run_beside
 from mounting import KvfuseMount, temporary_mount
 from scale import scaled
 
@@ -186,35 +185,6 @@ TOOLS = {"bytes": ("fio", "dd", "cmp"), "trees": ("git", "rsync", "tar", "diff")
 """scripts/test installs them: one is missing only where somebody runs pytest by himself"""
 
 
-class Run:
-    """One program in a thread: again and again, until it has seen enough interruptions."""
-
-    def __init__(
-        self, name: str, program: Program, folder: Path, elsewhere: Path, under_way: Interruptions, seed: int
-    ) -> None:
-        self.name = name
-        self.count = 0
-        self.failure = ""
-        folder.mkdir()
-        elsewhere.mkdir()
-        self._work = lambda chance: program(folder, elsewhere, chance)
-        self._under_way = under_way
-        self._chance = random.Random(f"{seed} {name}")
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self.count or not (len(self._under_way.stalls) >= scaled(ROUNDS) or self._under_way.failure):
-                self._work(self._chance)
-                self.count += 1
-        except BaseException:
-            self.failure = traceback.format_exc()
-
-    def join(self) -> None:
-        self._thread.join()
-
-
 @pytest.fixture
 def mount() -> Iterator[KvfuseMount]:
     with temporary_mount(WORDS) as mounted:
@@ -223,19 +193,15 @@ def mount() -> Iterator[KvfuseMount]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["upgraded"])
 def test_programs_do_not_notice(mount: KvfuseMount, tmp_path: Path, kind: str, group: str, seed: int) -> None:
     missing = [tool for tool in TOOLS[group] if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
-    with interruptions(kind, [mount], seed) as under_way:
-        runs = [
-            Run(name, program, mount.point / name, tmp_path / name, under_way, seed)
-            for name, program in GROUPS[group].items()
-        ]
-        for one in runs:
-            one.join()
-    print(under_way, {one.name: one.count for one in runs})
-    failed = [f"{one.name}:\n{one.failure}" for one in runs if one.failure]
-    assert not failed, "\n".join(failed)
-    assert len(under_way.stalls) >= scaled(ROUNDS)
+    works = {}
+    for name, program in GROUPS[group].items():
+        folder, elsewhere = mount.point / name, tmp_path / name
+        folder.mkdir()
+        elsewhere.mkdir()
+        works[name] = partial(program, folder, elsewhere)
+    run_beside(kind, [mount], seed, works, scaled(ROUNDS))

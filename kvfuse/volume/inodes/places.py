@@ -65,6 +65,7 @@ class Places:
     def __init__(self, handover: Handover | None = None) -> None:
         self._pages: dict[int, _Page] = {}
         self._handover = handover or Handover()
+        self._outlives = self._handover.outlives
         for ino, before in self._handover.still_open.items():
             if before.places:
                 self.add(ino, *before.places[0])
@@ -82,7 +83,8 @@ class Places:
         page = self._pages.get(ino >> _PAGE_BITS)
         if page is not None and page.counts[ino & _SLOT_MASK]:
             page.set(ino & _SLOT_MASK, parent, name)
-            if self._handover.outlives:
+            if self._outlives:
+                self._handover.looked_up(ino, parent, name)
                 self._handover.renamed(ino, parent, name)
 
     def add(self, ino: int, parent: int, name: bytes) -> None:
@@ -95,6 +97,8 @@ class Places:
             page.known += 1
         page.counts[slot] += 1
         page.set(slot, parent, name)
+        if self._outlives:
+            self._handover.looked_up(ino, parent, name)
 
     def forget(self, ino: int, count: int) -> bool:
         """The kernel dropped ``count`` of its references; True when none is left."""

@@ -77,7 +77,8 @@ class Lookup(ABC):
         node = self.core.nodes.get(ino)
         while node is None:
             epoch = self.journal.pending.epoch
-            place = self.core.places.get(ino) or (0, b"")
+            known = self.core.places.get(ino)
+            place = known or self.core.nodes.handover.place_before(ino) or (0, b"")
             if ino in self.core.nodes.handover.still_open:
                 node = await find_open_before(ino, self.core, self.journal.pending, self.refresher, self.take)
                 if node is not None:
@@ -92,7 +93,7 @@ class Lookup(ABC):
             if place in self.core.dentries.vanishing.places:
                 raise errors.Stale(f"inode {ino} was removed")
             if own is not None:
-                node = self.take(schema.decode_inode(own.value), own.version, place, own=True)
+                node = self.take(schema.decode_inode(own.value), own.version, known or (0, b""), own=True)
                 if times is not None:
                     self.refresher.take_times(node, times.value, times.version)
             elif entry and entry[0] is not None:

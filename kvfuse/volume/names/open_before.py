@@ -24,8 +24,8 @@ async def find_open_before(
 ) -> Node | None:
     """The node of such an inode; None, where it has a record of its own, or none. ``take``: `Lookup.take`."""
     handover = core.nodes.handover
-    while True:
-        places = list(handover.still_open[ino].places)
+    while (before := handover.still_open.get(ino)) is not None:  # else it was closed meanwhile
+        places = list(before.places)
         keys = [schema.orphan_key(ino), *[schema.entry_key(*place) for place in places]]
         epoch = pending.epoch
         orphan, *entries = await core.records.get(keys)
@@ -48,6 +48,7 @@ async def find_open_before(
         node = refresher.chunks.restore_chunks(Node.from_record(record), record)
         node.nlink, node.version, node.base = 0, orphan.version, record
         return core.nodes.add(node)
+    return None
 
 
 async def _search(core: Core, ino: int) -> bool:

@@ -41,7 +41,7 @@ from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_
 from kvfuse.volume.views.alive import Alive, seconds_to_wait
 from kvfuse.volume.views.arena_pool import NO_REGIME
 from kvfuse.volume.views.handover import Handover
-from kvfuse.volume.views.left_arenas import LeftArena, find_left
+from kvfuse.volume.views.left_arenas import LeftArena, check_volume, find_left
 from kvfuse.volume.views.placement import checked_placement
 from kvfuse.volume.views.tier import ReadClass, SharedTier
 
@@ -125,6 +125,7 @@ async def _load_values(
     namespaces = await _read_namespaces(records, options.namespace.given)
     tier = SharedTier(cache.tier_size, placement, keeper)
     if keeper.outlives:
+        check_volume(keeper, superblock.volume_id)
         began = perf_counter()
         await _adopt(tier, find_left(keeper, placement), records, namespaces, began, is_alone=is_alone)
         await trio.sleep(seconds_to_wait(keeper))

@@ -78,6 +78,10 @@ class Handover:
         if before is not None and (parent, name) not in before.places[:1]:
             before.places = [(parent, name), *before.places][:PLACES_MAX]
 
+    def place_before(self, ino: int) -> Place | None:
+        """Where the daemon before this one found an inode not long ago; the store says whether it is there."""
+        return None
+
     def took(self, ino: int, *, writable: bool) -> None:
         """One of these handles was made again, or will never be."""
         before = self.still_open[ino]
@@ -96,6 +100,9 @@ class Handover:
         self.lost.update(inos)
 
     # -- for the daemon after ------------------------------------------------------------------------
+
+    def looked_up(self, ino: int, parent: int, name: bytes) -> None:
+        """An inode is at a place, and the kernel is about to hear that."""
 
     def renamed(self, ino: int, parent: int, name: bytes) -> None:
         """A file that the kernel knows is under this name now."""

@@ -25,6 +25,9 @@ from kvfuse.volume.views.placement import Placement
 
 log = logging.getLogger(__name__)
 
+VOLUME_NAME = "tier/volume"
+"""whose files the blocks are of"""
+
 MayAdopt = Callable[[ReadClass, bytes], bool]
 """(read class of an arena, regime of its directory when it was kept) -> nobody else may use the directory now"""
 
@@ -43,6 +46,16 @@ class LeftArena:
     def used_at(self) -> int:
         """When a block in it was last kept; 0: it has none."""
         return int(self.rows.table["kept_at"][self.slots].max(initial=0))
+
+
+def check_volume(keeper: Keeper, identity: bytes) -> None:
+    """What is left of another volume is dropped: a service may be started anew with another one. Event loop only."""
+    kept = keeper.take(VOLUME_NAME)
+    if kept is not None and kept.content != identity:
+        log.info("shared memory of another volume is not used")
+        for name in keeper.names(ARENA_PREFIX):
+            keeper.drop(name)
+    keeper.keep(VOLUME_NAME, identity)
 
 
 def find_left(keeper: Keeper, placement: Placement) -> list[LeftArena]:

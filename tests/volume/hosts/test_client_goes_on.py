@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 
 import pytest
 import trio
@@ -216,6 +217,32 @@ async def test_a_late_write_never_changes_a_block(
         await trio.sleep(REST)
         assert number > 100, "what the dead daemon had was used again"
         volume.parts.core.tier.clear()
+        await check_files(range(number), volume)
+    await check_disk(shared)
+
+
+async def test_stores_wait_in_a_full_volume_until_slabs_have_rested(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, shared: Disk
+) -> None:
+    """No longer, and none fails for it."""
+    keeper, chaos = MemoryKeeper(), Chaos(rng)
+    number = 0
+    async with joined(shared, OPTIONS, 1, chaos, keeper) as volume:
+        with pytest.raises(errors.NoSpace):
+            while True:
+                await fill(volume, range(number, number + 1))
+                number += 1
+        with suppress(errors.NotFound):
+            await volume.tree.unlink(ROOT_INODE, content(number)[0])
+        for gone in range(3):
+            await volume.tree.unlink(ROOT_INODE, content(gone)[0])
+        await trio.sleep(3 * REST)
+        await fill(volume, range(1))
+        chaos.killed = True
+    async with joined(shared, OPTIONS, 1, Chaos(rng), keeper) as volume:
+        began = trio.current_time()
+        await fill(volume, range(1, 3))
+        assert REST / 2 < trio.current_time() - began < REST + 1
         await check_files(range(number), volume)
     await check_disk(shared)
 
