@@ -2,7 +2,8 @@
 
 It does so once for each file in the folder KVFUSE_TESTS_DEADLY, which has the name of a kind of request: of the kernel,
 or, as ``KIND-done``, ``KIND-told`` and ``KIND-noted``, of a client of rings: before its reply, after it, and when
-nothing but the message in the socket tells of it any more. Or, as ``hello-new``, before anything is kept of a client.
+nothing but the message in the socket tells of it any more. Or, as ``hello-new``, before anything is kept of a client;
+as ``cut-told``, when it was kept that a client knows what is lost of a file.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def be_deadly_to_rings(folder: Path) -> None:
     from kvfuse.usrbio.protocol.wire import Message, Request
 
     answer, reply, answered, greet = Connection._answer, Connection._reply, Keeping.answered, Keeping.greet
+    told = Keeping.told
     present: list[str] = []
 
     def look(moment: str) -> None:
@@ -68,7 +70,12 @@ def be_deadly_to_rings(folder: Path) -> None:
         look("new")
         greet(self, *args)
 
-    Connection._answer, Connection._reply = answer_, reply_
+    def told_(self: Any, *args: Any) -> None:
+        told(self, *args)
+        present[:] = ["cut"]
+        look("told")
+
+    Connection._answer, Connection._reply, Keeping.told = answer_, reply_, told_
     Keeping.answered, Keeping.greet = answered_, greet_
 
 

@@ -269,3 +269,21 @@ def test_a_daemon_may_die_over_any_request(
         use(*others)
         client.close()
         wait_until(lambda: registered(mount, "connections") == 0, "the end of the connection")
+
+
+def test_a_lost_write_is_told_whenever_daemons_die(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVFUSE_TESTS_DEADLY", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(LABS / "deadly"))
+    with temporary_mount(("outlive=true", "publish.window=60")) as mount:  # nothing is stored by itself
+        stored(mount, "cut", b"x" * 4096)
+        with connect(mount.point) as client, client.iov(4096) as iov, client.ring(8) as ring:
+            file = client.file(mount.point / "cut", "rw")
+            ring.prep_write(iov, 0, file, 4096, 4096)
+            assert done(ring) == {0: 4096}
+            kill(mount)
+            is_lost = (mount.point / "cut").stat().st_size == 4096
+            (tmp_path / "cut-told").touch()
+            ring.prep_fsync(file)
+            assert done(ring) == {0: -errno.EIO if is_lost else 0}
+            ring.prep_fsync(file)
+            assert done(ring) == {0: 0}
