@@ -68,6 +68,8 @@ class _Mapped:
         self._asked = touches[ASKED_OFFSET:].reshape(ASKED_MAX, ASKED_SIZE)
         self._lock = threading.Lock()
         self._arenas = np.zeros(0, ARENA)
+        self._held: list[Bytes] = []
+        """the arenas, which stay mapped for whoever copies from their addresses"""
         self._refused: set[int] = set()
 
     def touch(self, slots: Numbers) -> None:
@@ -154,6 +156,7 @@ class _Mapped:
             except OSError:  # it went meanwhile; numbers are not used again
                 self._refused.add(number)
                 continue
+            self._held.append(memory)
             rows.append((number, address_of(memory), len(memory)))
         if rows:
             with self._lock:

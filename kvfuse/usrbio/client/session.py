@@ -216,7 +216,7 @@ class Session:
     def arena(self, number: int) -> Bytes:
         """All memory of an arena in which this client has a view, or of an index that it has.
 
-        It stays mapped as long as the session is held. OSError, Disconnected.
+        It stays mapped as long as somebody has it, or the session is open. OSError, Disconnected.
         """
         bytes_ = self._arenas.get(number)
         if bytes_ is None:
@@ -267,6 +267,7 @@ class Session:
         with suppress(OSError):  # it is closed, or the daemon is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._arenas.clear()  # they have this session, and arrays are no part of the cycles that Python finds
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

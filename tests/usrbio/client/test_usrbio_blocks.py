@@ -221,6 +221,25 @@ def test_views_outlive_the_client(shared_mount: KvfuseMount) -> None:
     assert socket.fileno() < 0
 
 
+def test_a_client_that_is_closed_maps_nothing_any_more(shared_mount: KvfuseMount) -> None:
+    """Else it would have the memory of each mount that it was a client of."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:kvfuse-tier")
+
+    gc.collect()
+    before = mapped()
+    for _ in range(2):
+        with connect(shared_mount.point) as client, BlockStore(client, "closed") as store:
+            store.put("key", b"x" * 100_000)
+            for _ in range(3):  # by the daemon, and by an index
+                assert store.get_into("key", bytearray(100_000)) == 100_000
+            assert mapped() > before
+        del client, store
+        gc.collect()
+        assert mapped() == before
+
+
 def test_what_is_wrong_with_a_call_is_raised(store: BlockStore) -> None:
     store.put("key", b"x" * 100)
     with pytest.raises(OSError, match=os.strerror(errno.EMSGSIZE)) as caught:
