@@ -25,6 +25,8 @@ pytestmark = pytest.mark.root
 WORDS = ("outlive=true", "publish=strict", "volume.capacity=1GiB", "volume.segment_size=64MiB")
 KINDS = ("stores", "names", "appends", "pages", "rings")
 UPGRADES = 4
+ROUNDS = 1
+"""of four upgrades"""
 BREAKS = ["import kvfuse_is_not_here"]
 
 
@@ -72,10 +74,18 @@ def test_a_version_of_before_and_back(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_two_hosts(seed: int, etcd_alone: EtcdServers, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """One after the other, to the former version and back: other hosts notice nothing."""
+    former = python_of(former_tree(tmp_path), tmp_path / "former-python")
+    present = python_of(ROOT, tmp_path / "present-python")
     with two_hosts(tmp_path, etcd_alone, "file", request) as mounts:
         before = clients(mounts[0].source)
         with loaded(mounts, KINDS, seed) as workers:
-            stalls = [upgrade(mounts[number % 2]) for number in range(scaled(UPGRADES))]
+            stalls = [
+                upgrade(mount, "--python", python)
+                for _ in range(scaled(ROUNDS))
+                for python in (former, present)
+                for mount in mounts
+            ]
             check(workers, stalls)
         assert noticed(mounts) == []
         assert clients(mounts[0].source) == before
