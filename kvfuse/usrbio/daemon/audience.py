@@ -72,7 +72,8 @@ class Audience:
         try:
             await came.wait()
         finally:
-            self._poll.unregister(descriptor)
+            if not self._poll.closed:  # or all of them end at once
+                self._poll.unregister(descriptor)
             self._waiting.pop(descriptor, None)
 
     async def pause(self, cost: float) -> None:
