@@ -19,8 +19,7 @@ T = TypeVar("T")
 
 WORDS = ["capacity=256MiB,cache,admission=all"]
 """options of such a mount"""
-ROUNDS = 2
-"""kills, and then upgrades"""
+ROUNDS = {"killed": 3, "upgraded": 1}
 
 
 def started(host: EngineHost, mount: KvfuseMount, namespace: str, **options: object) -> Engine:
@@ -64,7 +63,7 @@ class Known:
 @contextmanager
 def outliving_mount() -> Iterator[KvfuseMount]:
     """One that outlives its daemon. At the end nothing is in the folder below it, where engines may make folders."""
-    with temporary_mount([*WORDS, "outlive"]) as mount:
+    with temporary_mount([*WORDS, "outlive", "standby"]) as mount:
         yield mount
         mount.check_unexpected_errors()
         mount.unmount()
@@ -89,7 +88,7 @@ def run_beside_all(
     for kind in KINDS:
         works |= files() if kind == "upgraded" else {}
         beside = {name: partial(_beside, work, kind == "killed") for name, work in works.items()}
-        run_beside(kind, [mount], seed, beside, scaled(ROUNDS))
+        run_beside(kind, [mount], seed, beside, scaled(ROUNDS[kind]))
     for name, work in works.items():
         work(random.Random(f"{seed} {name} at last"), False)
 

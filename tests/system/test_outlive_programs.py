@@ -19,7 +19,7 @@ from interruptions import run_beside
 from mounting import KvfuseMount, temporary_mount
 from scale import scaled
 
-WORDS = ("outlive=true", "volume.capacity=2GiB", "volume.segment_size=64MiB")
+WORDS = ("outlive", "standby", "volume.capacity=2GiB", "volume.segment_size=64MiB")
 ROUNDS = 3
 """kills, or upgrades, that each program sees at least"""
 LIMIT_S = 280
