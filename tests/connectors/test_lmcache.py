@@ -323,11 +323,12 @@ def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None
 
         settings = {"blocking_timeout_secs": int(DEADLINE_S)}
         engine = stack.enter_context(in_process(host, mount, "engine", settings=settings))
-        adapters = {
+        works = {
             "server": serve("server"),
+            "files": serve("files"),
             "engine": work("engine", engine.put, lambda names: all(engine.get(names))),
         }
-        run_beside_all(mount, seed, adapters, lambda: {"files": serve("files")})
+        run_beside_all(mount, seed, works)
 
 
 def chunks(number: int) -> list[str]:

@@ -304,12 +304,12 @@ def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None
             if storage == "adapter":
                 engine.start(str(mount.point), storage)
             else:
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)
                 engine.start_own(storage, str(folder))
             return partial(store_and_load, engine, storage, Known(is_lossy=storage == "adapter"))
 
-        own = ("file", "hf3fs", "hf3fs without rings")
-        run_beside_all(mount, seed, {"adapter": work("adapter")}, lambda: {storage: work(storage) for storage in own})
+        storages = ("adapter", "file", "hf3fs", "hf3fs without rings")
+        run_beside_all(mount, seed, {storage: work(storage) for storage in storages})
 
 
 def store_and_load(engine: Engine, storage: str, known: Known, chance: random.Random, may_miss: bool) -> None:

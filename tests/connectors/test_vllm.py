@@ -207,7 +207,7 @@ def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None
             engine = stack.enter_context(started(host, mount, name, is_fs=name == "files"))
             return partial(store_and_load, engine, Known(is_lossy=name == "adapter"))
 
-        run_beside_all(mount, seed, {"adapter": work("adapter")}, lambda: {"files": work("files")})
+        run_beside_all(mount, seed, {"adapter": work("adapter"), "files": work("files")})
 
 
 def store_and_load(engine: Engine, known: Known, chance: random.Random, may_miss: bool) -> None:

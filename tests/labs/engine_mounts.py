@@ -74,19 +74,9 @@ EngineWork = Callable[[random.Random, bool], object]
 """a `Work` of an engine. The flag: what rings stored just now may be missing, which a daemon had not stored yet"""
 
 
-def run_beside_all(
-    mount: KvfuseMount,
-    seed: int,
-    adapters: Mapping[str, EngineWork],
-    files: Callable[[], Mapping[str, EngineWork]] = dict,
-) -> None:
-    """Side by side while the daemon is killed, and then replaced, again and again; at last without any of it.
-
-    ``files``: starts engines that write files, whose bytes a kill loses where they are not stored.
-    """
-    works = dict(adapters)
+def run_beside_all(mount: KvfuseMount, seed: int, works: Mapping[str, EngineWork]) -> None:
+    """Side by side while the daemon is killed, and then replaced, again and again; at last without any of it."""
     for kind in KINDS:
-        works |= files() if kind == "upgraded" else {}
         beside = {name: partial(_beside, work, kind == "killed") for name, work in works.items()}
         run_beside(kind, [mount], seed, beside, scaled(ROUNDS[kind]))
     for name, work in works.items():

@@ -16,7 +16,8 @@ from killer import Killer
 from mounting import KvfuseMount
 
 MOUNTS = pytest.StashKey[dict[tuple[str, ...], KvfuseMount]]()
-OUTLIVE = ("outlive=true", "publish=strict")
+OUTLIVE = ("outlive", "standby")
+"""-o words beside the killer: where the next daemon waits in memory there is time for more kills"""
 PAUSE = (0.3, 2.0)
 """seconds between kills"""
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from interruptions import run_beside
+from interruptions import KINDS, run_beside
 from mounting import KvfuseMount, temporary_mount
 from scale import scaled
 
@@ -193,7 +193,7 @@ def mount() -> Iterator[KvfuseMount]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("kind", ["upgraded"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_programs_do_not_notice(mount: KvfuseMount, tmp_path: Path, kind: str, group: str, seed: int) -> None:
     missing = [tool for tool in TOOLS[group] if shutil.which(tool) is None]
     if missing:
