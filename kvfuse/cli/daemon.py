@@ -206,7 +206,8 @@ def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, i
     except ConfigError as error:
         problem = error
     preload(effective.options if effective is not None else None)
-    is_first = holding.wait(str(problem) if problem is not None else "")
+    standby = effective.options.mount.standby if effective is not None else None
+    is_first = holding.wait(str(problem) if problem is not None else "", standby)
     if not holding.is_afresh and (kept := holding.take(KEPT)) is not None:
         effective = load(text=kept.content.decode())
     elif effective is None or problem is not None:
@@ -254,7 +255,7 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
 
 
 def preload(options: Options | None) -> None:
-    """Import what serving takes: the most of what a start costs. It begins no threads: forks of it are to serve."""
+    """Import and measure what serving takes: the most of what a start costs. No thread begins: forks are to serve."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy: as many as processors, for what is not used here
     import trio  # noqa: F401
 
@@ -262,7 +263,9 @@ def preload(options: Options | None) -> None:
     import kvfuse.peer.device_memory
     import kvfuse.usrbio.daemon.listener
     import kvfuse.volume.opening.engines
+    from kvfuse.volume.views.speeds import memory_bandwidth
 
+    memory_bandwidth()
     if options is None or options.is_shared:
         import kvfuse.peer.service
         import kvfuse.remote.records.etcd.store

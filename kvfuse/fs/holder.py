@@ -6,7 +6,7 @@ of it.
 
     daemon                                     holder
     started, with one end of a socket pair ->
-    HELLO {version, problem}                ->  all is imported; ``problem``: with mount.conf
+    HELLO {version, problem, forks, standby} -> all is imported; ``problem``: with mount.conf
                                             <- KEPT name, content, descriptors (for each thing, oldest first)
                                             <- START {afresh: what was read of mount.conf counts, not what is kept}
     KEEP name, content, descriptors         ->  what was kept under that name is replaced
@@ -17,8 +17,8 @@ of it.
     END (the mount is gone, all is stored)  ->  and its exit status
 
 A message is one datagram: a letter, a name, a zero byte, content. What a daemon sent before it was killed is read.
-Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version. Whether
-a daemon knows FORK its HELLO says.
+Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version. That a
+daemon knows FORK its HELLO says, and whether its mount.conf has one stand by, which counts from an upgrade on.
 
 *One that stands by* (``standby``) has imported everything and waits. Whenever a daemon is needed it forks one, and
 goes on to wait; so the first daemon, too, comes from it. The holder is a subreaper (prctl(2)), for a daemon that is its
@@ -143,7 +143,8 @@ class Holder:
 
     def begin(self, waiting: Child) -> None:
         """It is the turn of one that waited: of a copy of it where one is to stand by."""
-        if self.config["standby"] and waiting.may_fork:
+        is_new = self.upgrade is not None and self.upgrade.phase == BEGINNING and waiting.standby is not None
+        if waiting.may_fork and (waiting.standby if is_new else self.config["standby"]):
             for _ in range(FORK_TRIES):
                 try:
                     self.serving = waiting.fork()
@@ -389,6 +390,8 @@ class Holder:
                 before = upgrade.back.version
                 self.dismiss(upgrade.back)
             self.command, self.upgrade = upgrade.command, None
+            if child.standby is not None:
+                self.config["standby"] = child.standby
             self.failures.forget()
             self.facts.upgrades += 1
             upgrade.answer(before=before, version=child.version, pid=child.pid)

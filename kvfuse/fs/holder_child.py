@@ -40,6 +40,8 @@ class Child:
         self.begun = time.monotonic()
         self.has_said_hello = self.is_ready = self.has_ended = self.has_left = self.is_silent = False
         self.may_fork = False
+        self.standby: bool | None = None
+        """what its mount.conf says of one that stands by, if it says so"""
         self.version = self.problem = ""
 
     def fork(self) -> Child:
@@ -60,6 +62,7 @@ class Child:
         said = None if self.said is None else os.dup(self.said)
         child = Child(ours, int(data[1:].partition(b"\0")[2]), descriptors[0], said)
         child.has_said_hello, child.version, child.problem = True, self.version, self.problem
+        child.standby = self.standby
         return child
 
     def speaks_to(self, descriptor: int) -> None:
@@ -89,7 +92,7 @@ class Child:
     def said_hello(self, content: bytes) -> None:
         said = json.loads(content)
         self.version, self.problem = str(said["version"]), str(said["problem"] or "")
-        self.may_fork = bool(said.get("forks"))
+        self.may_fork, self.standby = bool(said.get("forks")), said.get("standby")
         self.has_said_hello = True
 
     def last_words(self) -> str:

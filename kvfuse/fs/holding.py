@@ -46,10 +46,7 @@ class Holding:
     outlives = True
 
     def __init__(self, descriptor: int, holder_pid: int | None = None) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        os.set_inheritable(descriptor, False)
-        with suppress(PermissionError):
-            self._socket.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SOCKET_SIZE)
+        self._socket = _end_of(descriptor)
         self._holder = os.getppid() if holder_pid is None else holder_pid
         self._left: dict[str, Kept] = {}
         self._names: dict[str, None] = {}
@@ -77,13 +74,14 @@ class Holding:
         if os.getppid() != self._holder:
             sys.exit(HOLDER_IS_DEAD)
 
-    def wait(self, problem: str = "") -> bool:
+    def wait(self, problem: str = "", standby: bool | None = None) -> bool:
         """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount.
 
-        ``problem``: with mount.conf; no upgrade begins with that. A process that is to stand by waits on, and this
-        returns in its forks: at the call there is one thread, and nothing that a fork could not go on with.
+        ``problem``: with mount.conf; no upgrade begins with that. ``standby``: what mount.conf says of it, for an
+        upgrade. A process that is to stand by waits on, and this returns in its forks: at the call there is one
+        thread, and nothing that a fork could not go on with.
         """
-        hello = {"version": kvfuse.__version__, "problem": problem, "forks": True}
+        hello = {"version": kvfuse.__version__, "problem": problem, "forks": True, "standby": standby}
         self._send(holder_child.HELLO, "", _json(hello))
         while True:
             kind, name, content, descriptors = self._receive()
@@ -132,7 +130,7 @@ class Holding:
         _be_named(DAEMON_NAME)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._socket.close()
-        self._socket = socket.socket(fileno=descriptor)
+        self._socket = _end_of(descriptor)
         reseed()
         given_up = time.monotonic() + holder_child.FORK_SECONDS
         while os.getppid() == between and time.monotonic() < given_up:
@@ -263,6 +261,15 @@ class Holding:
         except OSError as error:  # else the holder has died, and this process is about to
             return error.errno != errno.ETOOMANYREFS
         return True
+
+
+def _end_of(descriptor: int) -> socket.socket:
+    """The daemon's end of its socket; no child of it gets that."""
+    end = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    with suppress(PermissionError):
+        end.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SOCKET_SIZE)
+    return end
 
 
 def reseed() -> None:

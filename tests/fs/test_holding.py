@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 
 import pytest
@@ -72,3 +73,16 @@ def test_a_daemon_that_ends_left_thousands_of_messages() -> None:
         while holder_child.receive(theirs)[0]:
             count += 1
         assert count == 1 + MESSAGES
+
+
+def test_a_daemon_that_takes_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holder_child, "SEND_SECONDS", 0.2)
+    child = holder_child.started(["/bin/sleep", "1000"], "/")
+    try:
+        with pytest.raises(TimeoutError):
+            for _ in range(1000):
+                child.send(holder_child.KEPT, "name", bytes(60_000))
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+        child.close()

@@ -230,3 +230,24 @@ def test_status_and_top_tell_of_it(mount: KvfuseMount) -> None:
     assert facts["waits"] is None
     upgrade(mount)
     assert holder_says(mount)["upgrades"] == 1
+
+
+def test_an_upgrade_brings_it_and_takes_it_away(tmp_path: Path) -> None:
+    conf = tmp_path / "mount.conf"
+    text = f'volume.path = "{tmp_path / "volume"}"\nvolume.capacity = "1GiB"\nmount.standby = '
+    conf.write_text(text + "false\n")
+    with temporary_mount(OUTLIVE, source=conf) as mount:
+        kill_daemon(mount)
+        assert not named(mount, "kvfuse-standby")
+        conf.write_text(text + "true\n")
+        kill_daemon(mount)  # what mount.conf says counts from an upgrade on
+        assert not named(mount, "kvfuse-standby")
+        upgrade(mount)
+        standby = standby_of(mount)
+        kill_daemon(mount)
+        assert standby_of(mount) == standby
+        conf.write_text(text + "false\n")
+        upgrade(mount)
+        wait_until(lambda: len(children_of(mount.pid)) == 2, "the end of the one that stood by")
+        kill_daemon(mount)
+        assert len(children_of(mount.pid)) == 2
