@@ -289,7 +289,7 @@ async def test_an_fsync_says_what_was_lost_whatever_writes_said() -> None:
 
 async def test_an_fsync_that_is_sent_again_says_once_more_what_was_lost() -> None:
     """The daemon was killed when it had noted that its caller knows, and before that was so."""
-    mount = Mount()
+    mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file")
         await stored(daemon)

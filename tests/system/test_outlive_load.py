@@ -91,6 +91,8 @@ def kill_beside(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int, 
     assert [error for report in reports for error in report.errors] == []
     assert len(killer.stalls) == rounds, "the machine is too slow for the rounds"
     assert all(report.calls for report in reports)
+    for mount in mounts:
+        assert "another version kept" not in mount.log.read_text(), "something is kept, and nobody is to find it"
     for mount, former in zip(mounts, before, strict=True):
         wait_until(lambda mount=mount, former=former: has_not_grown(footprint(mount), former), "what has grown")
 

@@ -274,7 +274,9 @@ def test_a_daemon_may_die_over_any_request(
 def test_a_lost_write_is_told_whenever_daemons_die(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVFUSE_TESTS_DEADLY", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(LABS / "deadly"))
-    with temporary_mount(("outlive=true", "publish.window=60")) as mount:  # nothing is stored by itself
+    with temporary_mount(
+        ("outlive=true", "publish.window=60", "mount.outlive_size=0")
+    ) as mount:  # nothing is stored by itself
         stored(mount, "cut", b"x" * 4096)
         with connect(mount.point) as client, client.iov(4096) as iov, client.ring(8) as ring:
             file = client.file(mount.point / "cut", "rw")
