@@ -16,8 +16,8 @@ import pytest
 import kvfuse
 
 ROOT = Path(kvfuse.__file__).parents[1]
-FORMER = "524b5c2a72a2"
-"""the commit: the first one that an upgrade may begin with, and be undone to"""
+FORMER = "5542310843bf"
+"""the commit: the last one that changed what is kept; an upgrade may begin with it, and be undone to it"""
 VERSION = "0.0.9"
 """that it says it has"""
 INCLUDES = "/usr/include/fuse3", "/usr/local/include/fuse3", sysconfig.get_path("include")
