@@ -18,7 +18,7 @@ from mounting import KvfuseMount
 MOUNTS = pytest.StashKey[dict[tuple[str, ...], KvfuseMount]]()
 OUTLIVE = ("outlive", "standby")
 """-o words beside the killer: where the next daemon waits in memory there is time for more kills"""
-PAUSE = (0.3, 2.0)
+PAUSE = (0.1, 0.8)
 """seconds between kills"""
 
 
