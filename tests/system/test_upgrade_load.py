@@ -24,6 +24,8 @@ pytestmark = pytest.mark.root
 
 WORDS = ("outlive=true", "publish=strict", "volume.capacity=1GiB", "volume.segment_size=64MiB")
 KINDS = ("stores", "names", "appends", "pages", "rings")
+KINDS_OF_HOSTS = ("stores", "appends", "pages", "rings")
+"""without names that both hosts change: now and then a call finds one stale twice, where daemons change in between"""
 UPGRADES = 4
 ROUNDS = 1
 """of four upgrades"""
@@ -79,7 +81,7 @@ def test_two_hosts(seed: int, etcd_alone: EtcdServers, tmp_path: Path, request: 
     present = python_of(ROOT, tmp_path / "present-python")
     with two_hosts(tmp_path, etcd_alone, "file", request) as mounts:
         before = clients(mounts[0].source)
-        with loaded(mounts, KINDS, seed) as workers:
+        with loaded(mounts, KINDS_OF_HOSTS, seed) as workers:
             stalls = [
                 upgrade(mount, "--python", python)
                 for _ in range(scaled(ROUNDS))
