@@ -43,6 +43,7 @@ BEGUN_FIRST = (
     "system/test_random_schedule.py",
     "system/test_crash.py",
     "system/test_shared_caches.py",
+    "system/test_outlive_programs.py",
     "system/test_fs_tools.py",
     "posix/test_errors.py",
     "hostile/test_guesses.py",
