@@ -29,8 +29,8 @@ ROUNDS = 5
 """of kills"""
 ROUND_SECONDS = 30.0
 """that one may take on a machine that does much else"""
-GROWTH_DESCRIPTORS, GROWTH_BYTES = 8, 24 << 20
-"""of a process, which may differ by what is under way"""
+GROWTH_DESCRIPTORS, GROWTH_BYTES = 24, 24 << 20
+"""of a process, which may differ by what is under way, and by the segments that are in use by then"""
 
 
 class Worker:
