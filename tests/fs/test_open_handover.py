@@ -331,7 +331,7 @@ async def test_bytes_of_a_deleted_file_are_missed_too() -> None:
 
 
 async def test_nothing_is_missed_after_a_clean_end() -> None:
-    mount = Mount()
+    mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file")
         await daemon.ask("write", fh, 0, b"bytes")
