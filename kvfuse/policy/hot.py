@@ -54,10 +54,11 @@ class Queue(Generic[T]):
     """Things by key, in an order. First come *former* ones, which are made when they are asked for: there may be a
     million of them, and most are never asked for."""
 
-    __slots__ = ("_former", "_former_keys", "_make", "_things")
+    __slots__ = ("_former", "_former_keys", "_make", "things")
 
     def __init__(self) -> None:
-        self._things: OrderedDict[int, T] = OrderedDict()
+        self.things: OrderedDict[int, T] = OrderedDict()
+        """those that are no former ones; what is put here comes last, and was not in the queue"""
         self._former: set[int] = set()
         self._former_keys: list[int] = []
         """in the order in which they go, the last one first; some are not there any more"""
@@ -70,14 +71,14 @@ class Queue(Generic[T]):
         self._make = make
 
     def __len__(self) -> int:
-        return len(self._former) + len(self._things)
+        return len(self._former) + len(self.things)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._things or key in self._former
+        return key in self.things or key in self._former
 
     def __iter__(self) -> Iterator[int]:
         yield from filter(self._former.__contains__, reversed(self._former_keys))
-        yield from self._things
+        yield from self.things
 
     def first(self) -> tuple[int, T] | None:
         while self._former_keys:
@@ -85,20 +86,16 @@ class Queue(Generic[T]):
             if key in self._former:
                 return key, self._make(key)
             self._former_keys.pop()
-        return next(iter(self._things.items()), None)
-
-    def append(self, key: int, thing: T) -> None:
-        """The key is not there."""
-        self._things[key] = thing
+        return next(iter(self.things.items()), None)
 
     def replace(self, key: int, thing: T) -> None:
         """The key is there, and stays in its place. What is former is replaced by ``make``."""
-        if key in self._things:
-            self._things[key] = thing
+        if key in self.things:
+            self.things[key] = thing
 
     def remove(self, key: int) -> bool:
         """False: it is not there."""
-        if self._things.pop(key, None) is not None:
+        if self.things.pop(key, None) is not None:
             return True
         if key not in self._former:
             return False
@@ -126,9 +123,9 @@ class HotOrder(Generic[T]):
         thing.uses = 0
         if key in self._recent.keys:
             del self._recent.keys[key]
-            self._proven.append(key, thing)
+            self._proven.things[key] = thing
             return True
-        self._new.append(key, thing)
+        self._new.things[key] = thing
         return False
 
     def begin_with(self, new: Sequence[int], proven: Sequence[int], make: Callable[[int], T]) -> None:
@@ -165,13 +162,13 @@ class HotOrder(Generic[T]):
                 if thing.uses <= 1:
                     return key
                 self._new.remove(key)
-                self._proven.append(key, thing)
+                self._proven.things[key] = thing
                 thing.uses = 0
             elif (first := self._proven.first()) is not None:
                 key, thing = first
                 if not thing.uses:
                     return key
                 self._proven.remove(key)
-                self._proven.append(key, thing)
+                self._proven.things[key] = thing
                 thing.uses -= 1
         return next(iter(self._proven), None) if len(self._proven) else next(iter(self._new), None)

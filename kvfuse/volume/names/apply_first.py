@@ -20,6 +20,7 @@ from kvfuse.volume.names.nameless import Nameless
 from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, tell_decision
 from kvfuse.volume.slots.space import Space
 from kvfuse.volume.views import clock
+from kvfuse.volume.views.handover import DECIDED
 
 
 @dataclass
@@ -168,7 +169,8 @@ class ApplyFirst:
         """Execute the plan in memory, and mark its changes for the journal. EngineError: the membership is over."""
         if not plan.means:
             return
-        tell_decision(plan)
+        if DECIDED.get() is not None:
+            tell_decision(plan)
         pending, unlinked, meant = self.journal.pending, plan.unlinked, None
         if plan.made is not None:
             self._add(plan.made)

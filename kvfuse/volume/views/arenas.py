@@ -288,35 +288,35 @@ class LeftBlocks(MutableMapping[int, LeftBlock]):
     """`LeftBlock` by inode: each is made when it is first asked for, as there may be a million of them."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, LeftBlock | int] = {}
-        """or its place in the columns"""
+        self.places: dict[int, LeftBlock | int] = {}
+        """the block, or its place in the columns; to be looked into only, where a call more is too much"""
         self._columns: LeftColumns
 
     def begin_with(self, inos: Sequence[int], columns: LeftColumns) -> None:
         """Nothing is in it. ``inos``: of the blocks in the columns."""
-        self._blocks = dict(zip(inos, range(len(inos)), strict=True))
+        self.places = dict(zip(inos, range(len(inos)), strict=True))
         self._columns = columns
 
     def __getitem__(self, ino: int) -> LeftBlock:
-        block = self._blocks[ino]
+        block = self.places[ino]
         if isinstance(block, int):
-            block = self._blocks[ino] = self._columns.block(block)
+            block = self.places[ino] = self._columns.block(block)
         return block
 
     def __setitem__(self, ino: int, block: LeftBlock) -> None:
-        self._blocks[ino] = block
+        self.places[ino] = block
 
     def __delitem__(self, ino: int) -> None:
-        del self._blocks[ino]
+        del self.places[ino]
 
     def __contains__(self, ino: object) -> bool:
-        return ino in self._blocks
+        return ino in self.places
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._blocks)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.places)
 
 
 def _read_only(data: Bytes) -> Bytes:

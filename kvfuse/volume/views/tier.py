@@ -130,11 +130,11 @@ class SharedTier:
 
     def __contains__(self, ino: int) -> bool:
         """There is a block of the file, which may have to be looked at before it is used. For any thread."""
-        return ino in self.kept or ino in self.left
+        return ino in self.kept or ino in self.left.places
 
     def drop(self, ino: int) -> None:
         """The file has other bytes now, or other readers, or is no more. Clients that hold the block keep it."""
-        if ino in self.kept or ino in self.left:
+        if ino in self.kept or ino in self.left.places:
             with self._lock:
                 self._books.forget(ino)
 

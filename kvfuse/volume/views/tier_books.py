@@ -73,7 +73,7 @@ class TierBooks:
     def enter(self, ino: int, block: TierBlock, name: bytes) -> None:
         """The block of a file, in the place of another one."""
         arena = block.home
-        if ino in self.kept or ino in self.left:
+        if ino in self.kept or ino in self.left.places:
             self.forget(ino)
         if arena.kind.retired:
             return
