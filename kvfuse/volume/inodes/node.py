@@ -260,7 +260,7 @@ class Node:
         """Before a chunk's bytes or slots change: hide them from other threads."""
         if self.unstored is not None:
             self.unstored.chunk(self, index)
-        if self.tier is not None and (self.ino in self.tier.kept or self.ino in self.tier.left):
+        if self.tier is not None and (self.ino in self.tier.kept or self.ino in self.tier.left.places):
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.hide(index)
@@ -275,7 +275,7 @@ class Node:
     def set_size(self, size: int) -> None:
         if size == self.size:
             return
-        if self.tier is not None and (self.ino in self.tier.kept or self.ino in self.tier.left):
+        if self.tier is not None and (self.ino in self.tier.kept or self.ino in self.tier.left.places):
             self.tier.drop(self.ino)
         if self.map is not None:
             self.map.resize(size)
