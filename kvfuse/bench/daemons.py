@@ -56,9 +56,10 @@ def signals_raised() -> Iterator[None]:
 def kvfuse_mount(volume: Path, mountpoint: Path, *words: str, within: Sequence[str] = ()) -> Iterator[Daemon]:
     """The volume in the folder ``volume`` (made if it is not there), or of the mount.conf of that name.
 
-    Mounted with ``-o`` ``words``. ``within``: a command that runs the daemon in its own place.
+    Its process is the daemon, not one that outlives it, unless a word asks for that. Mounted with ``-o`` ``words``.
+    ``within``: a command that runs the daemon in its own place.
     """
-    options = [part for word in words for part in ("-o", word)]
+    options = [part for word in ("outlive=false", *words) for part in ("-o", word)]
     command = [*within, sys.executable, "-m", "kvfuse.cli", "mount", "--foreground"]
     command += [str(volume), str(mountpoint), *options]
     with _mounted(command, mountpoint) as daemon:

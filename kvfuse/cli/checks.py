@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from kvfuse.cli.mounts import is_dead
 from kvfuse.errors import MountError
+from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.mounttable import FILE_SYSTEM, top_mount
 from kvfuse.options.options import MountOptions
 
@@ -55,6 +59,33 @@ def fuse_device_problem(device: Path = FUSE_DEVICE) -> tuple[str, str] | None:
         remedy = "chmod 666 /dev/fuse; in a container: --device /dev/fuse --cap-add SYS_ADMIN"
         return f"{device} cannot be opened: {error.strerror}", remedy
     return None
+
+
+class Shortcoming(NamedTuple):
+    """Why a mount does not outlive its daemon by default, and what mends that."""
+
+    detail: str
+    remedy: str
+    is_final: bool
+    """nor where somebody asks for it"""
+
+
+def outliving_problem() -> Shortcoming | None:
+    """None: mounts outlive their daemons here."""
+    if find_spec("kvfuse._fusewire") is None:
+        return Shortcoming("parts in C were not built", "see native parts", is_final=True)
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < KERNEL_RESENDS:
+        detail = f"the kernel does not send calls again that a killed daemon had taken: {NOT_SENT_AGAIN}"
+        return Shortcoming(detail, "Linux 6.9 or later; or outlive=true", is_final=False)
+    return None
+
+
+def outlives(options: MountOptions) -> bool:
+    """A mount with these options is to outlive its daemon."""
+    problem = outliving_problem()
+    if options.outlive is None:
+        return problem is None
+    return options.outlive and not (problem is not None and problem.is_final)
 
 
 def users_may_allow_other(conf: Path = FUSE_CONF) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvfuse.cli import Failure, describe
+from kvfuse.cli.checks import outliving_problem
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError
@@ -108,8 +109,9 @@ async def _serve(
     def ready() -> None:
         calm_collector()
         log.info("%s is mounted on %s", options.title, point)
-        if options.mount.outlive and not keeper.outlives:
-            log.info("the mount ends with this process: 'kvfuse doctor' tells why")
+        if not keeper.outlives and options.mount.outlive is not False and (problem := outliving_problem()):
+            level = logging.WARNING if options.mount.outlive else logging.INFO
+            log.log(level, "the mount ends with this process: %s", problem.detail)
         announce()
 
     failure: KvfuseError | None = None

@@ -30,7 +30,6 @@ from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError
 from kvfuse.fs import holder_desk
 from kvfuse.fs.guarding import CONNECTIONS
-from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.options.options import BlockOptions, CacheOptions
@@ -145,12 +144,8 @@ def check_bytecode() -> Iterator[Finding]:
 
 def check_outliving() -> Iterator[Finding]:
     """What it takes for a mount to go on when its daemon is killed or replaced."""
-    numbers = tuple(_numbers(os.uname().release.split("-")[0])[:2])
-    if find_spec("kvfuse._fusewire") is None:
-        yield Finding("outliving", WARN, "mounts end with their daemon", "see native parts")
-    elif numbers < KERNEL_RESENDS:
-        detail = f"calls that a killed daemon had taken are not sent to the next one: {NOT_SENT_AGAIN}"
-        yield Finding("outliving", WARN, detail, "Linux 6.9 or later")
+    if problem := checks.outliving_problem():
+        yield Finding("outliving", WARN, f"mounts end with their daemon: {problem.detail}", problem.remedy)
     elif not any(Path(folder).parent.is_dir() for folder in holder_desk.folders(os.geteuid())):
         detail = "mounts go on, but 'kvfuse upgrade' has no place to reach them"
         yield Finding("outliving", WARN, detail, "set XDG_RUNTIME_DIR to a folder of this user's own")

@@ -16,7 +16,10 @@ from kvfuse.fs import holder_desk
 from kvfuse.mounttable import Mounted
 
 STATUS_SECONDS = 2.0
-ABSENT = "it has no process that keeps it: it was mounted without outlive, or by an older version, or a former user"
+ABSENT = (
+    "it has no process that keeps it: it was mounted with outlive=false, or where that cannot be ('kvfuse doctor'), "
+    "by an older version, or a former user"
+)
 
 
 def _paths(row: Mounted) -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from kvfuse.cli import daemon
-from kvfuse.cli.checks import check_machine, check_mountpoint
+from kvfuse.cli.checks import check_machine, check_mountpoint, outlives
 from kvfuse.fs.holder_child import VARIABLE
 from kvfuse.fs.holding import Holding
 from kvfuse.options import config
@@ -55,7 +54,7 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
     check_machine(effective.options.mount)
     point = check_mountpoint(mountpoint)
     again = None
-    if effective.options.mount.outlive and find_spec("kvfuse._fusewire") is not None:  # `doctor` tells of that
+    if outlives(effective.options.mount):
         again = _again(source, point, file, words, foreground=foreground)
     if foreground and again is not None:
         daemon.hold(effective, point, again)

@@ -96,6 +96,7 @@ UNSET: dict[str, str] = {
     "cache.disk_size": "all of a device",
     "publish.mode": "strict where the record store is shared, else relaxed",
     "mount.default_permissions": "where users other than root may come in",
+    "mount.outlive": "where the machine has all that takes",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
     "peer.listen": "nowhere",
@@ -333,7 +334,7 @@ def _read_word(word: str) -> tuple[str, Any]:
         known = [*_NAMES, *_FLAG_WORDS, *get_args(KernelFlag), *_IGNORED_WORDS]
         help_there = "'kvfuse config' lists the keys"
         raise ConfigError(f"-o {_masked(word)}: unknown option '{name}'{_nearest(name, known, help_there)}")
-    if not equals and KEYS[key] is bool:
+    if not equals and KEYS[key] in (bool, bool | None):
         return key, True
     value: Any = _split_list(key, text) if get_origin(KEYS[key]) is tuple else text
     return key, _convert(key, value, Path.cwd(), f"-o {word}", from_text=True)

@@ -310,8 +310,9 @@ class MountOptions(_Section, frozen=True):
     but root may come in"""
     keep_awake: bool = True
     """keep idle processors awake while requests follow each other, if the daemon may"""
-    outlive: bool = False
-    """the mount goes on when its daemon is killed, crashes or is upgraded: a small process holds it meanwhile"""
+    outlive: bool | None = None
+    """the mount goes on when its daemon is killed, crashes or is upgraded: a small process holds it meanwhile; None:
+    where all that takes is there"""
     outlive_size: TierBytes = 64 * MIB
     """bytes of shared memory for bytes that were written and not stored, so that the next daemon has them; 0: neither
     they nor names are kept. One host's volumes"""

@@ -283,3 +283,41 @@ def test_the_daemon_lets_go_of_everything_it_was_started_with(place: Place, is_h
     assert os.readlink(f"/proc/{pid}/cwd") == "/"
     holder = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     assert os.getsid(pid) == (holder if is_held else pid)
+
+
+@pytest.mark.parametrize("word", ["outlive=true", "outlive=false", None])
+def test_a_mount_outlives_its_daemon_unless_told_not_to(place: Place, word: str | None) -> None:
+    words = [] if word is None else ["-o", word]
+    pid = place.mount(*words)
+    holder = json.loads(kvfuse("status", place.point, "--json").stdout)[0]["holder"]
+    assert (holder is None) == (word == "outlive=false")
+    os.kill(pid, signal.SIGKILL)
+    if holder is None:
+        wait_for_end(pid)
+        wait_until(lambda: mounts.is_dead(place.point), "the end of the mount")
+    else:
+        os.statvfs(place.point)
+        assert place.pid != pid
+        (place.volume / "log").read_text().index("is dead (SIGKILL)")
+
+
+OLD_KERNEL = (
+    "import os, sys\n"
+    "said = tuple(os.uname())\n"
+    "os.uname = lambda: os.uname_result((*said[:2], '6.1.0-test', *said[3:]))\n"
+    "from kvfuse.cli import main\n"
+    "main()\n"
+)
+
+
+def test_by_default_it_ends_with_its_daemon_on_an_old_kernel(place: Place) -> None:
+    """And says so, once. What somebody asked for is done there, too, and the log warns."""
+    command = [sys.executable, "-c", OLD_KERNEL, "mount", str(place.volume), str(place.point), "-o", CAPACITY]
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
+    assert json.loads(kvfuse("status", place.point, "--json").stdout)[0]["holder"] is None
+    said = (place.volume / "log").read_text()
+    assert said.count("the mount ends with this process: the kernel does not send calls again") == 1
+    assert "WARNING" not in said
+    assert kvfuse("umount", place.point).returncode == 0
+    subprocess.run([*command, "-o", "outlive=true"], check=True, capture_output=True, timeout=PATIENCE_S)
+    assert json.loads(kvfuse("status", place.point, "--json").stdout)[0]["holder"] is not None

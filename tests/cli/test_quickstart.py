@@ -56,7 +56,8 @@ def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[
         again = quickstart(environment, *places, "--trace", str(trace), "--duration", "2")
         assert again.returncode == 0, again.stdout + again.stderr
         assert "Using the mount" in again.stderr
-        os.kill(json.loads(kvfuse("status", point, "--json").stdout)[0]["pid"], signal.SIGKILL)
+        status = json.loads(kvfuse("status", point, "--json").stdout)[0]
+        os.kill(status["holder"]["holder"] if status["holder"] else status["pid"], signal.SIGKILL)
         wait_until(lambda: mounts.is_dead(point), "the end of the daemon")
         revived = quickstart(environment, *places, "--trace", str(trace), "--duration", "2")
         assert revived.returncode == 0, revived.stdout + revived.stderr

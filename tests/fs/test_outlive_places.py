@@ -222,13 +222,13 @@ def test_without_parts_in_c_the_mount_ends_with_its_daemon(tmp_path: Path) -> No
     with other_python(tmp_path, ["import sys", "sys.modules['kvfuse._fusewire'] = None"]) as python:
         command = [python, "-m", "kvfuse.cli"]
         with temporary_mount(("outlive=true",), [*command, "mount", "--foreground"]) as mount:
-            assert mount.log.read_text().count("the mount ends with this process: 'kvfuse doctor' tells why") == 1
+            assert mount.log.read_text().count("the mount ends with this process: parts in C were not built") == 1
             done = subprocess.run([*KVFUSE, "upgrade", mount.point], capture_output=True, text=True, check=False)
             assert "no process that keeps it" in done.stderr
             found = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True, check=False)
             rows = {row["name"]: row for row in json.loads(found.stdout)}
             assert rows["outliving"]["state"] == "warn"
-            assert "end with their daemon" in rows["outliving"]["detail"]
+            assert "end with their daemon: parts in C were not built" in rows["outliving"]["detail"]
             mount.kill()
             mount.mount()
 
@@ -273,7 +273,7 @@ def test_a_kernel_that_does_not_send_calls_again(tmp_path: Path) -> None:
             storing.wait(PATIENCE_S)
             subprocess.run(["umount", "-l", mount.point], check=True)
             assert rows["outliving"]["state"] == "warn"
-            assert rows["outliving"]["remedy"] == "Linux 6.9 or later"
+            assert rows["outliving"]["remedy"] == "Linux 6.9 or later; or outlive=true"
 
 
 def fsyncs(mount: KvfuseMount) -> int:

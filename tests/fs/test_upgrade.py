@@ -215,7 +215,7 @@ def test_who_may_ask_and_what_is_said(mount: KvfuseMount, tmp_path: Path) -> Non
     assert "is not a mount point" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
     assert "there is no program" in refused(mount, "--python", "/nowhere/python")
     with temporary_mount() as plain:
-        assert "without outlive" in refused(plain)
+        assert "with outlive=false" in refused(plain)
     major, minor = os.major(mount.point.stat().st_dev), os.minor(mount.point.stat().st_dev)
     socket = Path(f"/run/kvfuse/holder-{major}-{minor}.sock")
     assert socket.stat().st_mode & 0o777 == 0o600

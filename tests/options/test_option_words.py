@@ -38,6 +38,13 @@ def test_words_of_fstab_are_for_others() -> None:
     assert load(Path("/v"), words=[words, ""]).options == load(Path("/v")).options
 
 
+@pytest.mark.parametrize(
+    ("words", "outlive"), [("ro", None), ("outlive", True), ("outlive=false", False), ("outlive=false,outlive", True)]
+)
+def test_a_switch_that_may_be_left_open_is_a_word_too(words: str, outlive: bool | None) -> None:
+    assert load(Path("/v"), words=[words]).options.mount.outlive is outlive
+
+
 def test_words() -> None:
     words = "ro,noatime,allow_other,publish=strict,capacity=10GiB,exact_sizes=2MiB:320KiB,nodev,noexec"
     options = load(Path("/v"), words=[words, "mount.entry_timeout=5,direct,default_permissions=false,nosuid"]).options
