@@ -69,8 +69,6 @@ PR_SET_CHILD_SUBREAPER = 36
 FORK_TRIES = 3
 LOOK_SECONDS = 0.2
 """between looks at a daemon: of a first thread that ended alone nothing tells"""
-DEATH_SECONDS, END_SECONDS = 0.02, 10.0
-"""from the end of the first thread to that of the last: of a daemon that died, and of one that ended by itself"""
 LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
 """that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -210,9 +208,7 @@ class Holder:
                 pass
         except BlockingIOError:
             pass
-        poll = select.poll()
-        poll.register(child.pidfd, select.POLLIN)
-        poll.poll(1000 * (END_SECONDS if child.has_ended else DEATH_SECONDS))
+        child.wait()
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL
         if not pid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import signal
 import socket
 import time
@@ -27,6 +28,11 @@ try:
 except OSError:
     IS_OWN_TABLE = False
 """/proc has the processes of this place, by the numbers that they have here"""
+DEATH_SECONDS, END_SECONDS = 0.02, 10.0
+"""from the end of the first thread to that of the last: of a daemon that died, and of one that ended by itself"""
+WRITE_SECONDS = 3.0
+"""the same, where one that died waits in the kernel: what it writes to a disk that is late may not come after what the
+next daemon writes to the same place"""
 SAID_SIZE_MAX = 2000
 """bytes of the last words of a daemon that could not begin"""
 
@@ -102,6 +108,15 @@ class Child:
         begin = max(0, os.fstat(self.said).st_size - SAID_SIZE_MAX)
         return os.pread(self.said, SAID_SIZE_MAX, begin).decode("utf-8", "replace").strip()
 
+    def wait(self) -> None:
+        """For its last thread, when the first one has ended; not for long."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        limit = time.monotonic() + WRITE_SECONDS
+        while not poll.poll(1000 * (END_SECONDS if self.has_ended else DEATH_SECONDS)):
+            if not is_in_kernel(self.pid) or time.monotonic() > limit:
+                break
+
     def dismissed(self) -> int:
         """It is not needed: kill it. Its pid, to be waited for."""
         os.kill(self.pid, signal.SIGKILL)
@@ -176,3 +191,15 @@ def is_dead(pid: int) -> bool:
         return True
     fields = dict(line.split(b":\t", 1) for line in lines if b":\t" in line)
     return fields.get(b"State", b"")[:1] in (b"Z", b"X") or fields.get(b"CoreDumping") == b"1"
+
+
+def is_in_kernel(pid: int) -> bool:
+    """A thread of a process that was killed waits for something that no signal ends, as a write to a disk."""
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] == b"D":
+                    return True
+    except OSError:  # it ended meanwhile
+        pass
+    return False

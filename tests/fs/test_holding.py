@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
+import time
 
 import pytest
-from mounting import PATIENCE_S
+from mounting import PATIENCE_S, temporary_mount, wait_until
+from stuck_daemon import NAME, STUCK_DAEMON
 
 from kvfuse.fs import holder_child, holding
+from kvfuse.fs.guarding import open_switch
 from kvfuse.fs.holding import Holding
 
 MESSAGES = 2000
@@ -86,3 +90,22 @@ def test_a_daemon_that_takes_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch)
         os.kill(child.pid, signal.SIGKILL)
         os.waitpid(child.pid, 0)
         child.close()
+
+
+@pytest.mark.root
+def test_a_call_that_no_signal_ends_is_waited_for() -> None:
+    """As a write to a disk that is late: the next daemon may write to the same place. Here it is a look-up."""
+    with temporary_mount((), STUCK_DAEMON) as mount:
+        with open(open_switch(os.stat(mount.point).st_dev), "w") as switch:
+            child = holder_child.started([sys.executable, "-c", f"import os; os.stat({str(mount.point / NAME)!r})"], "/")
+            wait_until(lambda: f"asked for {NAME}" in mount.log.read_text(), "the look-up")
+            os.kill(child.pid, signal.SIGKILL)
+            wait_until(lambda: holder_child.is_in_kernel(child.pid), "the end of all but the call")
+            killed = time.monotonic()
+            child.wait()
+            assert time.monotonic() - killed > 0.9 * holder_child.WRITE_SECONDS
+            switch.write("1")
+        child.wait()
+        assert os.waitpid(child.pid, 0) == (child.pid, signal.SIGKILL)
+        child.close()
+        mount.kill()
