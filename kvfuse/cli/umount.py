@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kvfuse.cli import Failure, MountBusy
+from kvfuse.cli import Failure, MountBusy, holders
 from kvfuse.cli.mounts import detach, kvfuse_mount_at, read_virtual
 from kvfuse.errors import MountError
 from kvfuse.mounttable import Mounted, seen_elsewhere
@@ -83,7 +83,8 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
         detach(point, lazy=True)
         click.echo(f"kvfuse: {error}; detached", err=True)
         return
-    daemon = _follow(pid)
+    holder = holders.look_at(mounted)  # ends after its daemon, whichever that is by then
+    daemon = _follow(holder["holder"] if holder is not None else pid)
     try:
         _detach_soon(point, lazy=lazy)
         if daemon is not None and not lazy and not _wait_until_gone(daemon, mounted, timeout):

@@ -13,7 +13,7 @@ from kvfuse.bench.outlive import Cell, Fit, Outlived, cells, measure
 from kvfuse.bench.plot import plot_outlived
 from kvfuse.sizes import KIB, MIB
 
-SIZE, BLOCK = 8 * MIB, 64 * KIB
+SIZE, BLOCK = 64 * MIB, 64 * KIB
 
 
 def test_what_the_next_daemon_finds(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class FailingVolume:
     def __init__(self, error: Exception) -> None:
         self.error = error
         self.tree = self.inodes = self.files = self
+        self.seal = None
 
     def may_keep(self, directory: int) -> bool:
         return True

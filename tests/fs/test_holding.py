@@ -97,7 +97,9 @@ def test_a_call_that_no_signal_ends_is_waited_for() -> None:
     """As a write to a disk that is late: the next daemon may write to the same place. Here it is a look-up."""
     with temporary_mount((), STUCK_DAEMON) as mount:
         with open(open_switch(os.stat(mount.point).st_dev), "w") as switch:
-            child = holder_child.started([sys.executable, "-c", f"import os; os.stat({str(mount.point / NAME)!r})"], "/")
+            child = holder_child.started(
+                [sys.executable, "-c", f"import os; os.stat({str(mount.point / NAME)!r})"], "/"
+            )
             wait_until(lambda: f"asked for {NAME}" in mount.log.read_text(), "the look-up")
             os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: holder_child.is_in_kernel(child.pid), "the end of all but the call")

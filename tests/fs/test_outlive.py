@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mounting import PATIENCE_S, KvfuseMount, temporary_mount, wait_until
+from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
 
 from kvfuse.fs.takeover import libc
 
@@ -179,3 +180,13 @@ def test_a_mount_is_given_up_where_no_daemon_can_serve_it(mount: KvfuseMount) ->
     subprocess.run(["umount", "-l", mount.point], check=True)
     (away / "records").rename(records)
     mount.mount()
+
+
+def test_an_unmount_by_command_returns_when_nothing_is_left() -> None:
+    """So that the volume's folder can be unmounted, or the volume mounted anew."""
+    for _ in range(3):
+        with temporary_mount(OUTLIVE) as mount:
+            holder = os.pidfd_open(mount.pid)
+            subprocess.run([*KVFUSE, "umount", mount.point], check=True, timeout=PATIENCE_S)
+            assert select.select([holder], [], [], 0)[0]
+            os.close(holder)

@@ -38,6 +38,8 @@ INODE = 1234
 class StuckVolume:
     """Of two writes the second is done together with others, and the first never ends."""
 
+    seal = None
+
     def __init__(self) -> None:
         self.files = self
 
@@ -98,6 +100,8 @@ async def test_the_kernel_hears_of_what_was_written_although_its_neighbour_is_ca
 
 class PuttingVolume:
     """Puts are done at once, but for those of ``stuck`` names, which wait until they are let go."""
+
+    seal = None
 
     def __init__(self, *stuck: bytes) -> None:
         self.blocks = self.inodes = self

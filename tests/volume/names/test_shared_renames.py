@@ -26,10 +26,9 @@ from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.commit import conflicts
 from kvfuse.volume.commit.conflicts import Conflicts
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.store import schema
+from kvfuse.volume.store import schema, search
 from kvfuse.volume.volume import Volume
 
 
@@ -127,7 +126,7 @@ async def test_a_change_finds_a_renamed_file_that_nobody_told_of(
     rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is asked for all of its names, rather than to give up what was written."""
-    monkeypatch.setattr(conflicts, "SEARCH_PAGE", 7)
+    monkeypatch.setattr(search, "PAGE", 7)
     chaos = [Chaos(random.Random(0)) for _ in range(2)]
     async with changed_by_one_renamed_by_another(rng, chaos) as (one, _):
         chaos[1].deaf = trio.Event()

@@ -290,7 +290,7 @@ def test_descriptors_go_with_their_arenas() -> None:
     assert os.preadv(source.fd, [bytearray(4)], 0) == 4, "open as long as somebody may read there"
     del source
     gc.collect()
-    assert count() == before
+    assert count() <= before  # less, where something of another test ended meanwhile
 
 
 def test_threads_beside_each_other(seed: int) -> None:
