@@ -13,9 +13,9 @@ import time
 
 from kvfuse.keeper import Keeper
 
-ALIVE_SECONDS = 0.6
+ALIVE_SECONDS = 0.2
 """for which indexes hold; a daemon that does not come to prolong them is asked by clients instead"""
-RENEW_SECONDS = 0.15
+RENEW_SECONDS = 0.05
 _NAME = "tier/alive"
 
 
