@@ -105,7 +105,7 @@ def test_a_call_that_no_signal_ends_is_waited_for(monkeypatch: pytest.MonkeyPatc
             )
             wait_until(lambda: f"asked for {NAME}" in mount.log.read_text(), "the look-up")
             os.kill(child.pid, signal.SIGKILL)
-            assert holder_child.is_writing(child.pid)
+            wait_until(lambda: holder_child.is_writing(child.pid), "the end of all but the call")
             killed = time.monotonic()
             child.wait()
             assert time.monotonic() - killed > 0.9 * holder_child.WRITE_SECONDS
