@@ -134,7 +134,7 @@ class Holding:
         reseed()
         given_up = time.monotonic() + holder_child.FORK_SECONDS
         while os.getppid() == between and time.monotonic() < given_up:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # nothing tells a process that it has another parent now
         self._end_with_holder()
         pidfd = os.pidfd_open(os.getpid())
         self._send(holder_child.BORN, "", b"%d" % os.getpid(), [pidfd])

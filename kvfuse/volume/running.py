@@ -119,7 +119,7 @@ class Running:
         except LogLost as error:
             log.error("what the daemon before this one had not stored is lost: %s", error)
             self._miss_all(parts)
-        except Exception:
+        except Exception:  # a mistake of ours: the start fails, and writers hear of it from the daemon that comes then
             self._miss_all(parts)
             raise
         else:

@@ -144,7 +144,7 @@ class KeptUnstored:
         try:
             self._fill(frame)
             self._write(frame)
-        except Exception:
+        except Exception:  # whatever it is, what was asked for is done: its caller is answered, without this safety
             log.exception("what is not stored cannot be kept any more for a daemon after this one")
             self.give_up()
 
