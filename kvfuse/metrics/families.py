@@ -25,6 +25,8 @@ Stats = Mapping[str, Any]
 Rows = Sequence[tuple[Sequence[str], Any]]
 """(label values, value)"""
 
+CACHE = "cache"
+"""the label of namespaces; Kubernetes gives every scraped series a label ``namespace`` of its own"""
 REASONS = "room", "expired", "cleared"
 DISK_EVENTS = {
     "hit": "hits",
@@ -218,7 +220,7 @@ def _of_each(rows: Sequence[tuple[str, Stats]], pick: Pick) -> Rows:
 
 
 def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
-    one = ("namespace",)
+    one = (CACHE,)
     used = _of_each(rows, lambda row: row.get("used", {}).get("bytes"))
     yield _gauge("kvfuse_used_bytes", "Bytes of slots that a namespace holds.", one, used)
     capacity = _of_each(rows, lambda row: row.get("capacity"))
@@ -237,7 +239,7 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
     failed: Rows = [
         ((label, reason), count) for label, row in rows for reason, count in row["measures"]["failures"].items()
     ]
-    yield _counter("kvfuse_requests_failed", "Requests that failed.", ("namespace", "reason"), failed)
+    yield _counter("kvfuse_requests_failed", "Requests that failed.", (CACHE, "reason"), failed)
     seconds: Rows = [
         ((label, operation), found)
         for label, row in rows
@@ -245,27 +247,27 @@ def _namespaces(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
         for operation, found in row["measures"]["seconds"].items()
     ]
     text = "Seconds that requests took in the daemon."
-    yield _histogram("kvfuse_request_seconds", text, ("namespace", "operation"), seconds)
+    yield _histogram("kvfuse_request_seconds", text, (CACHE, "operation"), seconds)
 
 
 def _caches(rows: Sequence[tuple[str, Stats]]) -> Iterator[Metric]:
-    one = ("namespace",)
+    one = (CACHE,)
     requested: Rows = [
         *[((label, tier, "hit"), count) for label, row in rows for tier, count in row["hits"].items()],
         *[((label, NO_TIER, result), count) for label, row in rows for result, count in row["misses"].items()],
     ]
     text = "Blocks that were asked for. Each is counted once, so the sum over results is all that was asked for."
-    yield _counter("kvfuse_blocks_requested", text, ("namespace", "tier", "result"), requested)
+    yield _counter("kvfuse_blocks_requested", text, (CACHE, "tier", "result"), requested)
     yield _gauge("kvfuse_hit_ratio", "Hits among all requests.", one, _of_each(rows, lambda row: row["hit_ratio"]))
     ratios: Rows = [
         ((label, factor), ratio) for label, row in rows for factor, ratio in row["estimated_hit_ratio"].items()
     ]
     text = "Hit ratio of least recently used eviction with so many times the blocks that the cache has now."
-    yield _gauge("kvfuse_estimated_hit_ratio", text, ("namespace", "capacity"), ratios)
+    yield _gauge("kvfuse_estimated_hit_ratio", text, (CACHE, "capacity"), ratios)
     yield _gauge("kvfuse_blocks", "Blocks of a cache.", one, _of_each(rows, lambda row: row["blocks"]))
     yield _counter("kvfuse_blocks_stored", "Blocks stored.", one, _of_each(rows, lambda row: row["stored"]))
     gone: Rows = [((label, reason), row[reason]) for label, row in rows for reason in REASONS]
-    yield _counter("kvfuse_evictions", "Blocks that went, by reason.", ("namespace", "reason"), gone)
+    yield _counter("kvfuse_evictions", "Blocks that went, by reason.", (CACHE, "reason"), gone)
     refused = _of_each(rows, lambda row: row["refused"])
     yield _counter("kvfuse_admissions_refused", "Blocks that a full cache did not store.", one, refused)
     residence = _of_each(rows, lambda row: row["residence"])

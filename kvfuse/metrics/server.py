@@ -1,6 +1,6 @@
 """Answers ``GET /metrics`` over HTTP, beside the mount: one answer a connection, a few connections at a time.
 
-A client has a deadline for its whole exchange, so one that is slow, or says nothing, takes a place for a few seconds.
+A client has a deadline for its request, and one for its whole exchange; slow ones keep nobody out (`ConnectionLimit`).
 The volume is asked in the event loop, which takes a fraction of a millisecond; the text is made of that in a thread.
 """
 
@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvfuse.errors import MountError
+from kvfuse.metrics.connection_limit import ConnectionLimit, HttpClient
 from kvfuse.metrics.families import families
 from kvfuse.options.options import MetricsOptions
 from kvfuse.volume.api import Space
@@ -27,11 +28,14 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 CLIENT_SECONDS = 5.0
-"""for one client, from its connection to the end of the answer"""
-CLIENTS_MAX = 8
-"""clients that are answered at the same time; others are turned away"""
+"""for one client, from its connection to its end"""
+REQUEST_SECONDS = 2.0
+"""for its request, from the connection to the end of the head"""
+CLIENTS_MAX = 16
+"""connections that are open at the same time; see `ConnectionLimit` for the next one"""
 REQUEST_SIZE_MAX = 16 << 10
 RECEIVE_SIZE = 4096
+DRAINED_SIZE_MAX = 64 << 10
 
 
 class Source(Protocol):
@@ -51,7 +55,11 @@ class Answer(NamedTuple):
     @property
     def headers(self) -> list[tuple[str, str]]:
         found = [("Content-Type", self.content_type), ("Content-Length", str(len(self.body))), ("Connection", "close")]
-        return [*found, ("Allow", "GET")] if self.status == 405 else found
+        return [*found, ("Allow", "GET, HEAD")] if self.status == 405 else found
+
+
+BUSY = Answer(503, b"too many requests are being answered\n")
+TOO_SLOW = Answer(408, b"the request was not complete in time\n")
 
 
 async def serve_metrics(
@@ -76,48 +84,92 @@ class _Door:
         self._volume = volume
         self._process = ProcessCollector(registry=None)
         self._encoders = trio.CapacityLimiter(1)
-        self._client_count = 0
+        self._limit = ConnectionLimit(CLIENTS_MAX)
 
     async def serve(self, stream: trio.SocketStream) -> None:
-        """Answer one client."""
-        self._client_count += 1
+        """Answer one client. Nothing that goes wrong with it is raised: that would end the listeners."""
         try:
             async with stream:
-                if self._client_count > CLIENTS_MAX:
-                    return
-                with trio.move_on_after(CLIENT_SECONDS):
-                    await self._answer(stream)
+                with trio.move_on_after(CLIENT_SECONDS) as scope:
+                    await self._serve(stream, HttpClient(stream.socket.getpeername()[0], scope.cancel))
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the client has gone
-        finally:
-            self._client_count -= 1
-
-    async def _answer(self, stream: trio.SocketStream) -> None:
-        connection = h11.Connection(h11.SERVER, REQUEST_SIZE_MAX)
-        try:
-            request = await _receive(stream, connection)
-            if request is None:
-                return
-            answer = await self._respond(request)
-        except h11.RemoteProtocolError as error:
-            answer = Answer(error.error_status_hint, b"not an HTTP request\n")
-        except Exception:  # whatever is wrong with a figure, it may not end the mount
+        except Exception:
             log.exception("a request for metrics failed")
-            answer = Answer(500, b"the daemon's log has the reason\n")
-        if connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+
+    async def _serve(self, stream: trio.SocketStream, client: HttpClient) -> None:
+        exchange = _Exchange(stream)
+        if not self._limit.enter(client):
+            await exchange.send(BUSY)
             return
-        head = connection.send(h11.Response(status_code=answer.status, headers=answer.headers))
-        await stream.send_all((head or b"") + (connection.send(h11.Data(answer.body)) or b""))
-        connection.send(h11.EndOfMessage())
+        try:
+            answer = await self._answer(exchange, client)
+            if answer is not None:
+                await exchange.send(answer)
+                client.waits_for_us = False
+                await exchange.drain()
+        finally:
+            self._limit.leave(client)
+
+    async def _answer(self, exchange: _Exchange, client: HttpClient) -> Answer | None:
+        """Read a request and make its answer; None where the client says nothing more."""
+        try:
+            with trio.move_on_after(REQUEST_SECONDS) as scope:
+                await exchange.receive()
+            if scope.cancelled_caught:
+                return TOO_SLOW
+            if exchange.request is None:
+                return None
+            client.waits_for_us = True
+            return await self._respond(exchange.request)
+        except h11.RemoteProtocolError as error:
+            return Answer(error.error_status_hint, b"not an HTTP request\n")
+        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            raise
+        except Exception:  # whatever is wrong with a figure
+            log.exception("a request for metrics failed")
+            return Answer(500, b"the daemon's log has the reason\n")
 
     async def _respond(self, request: h11.Request) -> Answer:
         if request.target.partition(b"?")[0] != PATH.encode():
             return Answer(404, f"there is only {PATH}\n".encode())
-        if request.method != b"GET":
-            return Answer(405, b"only GET\n")
+        if request.method not in (b"GET", b"HEAD"):
+            return Answer(405, b"only GET and HEAD\n")
         accepted = b",".join(value for name, value in request.headers if name == b"accept").decode("latin-1")
         found = _Collected(self._volume.stats(), self._volume.space()._asdict(), self._process)
         return await trio.to_thread.run_sync(_encode, found, accepted, limiter=self._encoders)
+
+
+class _Exchange:
+    """One request of a connection, and its answer."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._http = h11.Connection(h11.SERVER, REQUEST_SIZE_MAX)
+        self.request: h11.Request | None = None
+
+    async def receive(self) -> None:
+        """Read the head of the request, if there is one. Its body is not read. h11.RemoteProtocolError."""
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._stream.receive_some(RECEIVE_SIZE))
+        if isinstance(event, h11.Request):
+            self.request = event
+
+    async def send(self, answer: Answer) -> None:
+        """Send ``answer``, without its body to a HEAD, and then end this direction."""
+        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        data = self._http.send(h11.Response(status_code=answer.status, headers=answer.headers)) or b""
+        if self.request is None or self.request.method != b"HEAD":
+            data += self._http.send(h11.Data(answer.body)) or b""
+        await self._stream.send_all(data)
+        await self._stream.send_eof()
+
+    async def drain(self) -> None:
+        """Read what the client still sends: the kernel may take the answer back where that is left unread."""
+        for _ in range(DRAINED_SIZE_MAX // RECEIVE_SIZE):
+            if not await self._stream.receive_some(RECEIVE_SIZE):
+                return
 
 
 @dataclass
@@ -137,14 +189,3 @@ def _encode(collected: _Collected, accepted: str) -> Answer:
     """As OpenMetrics, or else in the format that everybody takes."""
     encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS.partition(";")[0] in accepted else "")
     return Answer(200, encode(collected), content_type)
-
-
-async def _receive(stream: trio.SocketStream, connection: h11.Connection) -> h11.Request | None:
-    """The head of a request; None where the client says nothing more. Its body is not read."""
-    while True:
-        event = connection.next_event()
-        if isinstance(event, h11.Request):
-            return event
-        if event is not h11.NEED_DATA:
-            return None
-        connection.receive_data(await stream.receive_some(RECEIVE_SIZE))

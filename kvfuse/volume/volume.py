@@ -13,6 +13,7 @@ import trio
 from kvfuse.volume.api import ROOT_INODE, KernelCache, NearApi, SearchApi, Space
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.left_open import LeftOpen
+from kvfuse.volume.namespaces.cache import SegmentsTier
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.namespaces.uses import Use
@@ -131,6 +132,8 @@ class Volume:
         """
         core, number, space = self.parts.core, namespace.number, self.space()
         used, here = core.namespaces.accounts.use_of_hosts(number), core.namespaces.accounts.use(number)
+        segments_tier: SegmentsTier = "remote" if core.records.limits.shared else "disk"
+        measures, cache = core.namespaces.measures[number], namespace.cache
         if number == ROOT:
             used = here = Use(space.size - space.free, space.files - space.files_free)
         return {
@@ -140,9 +143,9 @@ class Volume:
             "used": {"bytes": used.size, "files": used.files},
             "used_here": {"bytes": here.size, "files": here.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
-            "measures": (measures := core.namespaces.measures[number]).statistics(),
+            "measures": measures.statistics(),
             "compression": self.parts.flusher.packer.statistics(number),
-            "cache": namespace.cache.statistics(measures.unread) if namespace.cache is not None else None,
+            "cache": cache.statistics(measures.unread, segments_tier) if cache is not None else None,
         }
 
     def stats_of(self, uid: int) -> dict[str, object]:

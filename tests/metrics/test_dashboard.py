@@ -30,7 +30,7 @@ DASHBOARD = json.loads(resources.files("kvfuse").joinpath("data/grafana.json").r
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 NAME = re.compile(r"\b(?:kvfuse|process)_[a-z_]+\b")
 MISSES = "absent", "evicted", "expired", "cleared", "slow", "deadline", "corrupt", "engine", "refused"
-VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$namespace": ".*", "$job": ".*"}
+VARIABLES = {"$__rate_interval": "1m", "$instance": ".*", "$cache": ".*", "$job": ".*"}
 BLOCK = 64 << 10
 ROOM = 64 << 20
 PART = 64
@@ -100,7 +100,7 @@ def test_more_files_and_clients_make_no_more_series(busy: tuple[KvfuseMount, int
     for turn in range(3):
         traffic(mount, f"folder{turn}")
     assert series(port) ^ before == set()
-    of_each = Counter(dict(labels).get("namespace") for _, labels in before)
+    of_each = Counter(dict(labels).get("cache") for _, labels in before)
     assert set(of_each) == {None, "/", "/model-a", "/model-b"}
     assert max(of_each.values()) <= NAMESPACE_SERIES_MAX
     requested = [dict(labels) for name, labels in before if name == "kvfuse_blocks_requested_total"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -52,7 +55,7 @@ def test_a_volume_that_hosts_share_has_the_same_metrics(
         (mount.point / "file").write_bytes(bytes(100_000))
         assert len((mount.point / "file").read_bytes()) == 100_000
         assert scrape(port).keys() == scrape(mounted[1]).keys()
-        assert value(scrape(port), "kvfuse_written_bytes_total", namespace="/") == 100_000
+        assert value(scrape(port), "kvfuse_written_bytes_total", cache="/") == 100_000
 
 
 def test_a_client_gets_the_format_that_it_takes(mounted: tuple[KvfuseMount, int]) -> None:
@@ -83,17 +86,78 @@ def test_what_is_no_request_is_refused(mounted: tuple[KvfuseMount, int], sent: b
         assert client.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
 
 
-def test_clients_that_say_nothing_keep_nobody_out_for_long(mounted: tuple[KvfuseMount, int]) -> None:
+def test_a_head_has_no_body(mounted: tuple[KvfuseMount, int]) -> None:
+    port = mounted[1]
+    for path, status in (("/metrics", 200), ("/", 404)):
+        asked = f"HEAD {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+        head, end, body = exchange(port, asked).partition(b"\r\n\r\n")
+        assert (head.split()[1], end, body) == (b"%d" % status, b"\r\n\r\n", b""), path
+        assert b"content-length: 0" not in head.lower()
+    assert ask(port)[0] == 200
+
+
+def test_an_answer_arrives_though_more_was_sent_than_is_read(mounted: tuple[KvfuseMount, int]) -> None:
+    body = bytes(30_000)
+    asked = b"POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    assert exchange(mounted[1], asked + body).startswith(b"HTTP/1.1 405")
+
+
+def exchange(port: int, sent: bytes) -> bytes:
+    """All that is answered to ``sent``."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(sent)
+        return b"".join(iter(partial(client.recv, 4096), b""))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\n"])
+def test_slow_connections_keep_no_scraper_out(mounted: tuple[KvfuseMount, int], sent: bytes) -> None:
+    """Of the scraper's own address, and more than there are places, again and again."""
     port = mounted[1]
     with ExitStack() as stack:
-        idle = []
-        for _ in range(server.CLIENTS_MAX):
-            client = socket.create_connection(("127.0.0.1", port), timeout=2 * server.CLIENT_SECONDS)
-            idle.append(stack.enter_context(client))
-        with socket.create_connection(("127.0.0.1", port), timeout=server.CLIENT_SECONDS / 2) as late:
-            assert late.recv(1) == b"", "one too many is turned away at once"
-        assert [client.recv(1) for client in idle] == [b""] * len(idle)
+        for _ in range(10):
+            for _ in range(server.CLIENTS_MAX + 2):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+                client.sendall(sent)
+            assert ask(port)[0] == 200
+
+
+def test_a_slow_request_is_refused_in_time(mounted: tuple[KvfuseMount, int]) -> None:
+    assert exchange(mounted[1], b"GET /metrics HTTP/1.1\r\n").startswith(b"HTTP/1.1 408")
+
+
+def test_no_bytes_end_the_door(mounted: tuple[KvfuseMount, int]) -> None:
+    """Requests of all methods, mutated, cut, reset."""
+    mount, port = mounted
+    seed = int(os.environ.get("KVFUSE_TEST_SEED") or random.randrange(1 << 32))
+    print("seed", seed)
+    draw = random.Random(seed)
+    methods = "GET", "HEAD", "POST", "PUT", "OPTIONS", "CONNECT", "TRACE", "PRI", "get", ""
+    targets = "/metrics", "/", "*", "a:1", "/metrics?\xff", "http://a/metrics", "//", ""
+    extras = "Expect: 100-continue", "Transfer-Encoding: chunked", "Content-Length: 5", "Content-Length: -1"
+    extras += (
+        "Connection: Upgrade\r\nUpgrade: h2c",
+        "Accept: \xff;;q=",
+        "Host: b",
+        "Content-Length: 1\r\nContent-Length: 2",
+    )
+    for _ in range(300):
+        lines = [
+            f"{draw.choice(methods)} {draw.choice(targets)} HTTP/{draw.choice(('1.1', '1.0', '2.0', '1'))}",
+            "Host: a",
+        ]
+        lines += draw.sample(extras, draw.randrange(3))
+        sent = bytearray("\r\n".join([*lines, "", ""]).encode("latin-1") + draw.choice((b"", b"hello", b"zz\r\n")))
+        for _ in range(draw.choice((0, 0, 1, 3))):
+            sent[draw.randrange(len(sent))] = draw.randrange(256)
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(sent[: draw.choice((len(sent), draw.randrange(len(sent))))])
+            if draw.random() < 0.3:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif draw.random() < 0.5:
+                client.shutdown(socket.SHUT_WR)
     assert ask(port)[0] == 200
+    assert (mount.point / "file").write_bytes(b"x") == 1
+    assert "a request for metrics failed" not in mount.log.read_text()
 
 
 def test_a_mount_whose_address_is_taken_says_so(place: Place) -> None:
@@ -137,7 +201,7 @@ async def test_paths_of_any_bytes_are_labels(tmp_path: Path) -> None:
             row["used"] = {"bytes": row["number"]}
         volume.stats = lambda: stats
         _, _, body = await trio.to_thread.run_sync(ask, port)
-        found = {sample.labels["namespace"]: sample.value for sample in parse(body)["kvfuse_used_bytes"].samples}
+        found = {sample.labels["cache"]: sample.value for sample in parse(body)["kvfuse_used_bytes"].samples}
         assert found == {'/a"b\\c\nd': 2000, "/\ufffd": 2001, "/\ufffd#2002": 2002, "/\u00e9": 2003}
 
     await served(tmp_path, use)

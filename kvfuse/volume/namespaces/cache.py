@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress, islice, takewhile
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvfuse.policy import Victim, make_policy
 from kvfuse.policy.estimate import HitEstimate
@@ -45,7 +45,9 @@ EVICTED_MAX = 1 << 17
 
 
 NEAR_TIERS = "dram", "disk"
-"""tiers of this host; other blocks are in the segments alone: ``remote``"""
+"""tiers of this host that are asked before the segments"""
+SegmentsTier = Literal["disk", "remote"]
+"""the tier of blocks that the segments alone have: ``disk`` where one host has the volume"""
 
 TierOf = Callable[[int, bytes], str]
 """which of `NEAR_TIERS` has the block of this name in a directory; "": none"""
@@ -415,23 +417,27 @@ class Cache:
             now, tag = self.clock(), place[0] << _SLAB_BITS | place[1]
             self.policy.added(key, max(size, 1), now - idle, tag, now - age)
 
-    def statistics(self, unread: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+    def statistics(
+        self, unread: Mapping[str, int] = MappingProxyType({}), segments_tier: SegmentsTier = "remote"
+    ) -> dict[str, Any]:
         """``unread``: why blocks were not read that were there -> how often. Each was a miss for whoever asked.
 
-        All were counted as asked for and present, but for the "refused".
+        All were counted as asked for and present, but for the "refused". ``segments_tier``: of hits that no nearer
+        tier had.
         """
         counters = self.counters.copy()
         counters["asked"] += unread.get("refused", 0)
         counters["present"] = max(0, counters["present"] - sum(unread.values()) + unread.get("refused", 0))
-        near, left = {}, counters["present"]
+        hits, left = {"dram": 0, "disk": 0, "remote": 0}, counters["present"]
         for tier in NEAR_TIERS:
-            near[tier] = min(counters[tier], left)
-            left -= near[tier]
+            hits[tier] = min(counters[tier], left)
+            left -= hits[tier]
+        hits[segments_tier] += left
         names = ("asked", "present", "absent", "stored", "refused", *REASONS)
         blocks = len(self.policy) + len(self._leaving) + len(self._fresh)
         return {
             **{name: counters[name] for name in names},
-            "hits": {**near, "remote": left},
+            "hits": hits,
             "misses": {
                 "absent": counters["absent"],
                 **{word: counters[f"missed_{reason}"] for reason, word in MISSES},
