@@ -21,6 +21,7 @@ the one thread that answers the kernel; that lock also guards the state here. */
 #include <unistd.h>
 
 #define CAPABILITY "security.capability"
+#define SEEK "kvfuse.seek" /* the name under which pyfuse3 gets LSEEK */
 #define MARK_SHIFT 62 /* the bits of a handle that `fusewire.py` marks */
 #define HANDLE_MASK ((1ull << MARK_SHIFT) - 1)
 #define MARK_NO_FLUSH (1ull << 63)
@@ -47,6 +48,7 @@ static struct {
 
 static uint64_t unique;      /* of the request that is being handled */
 static int is_from_the_cache; /* it writes back pages, by whichever handle */
+static struct fuse_lseek_in seek; /* it asks where data or a hole begins; whence 0: it asks for something else */
 
 /* INIT as the kernel sent it once: to the first daemon of a mount. Those after it get it from here. */
 static struct {
@@ -178,15 +180,32 @@ static int process_init(struct fuse_session *se, const struct fuse_buf *buf, con
     return 1;
 }
 
+/* pyfuse3 does not know LSEEK. It gets it as a GETXATTR, whose answer may be the 8 bytes that LSEEK's has, too. */
+static void process_seek(struct fuse_session *se, const struct fuse_in_header *in)
+{
+    struct {
+        struct fuse_in_header header;
+        struct fuse_getxattr_in asked;
+        char name[sizeof(SEEK)];
+    } request = {.header = *in, .asked.size = sizeof(struct fuse_lseek_out), .name = SEEK};
+    request.header.len = sizeof(request);
+    request.header.opcode = FUSE_GETXATTR;
+    seek = *(const struct fuse_lseek_in *)(in + 1);
+    process_buf(se, &(struct fuse_buf){.mem = &request, .size = sizeof(request)});
+}
+
 __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *buf)
 {
     const struct fuse_in_header *in = header_of(buf, buf->size);
+    seek.whence = 0;
     unique = in ? in->unique : 0;
     is_from_the_cache = in && in->opcode == FUSE_WRITE && buf->size >= sizeof(*in) + sizeof(struct fuse_write_in)
         && ((const struct fuse_write_in *)(in + 1))->write_flags & FUSE_WRITE_CACHE;
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
         && keep_init(in, buf->size) && process_init(se, buf, (const void *)(in + 1)))
         return;
+    if (in && in->opcode == FUSE_LSEEK && buf->size >= sizeof(*in) + sizeof(seek))
+        return process_seek(se, in);
     if (in && (in->opcode == FUSE_SETXATTR || in->opcode == FUSE_FORGET))
         forget_plain(in->nodeid);
     else if (in && in->opcode == FUSE_BATCH_FORGET)
@@ -319,7 +338,15 @@ static PyObject *writes_back(PyObject *self, PyObject *none)
     return PyBool_FromLong(is_from_the_cache);
 }
 
+static PyObject *sought(PyObject *self, PyObject *none)
+{
+    if (seek.whence != SEEK_DATA && seek.whence != SEEK_HOLE)
+        Py_RETURN_NONE;
+    return Py_BuildValue("LO", (long long)seek.offset, seek.whence == SEEK_DATA ? Py_True : Py_False);
+}
+
 static PyMethodDef methods[] = {
+    {"sought", sought, METH_NOARGS, "See fusewire.py."},
     {"writes_back", (PyCFunction)writes_back, METH_NOARGS, "See fusewire.py."},
     {"request", (PyCFunction)request, METH_NOARGS, "See fusewire.py."},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},

@@ -18,6 +18,7 @@ ERRNO: dict[type[Exception], int] = {
     errors.NameTooLong: errno.ENAMETOOLONG,
     errors.TooManyLinks: errno.EMLINK,
     errors.NoAttribute: errno.ENODATA,
+    errors.NoSuchOffset: errno.ENXIO,
     errors.AttributeTooLarge: errno.E2BIG,
     errors.Unsupported: errno.EOPNOTSUPP,
     errors.Stale: errno.ESTALE,

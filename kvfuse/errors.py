@@ -86,6 +86,10 @@ class NoAttribute(OperationError):
     """The extended attribute does not exist."""
 
 
+class NoSuchOffset(OperationError):
+    """The file has no data, or no hole, at or behind an offset."""
+
+
 class AttributeTooLarge(OperationError):
     """An extended attribute's name or value is over its limit."""
 

@@ -11,7 +11,8 @@ With it the daemon
   once, from here, and its answer goes nowhere;
 * answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
   made here and never got an attribute has none. On shared volumes that holds in relaxed folders, until this host hears
-  that another one changed the file (`forget`).
+  that another one changed the file (`forget`);
+* gets LSEEK from the kernel (`sought`), which pyfuse3 does not know: the handler of GETXATTR is called for it.
 
 Without it - it was not built, or pyfuse3 was there first - everything works, with more requests.
 """
@@ -119,6 +120,15 @@ def request() -> tuple[int, bool]:
 def writes_back() -> bool:
     """The request that is being handled writes pages of a mapping back: by any handle for writing. As for `request`."""
     return _wire is not None and bool(_wire.writes_back())
+
+
+def sought() -> tuple[int, bool] | None:
+    """(offset, whether data is sought, or else a hole) of an LSEEK, if that is being handled. As for `request`.
+
+    It is handled as a GETXATTR whose name says nothing: a program may ask for the same one. The answer is an offset
+    of 8 bytes in the machine's order.
+    """
+    return _wire.sought() if _wire is not None else None
 
 
 def counts() -> dict[str, int]:

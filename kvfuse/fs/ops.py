@@ -17,6 +17,7 @@ import logging
 import os
 import reprlib
 import stat
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -446,8 +447,11 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answered
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
+        sought = fusewire.sought()
         if is_virtual(inode):
             raise errors.NoAttribute(os.fsdecode(name))
+        if sought is not None:
+            return (await self._volume.inodes.seek(inode, sought[0], data=sought[1])).to_bytes(8, sys.byteorder)
         if name == INFO_XATTR:
             return json.dumps(await self._volume.inodes.info(inode)).encode()
         return await self._volume.inodes.get_xattr(inode, name)

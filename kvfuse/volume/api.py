@@ -288,13 +288,10 @@ class InodeApi(Protocol):
     async def fsync_directory(self, ino: int) -> None: ...
     async def get_xattr(self, ino: int, name: bytes) -> bytes: ...
     async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> None:
-        """Settings of a namespace are for the owner of its folder: NotPermitted for other callers. None: this program
-        itself."""
+        """NotPermitted for a namespace's settings, unless its folder's owner calls, or this program itself: None."""
 
     async def list_xattrs(self, ino: int) -> list[bytes]: ...
-    async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
-        """As for `set_xattr`."""
-
+    async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None: ...
     async def describe(self, ino: int, descriptor: str, *, may_pin: bool) -> str:
         """A client says what its blocks in a directory are, in JSON: how that is kept.
 
@@ -307,6 +304,9 @@ class InodeApi(Protocol):
 
     def measures(self, ino: int) -> Measures:
         """What is measured of the namespace that an inode is in; threads of rings add to it."""
+
+    async def seek(self, ino: int, offset: int, *, data: bool) -> int:
+        """As lseek with SEEK_DATA, or else SEEK_HOLE. NoSuchOffset."""
 
     async def info(self, ino: int) -> dict[str, Any]:
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""

@@ -17,11 +17,12 @@ import trio
 
 from kvfuse import errors
 from kvfuse.volume.api import Caller, Changes, DirEntry, Numbers, SlotSource
+from kvfuse.volume.content.holes import Holes
 from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.inodes.handle import FileHandle, check_content, tell_lost
 from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import DOTS
@@ -61,7 +62,7 @@ class Inodes:
         if changes.size is not None:
             if not node.is_file:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
-            _check_content(node)
+            check_content(node)
             await self._parts.cutter.truncate(node, changes.size)
         if (changes.mode, changes.uid, changes.gid) != (None, None, None):
             self._check_closed(node, changes)
@@ -139,6 +140,9 @@ class Inodes:
         except (errors.Stale, errors.NotADirectory):
             return await self._lookups.node(1)
 
+    async def seek(self, ino: int, offset: int, *, data: bool) -> int:
+        return await Holes(self._parts.reader.chunks).seek(await self._lookups.current(ino), offset, data=data)
+
     async def info(self, ino: int) -> dict[str, Any]:
         node, chunks = await self._lookups.node(ino), self._parts.reader.chunks
         await chunks.load_all(node)
@@ -167,7 +171,7 @@ class Files:
         node = await self._lookups.current(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
-        _check_content(node)
+        check_content(node)
         if self._core.namespaces.cleared and self._core.is_cleared(node):  # somebody else has it open
             raise errors.Stale(f"inode {ino} was cleared with its namespace")
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
@@ -315,7 +319,7 @@ class Files:
                 await self._parts.flusher.write_out(node)
             await self._journal.commit(node)
         if handle.writable:
-            _tell_lost(node)
+            tell_lost(node)
 
     async def fsync(self, handle: FileHandle, *, data_only: bool = False) -> None:
         if self._core.read_only:
@@ -325,7 +329,7 @@ class Files:
             self._access.look(node.map)
             self._access.store(node)
         await self._journal.commit(node, durable=True)
-        _tell_lost(node)
+        tell_lost(node)
 
     async def release(self, handle: FileHandle) -> None:
         node = handle.node
@@ -482,19 +486,3 @@ def _for_change(core: Core, part: P) -> P:
     if core.read_only:
         raise errors.ReadOnly("the volume is mounted read-only")
     return part
-
-
-def _tell_lost(node: Node) -> None:
-    """NoSpace, once, where bytes that were taken before could not be kept."""
-    if node.lost is not None:
-        lost, node.lost = node.lost, None
-        raise lost
-
-
-def _check_content(node: Node) -> None:
-    """Stale for a file without names whose bytes had to make room although the kernel knew it.
-
-    The kernel then looks the name up again, and finds who took it.
-    """
-    if node.reaped:
-        raise errors.Stale(f"inode {node.ino} was removed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 
+from kvfuse.errors import Stale
 from kvfuse.volume.api import Caller
 from kvfuse.volume.inodes.node import Node
 
@@ -39,3 +40,19 @@ class FileHandle:
     @property
     def place(self) -> tuple[int, bytes]:
         return self.node.parent, self.node.name
+
+
+def tell_lost(node: Node) -> None:
+    """NoSpace, once, where bytes that were taken before could not be kept."""
+    if node.lost is not None:
+        lost, node.lost = node.lost, None
+        raise lost
+
+
+def check_content(node: Node) -> None:
+    """Stale for a file without names whose bytes had to make room although the kernel knew it.
+
+    The kernel then looks the name up again, and finds who took it.
+    """
+    if node.reaped:
+        raise Stale(f"inode {node.ino} was removed")
