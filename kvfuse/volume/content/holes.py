@@ -6,7 +6,7 @@ it, or is a hole as a whole. What is found may be stale when the caller has it: 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ class Holes:
                 offset = max(offset, end)
         return offset
 
-    async def _runs(self, node: Node, index: int) -> AsyncIterator[tuple[int, int]]:
+    async def _runs(self, node: Node, index: int) -> AsyncGenerator[tuple[int, int]]:
         """(start, end) of the data of each chunk from ``index`` on, in order. It may end behind the file's end."""
         while True:
             merges = node.content_merges
