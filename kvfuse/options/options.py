@@ -467,15 +467,24 @@ class Options(_Section, frozen=True):
 
     @property
     def log_file(self) -> Path:
-        """Where a background daemon logs. A shared volume has no folder of this host's own."""
+        """Where a background daemon logs: in the folder of the volume, where there is one that it may write."""
         if self.log.file is not None:
             return self.log.file
-        if not self.is_shared:
+        if not self.is_shared and not is_on_read_only(self.volume_path):
             return self.volume_path / "log"
+        name = self.volume.name if self.is_shared else self.volume_path.name
         if os.geteuid() == 0:
-            return Path(f"/var/log/kvfuse-{self.volume.name}.log")
-        return Path.home() / ".local" / "state" / "kvfuse" / f"{self.volume.name}.log"
+            return Path(f"/var/log/kvfuse-{name}.log")
+        return Path.home() / ".local" / "state" / "kvfuse" / f"{name}.log"
 
     @property
     def publish_mode(self) -> Literal["relaxed", "strict"]:
         return self.publish.mode or ("strict" if self.is_shared else "relaxed")
+
+
+def is_on_read_only(path: Path) -> bool:
+    """``path`` is in a file system that is mounted read-only."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False

@@ -13,6 +13,7 @@ record under a lease (``member.py``).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -109,9 +110,7 @@ def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0, keeper: 
     A daemon whose mount was just taken away is still flushing: that one is waited for, up to ``wait_seconds``.
     """
     left = keeper.take(KEPT_LOCK)
-    descriptor = (
-        left.descriptors[0] if left else os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    )
+    descriptor = left.descriptors[0] if left else _open_lock(path)
     try:
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -129,6 +128,36 @@ def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0, keeper: 
         yield
         os.ftruncate(descriptor, 0)
         keeper.drop(KEPT_LOCK)
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            raise VolumeError(f"{path} is in a read-only file system: mount the volume with -o ro") from None
+        raise
+
+
+@contextmanager
+def shared(path: Path) -> Iterator[None]:
+    """Hold the volume in folder ``path``, of a read-only file system, beside others who read it.
+
+    VolumeBusy where somebody may change it by another path to the same files.
+    """
+    try:
+        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # a copy without it
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise VolumeBusy(f"the volume {path} is in use by {describe_holder(path)}") from None
+        yield
     finally:
         os.close(descriptor)
 

@@ -12,6 +12,7 @@ from kvfuse.errors import EngineError, VolumeError
 from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
 from kvfuse.options.config import Options
+from kvfuse.options.options import is_on_read_only
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
@@ -66,7 +67,10 @@ async def _hold_folder(options: Options, mountpoint: str, read_only: bool, keepe
     path = options.volume_path
     superblock = format.read_superblock(path)
     async with AsyncExitStack() as stack:
-        stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0, keeper))
+        if read_only and is_on_read_only(path):
+            stack.enter_context(format.shared(path))
+        else:
+            stack.enter_context(format.locked(path, mountpoint, LOCK_WAIT if _is_closing(path) else 0.0, keeper))
         folder = options.records_path
         if not folder.is_dir() or not any(folder.iterdir()):
             raise VolumeError(f"{folder} is empty, the records are lost: 'kvfuse fsck --rebuild' recovers blocks")
