@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 CONTENT_SIZE_MAX = 64 << 10
@@ -31,7 +31,7 @@ DESCRIPTORS_MAX = 16
 KNOWN = (
     "config", "fuse/answers", "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/places",
     "fuse/switch", "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers",
-    "tier/volume", "volume/unstored",
+    "tier/volume", "volume/failed", "volume/unstored",
 )  # fmt: skip
 """all names; with a slash at the end: beginnings of names"""
 
@@ -51,6 +51,8 @@ class Keeper(Protocol):
 
     outlives: bool
     """there is somebody who keeps things"""
+    deaths: Mapping[str, int]
+    """of daemons before this one, by cause"""
 
     def names(self, prefix: str) -> list[str]:
         """Of things that the daemon before this one left, and that were neither dropped nor replaced; oldest first."""
@@ -81,6 +83,7 @@ class NoKeeper:
     """`Keeper` of a daemon that nothing outlives."""
 
     outlives = False
+    deaths: Mapping[str, int] = {}
 
     def names(self, prefix: str) -> list[str]:
         return []
@@ -108,6 +111,7 @@ class MemoryKeeper:
     """
 
     outlives = True
+    deaths: Mapping[str, int] = {}
 
     def __init__(self) -> None:
         self._kept: dict[str, Kept] = {}

@@ -16,7 +16,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 
 PACKAGE = Path(kvfuse.__file__).parent
 
-BASE = {"errors", "checksum", "sizes", "keys", "blockindex", "keeper"}
+BASE = {"errors", "checksum", "sizes", "keys", "blockindex", "keeper", "failing"}
 DOOR = BASE | {"rowwriter", "rowcopier", "rowreceiver", "options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "sizes": set(),
     "keys": set(),
     "keeper": set(),
+    "failing": {"errors"},
     "blockindex": {"errors", "_native"},
     "rowwriter": {"_native"},
     "fusewire": {"_fusewire"},
@@ -92,7 +93,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 """package of others -> the only places that may import it"""
 
-BESIDE_HOLDER = {"holder_child", "holder_desk", "holder_pace", "holder_store", "holder_things"}
+BESIDE_HOLDER = {"holder_child", "holder_desk", "holder_pace", "holder_pulse", "holder_store", "holder_things"}
 """what `fs.holder`, a program without the package, finds in its own folder"""
 
 MODULES_OF = {"cuda-bindings": "cuda"}

@@ -32,7 +32,7 @@ from kvfuse.options.config import Effective
 from kvfuse.options.options import LogOptions, Options
 
 if TYPE_CHECKING:
-    from kvfuse.fs.doors import Door, Service
+    from kvfuse.fs.doors import Door
     from kvfuse.fs.holding import Holding
     from kvfuse.fs.leaving import Leaving
 
@@ -85,6 +85,8 @@ async def _serve(
 ) -> None:
     import trio
 
+    from kvfuse import failing
+    from kvfuse.fs.doors import Service
     from kvfuse.fs.mount import serve
     from kvfuse.usrbio.daemon.listener import serve_rings
 
@@ -100,11 +102,11 @@ async def _serve(
     if options.is_shared and (options.peer.listen is not None or options.peer.reads):
         from kvfuse.peer.service import serve_peers
 
-        services.append(partial(serve_peers, options=options.peer))
+        services.append(Service("peers", partial(serve_peers, options=options.peer)))
     if options.metrics.listen is not None:
         from kvfuse.metrics.server import serve_metrics
 
-        services.append(partial(serve_metrics, options=options.metrics))
+        services.append(Service("metrics", partial(serve_metrics, options=options.metrics)))
 
     def ready() -> None:
         calm_collector()
@@ -116,7 +118,9 @@ async def _serve(
 
     failure: KvfuseError | None = None
     async with trio.open_nursery() as nursery:
-        await nursery.start(_cancel_on_signal, nursery.cancel_scope)
+        await nursery.start(failing.vital_task, _cancel_on_signal, nursery.cancel_scope)
+        if leaving is not None:
+            nursery.start_soon(failing.vital_task, leaving.hear)
         try:
             await serve(
                 options,
@@ -148,7 +152,7 @@ def calm_collector() -> None:
     gc.set_threshold(*COLLECTIONS)
 
 
-async def _cancel_on_signal(scope: Any, task_status: Any) -> None:
+async def _cancel_on_signal(scope: Any, *, task_status: Any) -> None:
     """Cancel ``scope`` at the first signal; further ones do not interrupt the flush that follows."""
     import trio
 
@@ -218,11 +222,15 @@ def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, i
 
 
 def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first: bool, in_background: bool) -> None:
+    from kvfuse import failing
+    from kvfuse.fs.holding import die
     from kvfuse.fs.leaving import Leaving
 
     options = effective.options
     leaving = Leaving(holding)
     log_file = options.log_file if in_background else None
+    if not is_first:
+        failing.end_by(partial(die, holding))
     if in_background:
         os.chdir("/")
         _redirect(Path(os.devnull), os.O_RDONLY, 0)
@@ -236,10 +244,12 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
         if 0 < len(text) <= CONTENT_SIZE_MAX:
             holding.keep(KEPT, text)
         holding.ready()
+        failing.end_by(partial(die, holding))  # the first one: from here on there is a next one
 
     try:
         run(effective, point, announce, log_file, holding, leaving)
     except Exception as error:
+        failing.end_process(error)
         if not in_background:
             raise
         if os.environ.get("KVFUSE_DEBUG"):
@@ -247,8 +257,7 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
         message, exit_status = describe(error)
         if log.hasHandlers():
             log.error("%s", message)
-        if is_first:
-            holding.end({"message": message, "exit_status": exit_status})
+        holding.end({"message": message, "exit_status": exit_status})
         sys.exit(exit_status)
     if leaving.is_done:
         holding.left()

@@ -78,7 +78,9 @@ def described(said: dict[str, Any]) -> str:
     if not said.get("last_change"):
         return words
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["last_change"]))
-    end = f" (the last with {printable(said['last_death'])})" if said.get("last_death") else ""
+    by_cause = [f"{printable(cause)} {count}" for cause, count in (said.get("causes") or {}).items() if count]
+    last = f"the last with {printable(said['last_death'])}" if said.get("last_death") else ""
+    end = f" ({'; '.join([', '.join(by_cause), last]).lstrip('; ')})" if last else ""
     longest = f", {said['longest_stall']} s at most" if said.get("longest_stall") is not None else ""
     counts = f"{said['deaths']} daemons died{end}, {said['upgrades']} upgrades"
     return f"{words}; {counts}; at {when} calls waited {said['last_stall']} s{longest}"

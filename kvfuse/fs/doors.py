@@ -7,11 +7,13 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
+from kvfuse import failing
 from kvfuse.errors import MountError, innermost
 from kvfuse.fs.control import control_socket, wait_until_unmounted
 from kvfuse.keeper import NO_KEEPER, Keeper
@@ -39,20 +41,35 @@ class Door(Protocol):
     ) -> None: ...
 
 
-class Service(Protocol):
-    """Tells others what a mounted volume says of itself, until it is cancelled. It calls ``task_status.started()``."""
+class Serving(Protocol):
+    """See `Service`."""
 
     async def __call__(
         self, volume: Volume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None: ...
 
 
+class Service(NamedTuple):
+    """Tells others what a mounted volume says of itself, until it is cancelled: `failing` says what that means."""
+
+    name: str
+    serve: Serving
+    """calls ``task_status.started()`` each time that it begins"""
+
+
 @asynccontextmanager
-async def running(services: Sequence[Service], volume: Volume) -> AsyncIterator[None]:
-    """Services run meanwhile. An error of one that cannot begin is raised."""
+async def running(services: Sequence[Service], volume: Volume, *, must_begin: bool) -> AsyncIterator[None]:
+    """Services run meanwhile.
+
+    ``must_begin``: an error of one that cannot begin is raised, before the body. Else it is tried again beside it.
+    """
     async with trio.open_nursery() as nursery:
-        for service in services:
-            await nursery.start(service, volume)
+        for name, serve in services:
+            begun = failing.Begun()
+            work = partial(serve, volume, task_status=begun)
+            nursery.start_soon(failing.service, name, work, begun if must_begin else None)
+            if must_begin:
+                await begun.wait()
         yield
         nursery.cancel_scope.cancel()
 
@@ -61,7 +78,8 @@ async def running(services: Sequence[Service], volume: Volume) -> AsyncIterator[
 class Doors:
     """The doors of one mount: `run` once it answers, `close` before it is taken away.
 
-    ``admit``: see `control_socket`. A door that fails is closed, and logged; the mount goes on without it.
+    ``admit``: see `control_socket`. Where no socket can be had, that is logged, and the mount goes on without doors.
+    A door is of the core (`failing`): one that fails ends the daemon; where no next one follows, it stays closed.
     """
 
     doors: Sequence[Door]
@@ -88,7 +106,8 @@ class Doors:
             try:
                 with self._scope:
                     async with control_socket(self.mountpoint, self.admit, self.keeper) as listener:
-                        await self._serve(listener, device)
+                        with failing.vital():
+                            await self._serve(listener, device)
             except* (MountError, OSError) as group:
                 log.warning("there are no rings: %s", innermost(group))
             finally:
@@ -110,7 +129,7 @@ class Doors:
 
     async def _serve(self, listener: socket.socket, device: int) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._close_when_unmounted, device)
+            nursery.start_soon(failing.vital_task, self._close_when_unmounted, device)
             async with trio.open_nursery() as doors:
                 for door in self.doors:
                     ready = trio.Event()
@@ -129,7 +148,7 @@ class Doors:
     async def _serve_one(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(door, self.volume, listener, self.kernel, device)
+                await nursery.start(failing.vital_task, door, self.volume, listener, self.kernel, device)
                 ready.set()
         except* Exception as group:
             log.error("a door failed and stays closed", exc_info=group)

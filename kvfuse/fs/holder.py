@@ -2,31 +2,11 @@
 
 It starts the daemon and keeps what that one gives it (`kvfuse/keeper.py`): the kernel's connection first of all, so
 that requests wait where the daemon is gone, and do not fail. A daemon that died is followed by another, which finds all
-of it.
-
-    daemon                                     holder
-    started, with one end of a socket pair ->
-    HELLO {version, problem, forks, standby} -> all is imported; ``problem``: with mount.conf
-                                            <- KEPT name, content, descriptors (for each thing, oldest first)
-                                            <- START {afresh: what was read of mount.conf counts, not what is kept}
-    KEEP name, content, descriptors         ->  what was kept under that name is replaced
-    DROP name                               ->
-    READY (the mount answers)               ->
-                                            <- LEAVE {seconds}
-    LEFT (all is stored, requests wait)     ->  or STAYS why: it goes on as if nothing had been
-    END (the mount is gone, all is stored)  ->  and its exit status
-
-A message is one datagram: a letter, a name, a zero byte, content. What a daemon sent before it was killed is read.
-Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version. That a
-daemon knows FORK its HELLO says, and whether its mount.conf has one stand by, which counts from an upgrade on.
+of it. `holder_child` has the messages between the two.
 
 *One that stands by* (``standby``) has imported everything and waits. Whenever a daemon is needed it forks one, and
 goes on to wait; so the first daemon, too, comes from it. The holder is a subreaper (prctl(2)), for a daemon that is its
 own child: the process between the two ends at once. One that stands by and dies is replaced by another one.
-
-    FORK, with one end of a socket pair     ->  to the one that stands by
-    BORN {pid}, with its pidfd              <-  by that socket, from a child of the holder, which goes on as after HELLO
-    SPEAK, with a descriptor                ->  where the one that stands by, and its daemons, write to from then on
 
 *Upgrades.* The next daemon stands by, of another version, and one more of the present version for the way back. Then
 the serving one is asked to leave; when it has, the next one gets all that is kept. If that dies, or is not ready in
@@ -162,11 +142,11 @@ class Holder:
         try:
             self.things.give_to(child)
             is_afresh = self.upgrade is not None and self.upgrade.phase == BEGINNING
-            child.send(START, "", json.dumps({"afresh": is_afresh}).encode())
+            child.send(START, "", json.dumps({"afresh": is_afresh, "deaths": self.facts.causes}).encode())
             child.begun = time.monotonic()
         except TimeoutError:
             self.say(f"the daemon {child.pid} takes nothing: it is killed")
-            os.kill(child.pid, signal.SIGKILL)
+            child.kill("silent")
         except OSError:
             pass  # it is dead: the loop finds that by its pidfd, and starts another one
 
@@ -215,7 +195,7 @@ class Holder:
             self.dying.append(child.pid)
         words = child.last_words()
         child.close()
-        how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+        how = child.pulse.reason or (f"exit status {code}" if code >= 0 else signal.Signals(-code).name)
         if child is not self.serving:
             self.ended_beside(child, words or how)
             return
@@ -230,9 +210,9 @@ class Holder:
             self.finish(code if code >= 0 else 128 - code)
             return
         lived = time.monotonic() - child.begun
-        was_killed = code == -signal.SIGKILL
+        was_killed = code == -signal.SIGKILL and not child.pulse.cause
         self.failures.daemon_died(lived, was_killed=was_killed, was_ready=child.is_ready)
-        self.facts.daemon_died(how)
+        self.facts.daemon_died(how, child.cause_of_death(code))
         if self.failures.are_too_many:
             self.say(f"too many daemons in a row have failed, the last with {how}: the mount is given up")
             self.things.abort()
@@ -456,6 +436,9 @@ class Holder:
                     self.ended(child)
             if self.desk.fileno() in ready:
                 self.asked()
+            if self.was_ready and self.serving is not None and self.serving.is_lost():
+                self.say(f"the daemon {self.serving.pid} has not answered for too long: it is killed")
+                self.serving.kill("silent")
             self.advance()
             self.have_standby()
         return self.status

@@ -1,4 +1,31 @@
-"""A daemon, as its holder has it, and the messages between the two; see `holder`. Standard library only."""
+"""A daemon, as its holder has it, and the messages between the two; see `holder`. Standard library only.
+
+    daemon                                     holder
+    started, with one end of a socket pair ->
+    HELLO {version, problem, forks, standby} -> all is imported; ``problem``: with mount.conf
+                                            <- KEPT name, content, descriptors (for each thing, oldest first)
+                                            <- START {afresh: what was read of mount.conf counts, not what is kept;
+                                                      deaths: of daemons of this mount, by cause}
+    KEEP name, content, descriptors         ->  what was kept under that name is replaced
+    DROP name                               ->
+    READY (the mount answers)               ->
+                                            <- LEAVE {seconds}
+    LEFT (all is stored, requests wait)     ->  or STAYS why: it goes on as if nothing had been
+                                            <- ASK, each second, once its HELLO said that it answers
+    ALIVE (its event loop runs)             ->  one that does not say so for 10 s is killed (`holder_pulse`)
+    DIED why (an error of its own)          ->  and its exit status: a death like any other
+    END (the mount is gone, all is stored)  ->  and its exit status
+
+A message is one datagram: a letter, a name, a zero byte, content. What a daemon sent before it was killed is read.
+Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version. That a
+daemon knows FORK its HELLO says, and whether its mount.conf has one stand by, which counts from an upgrade on.
+
+Of one that stands by:
+
+    FORK, with one end of a socket pair     ->  to the one that stands by
+    BORN {pid}, with its pidfd              <-  by that socket, from a child of the holder, which goes on as after HELLO
+    SPEAK, with a descriptor                ->  where the one that stands by, and its daemons, write to from then on
+"""
 
 from __future__ import annotations
 
@@ -11,10 +38,20 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __name__.startswith("kvfuse."):
+    from kvfuse.fs.holder_pulse import Pulse
+else:
+    from holder_pulse import Pulse
 
 MESSAGE_SIZE_MAX = 1 << 17
 DESCRIPTORS_MAX = 64
-HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS, FORK, BORN, SPEAK = b"HKSPDREVLYFBO"
+HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS, FORK, BORN, SPEAK, ASK, ALIVE, DIED = (
+    b"HKSPDREVLYFBOAIX"
+)
+DIED_STATUS = 70
+"""exit status of a daemon that ends for an error of its own (EX_SOFTWARE)"""
 VARIABLE = "KVFUSE_HOLDER"
 """of the daemon's environment: the descriptor of its end"""
 ERRORS_VARIABLE = "KVFUSE_HOLDER_ERRORS"
@@ -28,6 +65,9 @@ try:
 except OSError:
     IS_OWN_TABLE = False
 """/proc has the processes of this place, by the numbers that they have here"""
+CAUSES = "killed", "exception", "silent", "crash", "exit"
+"""of the death of a daemon that served, or was about to: SIGKILL of others, or for want of memory; an error of its own;
+the holder's SIGKILL, as it did not answer; another signal; an exit status without a word"""
 DEATH_SECONDS, END_SECONDS = 0.02, 10.0
 """from the end of the first thread to that of the last: of a daemon that died, and of one that ended by itself"""
 WRITE_SECONDS = 3.0
@@ -49,6 +89,7 @@ class Child:
         self.begun = time.monotonic()
         self.has_said_hello = self.is_ready = self.has_ended = self.has_left = self.is_silent = False
         self.may_fork = False
+        self.pulse = Pulse()
         self.standby: bool | None = None
         """what its mount.conf says of one that stands by, if it says so"""
         self.version = self.problem = ""
@@ -71,7 +112,7 @@ class Child:
         said = None if self.said is None else os.dup(self.said)
         child = Child(ours, int(data[1:].partition(b"\0")[2]), descriptors[0], said)
         child.has_said_hello, child.version, child.problem = True, self.version, self.problem
-        child.standby = self.standby
+        child.standby, child.pulse.answers = self.standby, self.pulse.answers
         return child
 
     def speaks_to(self, descriptor: int) -> None:
@@ -96,13 +137,39 @@ class Child:
         if not data:
             return None
         name, _, content = data[1:].partition(b"\0")
+        if data[0] == ALIVE:
+            self.pulse.answered()
+        elif data[0] == DIED:
+            self.pulse.cause, self.pulse.reason = "exception", content.decode("utf-8", "replace")
         return data[0], name.decode(), content, descriptors
 
     def said_hello(self, content: bytes) -> None:
         said = json.loads(content)
         self.version, self.problem = str(said["version"]), str(said["problem"] or "")
         self.may_fork, self.standby = bool(said.get("forks")), said.get("standby")
+        self.pulse.answers = bool(said.get("answers"))
         self.has_said_hello = True
+
+    def is_lost(self) -> bool:
+        """Whose turn it is has not answered for too long; to be called at each look, as it asks."""
+        if not self.pulse.answers or self.has_ended or self.has_left or self.pulse.cause:
+            return False
+        if self.pulse.is_due():
+            with suppress(OSError):  # it is dead, or takes nothing: then it does not answer either
+                self.send(ASK)
+            self.pulse.asked()
+        return self.pulse.is_lost(self.pid, is_ready=self.is_ready)
+
+    def kill(self, cause: str) -> None:
+        """It does not do what it is to do."""
+        self.pulse.cause = cause
+        os.kill(self.pid, signal.SIGKILL)
+
+    def cause_of_death(self, code: int) -> str:
+        """One of ``CAUSES``. ``code``: as of `os.waitstatus_to_exitcode`."""
+        if self.pulse.cause:
+            return self.pulse.cause
+        return "exit" if code >= 0 else "killed" if code == -signal.SIGKILL else "crash"
 
     def last_words(self) -> str:
         """What it said when it could not begin, if that is known."""

@@ -17,8 +17,10 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvfuse.fs.holder_child import Child
+if TYPE_CHECKING or __name__.startswith("kvfuse."):
+    from kvfuse.fs.holder_child import CAUSES, Child
+else:
+    from holder_child import CAUSES
 
 STANDING_BY, LEAVING, BEGINNING, GOING_BACK = "standing by", "leaving", "beginning", "going back"
 """phases of an upgrade"""
@@ -84,15 +86,18 @@ class Facts:
     def __init__(self) -> None:
         self.deaths = self.upgrades = 0
         self.last_death: str | None = None
-        """a signal, or an exit status"""
+        """a signal, an exit status, or an error of its own"""
+        self.causes = dict.fromkeys(CAUSES, 0)
+        """cause -> deaths"""
         self.last_stall: float | None = None
         """seconds for which calls waited for the last daemon"""
         self.longest_stall: float | None = None
         self.last_change: int | None = None
         """seconds of the epoch: when that daemon was ready"""
 
-    def daemon_died(self, how: str) -> None:
+    def daemon_died(self, how: str, cause: str) -> None:
         self.deaths += 1
+        self.causes[cause] += 1
         self.last_death = how
 
     def another_serves(self, stall: float) -> None:

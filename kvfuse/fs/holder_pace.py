@@ -10,8 +10,11 @@ FAILURES_MAX = 8
 """daemons in a row that fail by themselves: then the mount is given up"""
 KILL_WEIGHT = 0.1
 """of one that was killed before it was ready, by somebody who kills at random"""
+SERVED_WEIGHT, SERVED_MAX, FORGIVEN_SECONDS = 0.25, 5.0, 2.0
+"""of one that failed after it was ready. The mount is never given up for those, as it is served in between: the pause
+before the next one grows to a second. One failure is forgiven for each 2 s that a daemon lived"""
 PROVEN_SECONDS = 10.0
-"""a process that lived so long did not fail for what it found"""
+"""a process that stood by so long did not fail for what it found"""
 STANDBY_SECONDS_MAX = 60.0
 """between tries of one that stands by: nobody waits for it"""
 
@@ -24,8 +27,10 @@ class Failures:
 
     def daemon_died(self, lived: float, *, was_killed: bool, was_ready: bool) -> None:
         """After ``lived`` seconds of its turn."""
-        if was_ready and (was_killed or lived > PROVEN_SECONDS):
+        if was_ready and was_killed:
             self._count = 0
+        elif was_ready:
+            self._count = min(max(0.0, self._count - lived / FORGIVEN_SECONDS) + SERVED_WEIGHT, SERVED_MAX)
         else:
             self._count += KILL_WEIGHT if was_killed else 1
 

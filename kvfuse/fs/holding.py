@@ -6,6 +6,7 @@ import ctypes
 import errno
 import gc
 import json
+import logging
 import os
 import select
 import signal
@@ -14,13 +15,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvfuse
+from kvfuse.errors import KvfuseError, innermost
 from kvfuse.fs import guard, holder, holder_child, holder_things
 from kvfuse.keeper import Kept, check
+
+if TYPE_CHECKING:
+    import trio
 
 KERNEL_RESENDS = 6, 9
 """the first Linux that sends calls again which a daemon took and did not answer"""
@@ -34,6 +39,10 @@ LOOK_SECONDS = 0.0002
 SO_SNDBUFFORCE, SOCKET_SIZE = 32, 4 << 20
 """bytes on their way to the holder: some thousands of messages"""
 HOLDER_IS_DEAD = "the holder has died"
+REASON_SIZE_MAX = 200
+"""characters of what a daemon that dies says of the reason"""
+
+log = logging.getLogger(__name__)
 
 
 class Holding:
@@ -58,6 +67,11 @@ class Holding:
         self._is_sealed = False
         self.is_afresh = False
         """what this process read of mount.conf counts, not what the daemon before it had"""
+        self.deaths: Mapping[str, int] = {}
+        self._leave_seconds: float | None = None
+        """it is asked to make way"""
+        self._leave: trio.Event | None = None
+        """of who waits for that"""
 
     @classmethod
     def of_this_process(cls) -> Holding | None:
@@ -81,13 +95,15 @@ class Holding:
         upgrade. A process that is to stand by waits on, and this returns in its forks: at the call there is one
         thread, and nothing that a fork could not go on with.
         """
-        hello = {"version": kvfuse.__version__, "problem": problem, "forks": True, "standby": standby}
+        hello = {"version": kvfuse.__version__, "problem": problem, "forks": True, "standby": standby, "answers": True}
         self._send(holder_child.HELLO, "", _json(hello))
         while True:
             kind, name, content, descriptors = self._receive()
             if kind == holder_child.START:
                 self._socket.setblocking(False)
-                self.is_afresh = bool(json.loads(content or b"{}").get("afresh"))
+                said = json.loads(content or b"{}")
+                self.is_afresh = bool(said.get("afresh"))
+                self.deaths = {str(cause): int(count) for cause, count in (said.get("deaths") or {}).items()}
                 self._speak_up()
                 return holder_things.CONNECTION not in self._left
             if kind == holder_child.FORK:
@@ -203,8 +219,8 @@ class Holding:
         """There is nothing for a next daemon to do; ``report``: why the start failed."""
         self._send(holder_child.END, "", b"" if report is None else _json(report) + b"\n")
 
-    async def asked(self) -> float:
-        """Wait until this daemon is to make way for another one; for `leaving`."""
+    async def hear(self) -> None:
+        """Say that the event loop runs, whenever the holder asks; hear what else it says. Until cancelled."""
         import trio
 
         while True:
@@ -212,8 +228,22 @@ class Holding:
             kind, _, content, descriptors = self._receive()
             for descriptor in descriptors:
                 os.close(descriptor)
-            if kind == holder_child.LEAVE:
-                return float(json.loads(content)["seconds"])
+            if kind == holder_child.ASK:
+                self._send(holder_child.ALIVE)
+            elif kind == holder_child.LEAVE:
+                self._leave_seconds = float(json.loads(content)["seconds"])
+                if self._leave is not None:
+                    self._leave.set()
+
+    async def asked(self) -> float:
+        """Wait until this daemon is to make way for another one; for `leaving`. `hear` runs meanwhile."""
+        import trio
+
+        while self._leave_seconds is None:
+            self._leave = trio.Event()
+            await self._leave.wait()
+        seconds, self._leave_seconds = self._leave_seconds, None
+        return seconds
 
     def stays(self, why: str) -> None:
         """This daemon goes on."""
@@ -261,6 +291,17 @@ class Holding:
         except OSError as error:  # else the holder has died, and this process is about to
             return error.errno != errno.ETOOMANYREFS
         return True
+
+
+def die(holding: Holding, error: BaseException) -> NoReturn:
+    """End this process at once, as `kill -9` does, for an error of its own: the next daemon goes on. In any thread."""
+    reason = innermost(error)
+    holding._send(holder_child.DIED, "", repr(reason)[:REASON_SIZE_MAX].encode())
+    try:
+        unforeseen = None if isinstance(reason, KvfuseError) else error
+        log.critical("the daemon ends, and the next one goes on: %s", reason, exc_info=unforeseen)
+    finally:
+        os._exit(holder_child.DIED_STATUS)
 
 
 def _end_of(descriptor: int) -> socket.socket:

@@ -30,6 +30,10 @@ that may wait for somebody who reads them. So the gate is opened for a moment no
 class Asking(Protocol):
     """Asks a daemon to make way; `holding.Holding` does."""
 
+    async def hear(self) -> None:
+        """Hear what it says, until cancelled; for as long as there is an event loop."""
+        ...
+
     async def asked(self) -> float:
         """Wait until it is asked; returns the seconds that storing everything may take."""
         ...
@@ -62,6 +66,11 @@ class Leaving:
         """there is no way back: doors are to leave what they have"""
         self.is_done = False
         """everything is stored, and left to the next daemon"""
+
+    async def hear(self) -> None:
+        """Hear and answer whoever asks, until cancelled."""
+        if self._asking is not None:
+            await self._asking.hear()
 
     async def wait(self, operations: Serving, volume: Storing) -> bool:
         """Return when the daemon is asked to leave, the gate is shut, and everything stored. False after `give_up`."""

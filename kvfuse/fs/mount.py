@@ -20,7 +20,7 @@ import pyfuse3
 import trio
 
 import kvfuse
-from kvfuse import fusewire
+from kvfuse import failing, fusewire
 from kvfuse.errors import EngineError, MountError
 from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors, Service, running
@@ -108,8 +108,11 @@ async def serve(
                     opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder, keeper, leaving.begun)
                     guarding = Guarding(mountpoint, keeper)
                     session = _Session(mountpoint, options.mount, opened, guarding, keeper, handover, leaving)
-                    async with running(services, volume):
-                        with _mounted(session, operations, words):
+                    volume.sections["service_failures"] = lambda: dict(failing.failures)
+                    volume.sections["daemon_deaths"] = lambda: dict(keeper.deaths)
+                    is_first = handover is None or handover.is_first
+                    async with running(services, volume, must_begin=is_first):
+                        with _mounted(session, operations, words), failing.vital():
                             await _answer(session, operations, volume, stop, on_ready)
                 leaving.is_done = handover is not None and handover.is_left
             nursery.cancel_scope.cancel()
@@ -268,15 +271,13 @@ async def _answer(
 ) -> None:
     """Answer the kernel until the mount is gone, which ``stop`` brings about, or left to the next daemon."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_announce, session, on_ready, nursery)
-        nursery.start_soon(_leave_when_asked, session, operations, volume)
-        nursery.start_soon(_end_when_told, stop, session, nursery.cancel_scope)
+        nursery.start_soon(failing.vital_task, _announce, session, on_ready, nursery)
+        nursery.start_soon(failing.vital_task, _leave_when_asked, session, operations, volume)
+        nursery.start_soon(failing.vital_task, _end_when_told, stop, session, nursery.cancel_scope)
         try:
-            await _main_loop(session)
+            with failing.vital():
+                await _main_loop(session)
             session.detached |= not (session.is_ending or session.is_left)  # or else the loop would go on
-        except BaseException:
-            session.is_left |= session.keeper.outlives and not session.is_ending
-            raise
         finally:
             if not session.is_left:
                 await _let_go(session)
@@ -316,7 +317,7 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
     if session.options.read_ahead:
         _set_read_ahead(device, session.options.read_ahead)
     if session.doors:
-        nursery.start_soon(session.doors.run, device)
+        nursery.start_soon(failing.vital_task, session.doors.run, device)
         await session.doors.opened.wait()
     if session.is_read_only_late:
         await trio.to_thread.run_sync(_make_read_only, session.mountpoint, device)

@@ -27,6 +27,7 @@ from types import SimpleNamespace
 import pyfuse3
 import trio
 
+from kvfuse import failing
 from kvfuse.fs.wakefulness import LINGER_SECONDS, Wakefulness
 
 TURN_SECONDS = 0.0005
@@ -154,7 +155,7 @@ class Requests:
         """Until there is a request."""
         if self._wakefulness.is_kept and not self._is_watched:
             self._is_watched = True
-            trio.lowlevel.spawn_system_task(self._watch)
+            trio.lowlevel.spawn_system_task(failing.vital_task, self._watch)
         await trio.lowlevel.wait_readable(descriptor)
 
     async def _watch(self) -> None:

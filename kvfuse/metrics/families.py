@@ -45,6 +45,8 @@ DISK_EVENTS = {
 PEER_READ_RESULTS = ("right", "absent", "moved", "busy", "wrong", "lost", "late")
 RDMA_EVENTS = {"read": "reads", "batch": "batches", "completion": "completions", "pair": "pairs"}
 PEER_ANSWERS = ("here", "absent", "moved", "elsewhere", "busy")
+CAUSES_OF_DEATH = "killed", "exception", "silent", "crash", "exit"
+"""as the holder of a mount has them"""
 NO_TIER = "none"
 """of a request that no tier answered"""
 
@@ -103,13 +105,20 @@ def _histogram(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metri
 def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     counters, slabs, tier = stats["counters"], stats["slabs"], stats["tier"]
     yield _gauge("kvfuse_uptime_seconds", "Seconds since the volume was mounted.", (), [((), stats["uptime"])])
+    deaths: Counter[str] = Counter(stats.get("daemon_deaths"))
+    failed = stats.get("service_failures") or {}
+    rows: Rows = [((cause,), deaths[cause]) for cause in CAUSES_OF_DEATH]
+    yield _counter("kvfuse_daemon_deaths", "Daemons of this mount that died since it was made.", ("cause",), rows)
+    rows = [((name,), failed.get(name, 0)) for name in sorted({"metrics", *failed})]
+    text = "Failures of what runs beside requests, and is begun anew, in this daemon."
+    yield _counter("kvfuse_service_failures", text, ("service",), rows)
     yield _gauge("kvfuse_volume_size_bytes", "What df shows as the size.", (), [((), space["size"])])
     yield _gauge("kvfuse_volume_free_bytes", "What df shows as available.", (), [((), space["free"])])
     yield _gauge("kvfuse_files", "Inodes of the volume.", (), [((), space["files"] - space["files_free"])])
     sizes = [(("used",), stats["metadata"]["bytes"]), (("limit",), stats["metadata"]["limit"])]
     yield _gauge("kvfuse_metadata_bytes", "Names, inodes and attributes, and their budget.", ("kind",), sizes)
     operations = ("reads", "writes", "lookups", "absent_lookups", "creates", "renames", "removes")
-    rows: Rows = [((name,), counters[name]) for name in operations]
+    rows = [((name,), counters[name]) for name in operations]
     yield _counter("kvfuse_file_operations", "Operations on files in the event loop.", ("operation",), rows)
     failures = counters["checksum_failures"]
     yield _counter("kvfuse_verify_failures", "Reads of bytes that their checksum refuted.", (), [((), failures)])

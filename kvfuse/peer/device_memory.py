@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from kvfuse import failing
 from kvfuse.errors import InvalidArgument, Unsupported
 from kvfuse.peer.queue_pair import READ, QueuePair, Reads, join
 from kvfuse.peer.registrations import Registrations
@@ -165,7 +166,7 @@ class Loop:
         except BaseException:
             device.close()
             raise
-        nursery.start_soon(loop.sources.run)
+        nursery.start_soon(failing.vital_task, loop.sources.run)
         return loop
 
     async def parts(self, memory: Bytes, start: int, size: int) -> list[Part]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from kvfuse import errors
+from kvfuse import errors, failing
 from kvfuse.volume.api import Caller, Changes, DirEntry, Numbers, SlotSource
 from kvfuse.volume.content.holes import Holes
 from kvfuse.volume.content.in_place import has_unsealed
@@ -343,7 +343,7 @@ class Files:
             if self._core.caches and node.is_file:
                 self._core.closed_in_cache(node)
             if has_unsealed(node):
-                self._background.start_soon(self._seal, node)
+                self._background.start_soon(failing.once, "seals", self._seal, node)
                 return
         self._let_go(node)
 
@@ -356,7 +356,7 @@ class Files:
             self._reap(node)
         else:
             node.handles += 1  # it stays in memory until it is reaped
-            self._background.start_soon(self._load_and_reap, node)
+            self._background.start_soon(failing.once, "removals", self._load_and_reap, node)
 
     def _reap(self, node: Node) -> None:
         """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""

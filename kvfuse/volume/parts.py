@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from kvfuse import failing
 from kvfuse.errors import EngineError, innermost
 from kvfuse.options.config import Options
 from kvfuse.volume.commit.journal import Journal
@@ -212,17 +213,17 @@ class Parts:
         await self.life.run(self._start, task_status)
 
     async def _start(self, nursery: trio.Nursery) -> None:
-        nursery.start_soon(self.flusher.run)
-        nursery.start_soon(self.journal.run)
-        nursery.start_soon(self.names.nameless.run)
+        nursery.start_soon(failing.vital_task, self.flusher.run)
+        nursery.start_soon(failing.vital_task, self.journal.run)
+        nursery.start_soon(failing.service, "removals", self.names.nameless.run)
         for evictor in [] if self.core.read_only else self.space.evictors:
-            nursery.start_soon(evictor.run)
+            nursery.start_soon(failing.service, "eviction", evictor.run)
         if self.coherence is None or self.leases is None:
-            nursery.start_soon(self.mapper.access.run)
-            nursery.start_soon(self.lookups.refresher.news.run)
-            nursery.start_soon(self.names.folders.find)
+            nursery.start_soon(failing.service, "access times", self.mapper.access.run)
+            nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
+            nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find)
         else:
-            nursery.start_soon(self.coherence.run)
+            nursery.start_soon(failing.vital_task, self.coherence.run)
             await nursery.start(self.leases.run)
 
     async def leave(self) -> None:

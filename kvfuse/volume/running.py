@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import trio
 
-from kvfuse import errors
+from kvfuse import errors, failing
 from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.volume.check.scrub import Scrubber
@@ -17,8 +18,8 @@ from kvfuse.volume.disk.tier import DiskTier, opened_tier
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.unstored import Unstored
+from kvfuse.volume.names.restoring import FAILED, LogLost, Restorer, find_left
 from kvfuse.volume.names.restoring import NAME as UNSTORED
-from kvfuse.volume.names.restoring import LogLost, Restorer, find_left
 from kvfuse.volume.opening.holding import Held, hold
 from kvfuse.volume.opening.loading import load_core
 from kvfuse.volume.parts import Parts
@@ -91,22 +92,22 @@ class Running:
             self._keeper.drop(UNSTORED)
         await self._nursery.start(parts.run)
         if self._held.again is not None:
-            self._nursery.start_soon(self._keep_membership)
+            self._nursery.start_soon(failing.vital_task, self._keep_membership)
         elif self._held.member is None and not parts.core.read_only:
             await parts.journal.commit()  # numbers are announced before the first is given
             await _reap_orphans(parts)
         if self._held.member is None:
             parts.core.nodes.handover.gives_from(parts.core.inodes.upcoming)
         if parts.core.nodes.handover.outlives:
-            self._nursery.start_soon(self._volume.left_open.load_all)
+            self._nursery.start_soon(failing.service, "open files", self._volume.left_open.load_all)
         if parts.core.tier.residents.alive is not None:
-            self._nursery.start_soon(self._live)
+            self._nursery.start_soon(failing.vital_task, self._live)
         if (disk := parts.core.disk) is not None:
             self._volume.sections["disk"] = disk.statistics
-            self._nursery.start_soon(disk.run, parts.core.reads.speeds.disk)
+            self._nursery.start_soon(failing.service, "disk tier", partial(disk.run, parts.core.reads.speeds.disk))
         if self._options.scrub.rate:
             self._volume.sections["scrub"] = self._scrubber.statistics
-            self._nursery.start_soon(self._scrubber.run)
+            self._nursery.start_soon(failing.service, "scrub", self._scrubber.run)
 
     async def _restore(self, parts: Parts, unstored: Unstored) -> None:
         """What the daemon before this one did not store; from here on the next one finds what this one does not."""
@@ -119,11 +120,15 @@ class Running:
         except LogLost as error:
             log.error("what the daemon before this one had not stored is lost: %s", error)
             self._miss_all(parts)
-        except Exception:  # a mistake of ours: the start fails, and writers hear of it from the daemon that comes then
-            self._miss_all(parts)
+        except Exception:  # a mistake of ours: the start fails, and the next daemon tries again, once
+            if self._keeper.take(FAILED) is None:
+                self._keeper.keep(FAILED)
+            else:
+                self._miss_all(parts)
             raise
         else:
             self._miss(parts, missed)
+        self._keeper.drop(FAILED)
         unstored.begin(self._keeper, UNSTORED, parts.core.superblock.volume_id)
 
     async def _restore_left(self, parts: Parts) -> set[int]:
@@ -307,15 +312,17 @@ async def run_volume(
 ) -> AsyncIterator[Volume]:
     """A volume over engines that are open and stay the caller's; flushed at the end."""
     async with opened_tier(options.cache, held.superblock.volume_id) as disk:
-        parts = await make_parts(options, held, disk=disk, keeper=keeper, handover=handover)
+        with failing.vital():
+            parts = await make_parts(options, held, disk=disk, keeper=keeper, handover=handover)
         async with trio.open_nursery() as nursery:
             running = None
             try:
                 async with trio.open_nursery() as background:
                     volume = Volume(parts, background)
                     running = Running(volume, options, nursery, held, keeper)
-                    await running.start()
-                    yield volume
+                    with failing.vital():
+                        await running.start()
+                        yield volume
             finally:
                 if running is not None:
                     with trio.CancelScope(shield=True):

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from kvfuse import failing
 from kvfuse.usrbio.daemon.desk import PASS_COST, Desk
 from kvfuse.usrbio.daemon.penalty import FREE, Penalty
 
@@ -120,7 +121,7 @@ class Audiences:
         if audience is None:
             penalty = self._penalties.pop(user, None) or UserPenalty()
             audience = self._audiences[user] = Audience(self._desk, user, penalty)
-            self._nursery.start_soon(audience.run)
+            self._nursery.start_soon(failing.vital_task, audience.run)
         audience.connection_count += 1
         try:
             yield audience

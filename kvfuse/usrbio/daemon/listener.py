@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import trio
 
-from kvfuse import errors
+from kvfuse import errors, failing
 from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon import adoption
@@ -79,9 +79,9 @@ async def serve_rings(
         undo.callback(movers.discard, limits.kept_files.moved)
         async with open_ushers() as ushers, limits.device_memories.serving(), trio.open_nursery() as nursery:
             clients = Clients(limits, ushers, nursery)
-            nursery.start_soon(limits.desk.run)
+            nursery.start_soon(failing.vital_task, limits.desk.run)
             if handing_over is not None:
-                nursery.start_soon(clients.hand_over, handing_over)
+                nursery.start_soon(failing.vital_task, clients.hand_over, handing_over)
             for one in left:
                 clients.go_on(one)
             for arrival in arrivals:
@@ -93,17 +93,22 @@ async def serve_rings(
             volume.user_sections["rings"] = clients.statistics_of
             volume.user_sections["ring_users"] = limits.accounts.statistics_of
             task_status.started()
-            while True:
-                await trio.lowlevel.wait_readable(accepting)
-                try:
-                    clients.receive(accepting.accept()[0])  # one in a pass of the event loop: others wait for that long
-                except BlockingIOError:
-                    pass
-                except OSError as error:
-                    if error.errno not in SCARCE:
-                        raise
-                    log.warning("accepting a client failed and is tried again: %s", error)
-                    await trio.sleep(SCARCE_SECONDS)
+            with failing.vital():
+                await _accept(accepting, clients)
+
+
+async def _accept(listener: socket.socket, clients: Clients) -> None:
+    while True:
+        await trio.lowlevel.wait_readable(listener)
+        try:
+            clients.receive(listener.accept()[0])  # one in a pass of the event loop: others wait for that long
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in SCARCE:
+                raise
+            log.warning("accepting a client failed and is tried again: %s", error)
+            await trio.sleep(SCARCE_SECONDS)
 
 
 class Clients:
@@ -195,6 +200,7 @@ class Clients:
             except* OSError as group:
                 log.info("a client's connection failed: %s", group.exceptions[0])
             except* Exception as group:  # its own connection ends; all others go on
+                failing.failures["clients of rings"] += 1
                 log.error("serving a client failed", exc_info=group)
 
     @contextmanager

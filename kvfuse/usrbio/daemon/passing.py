@@ -32,6 +32,7 @@ from weakref import WeakValueDictionary
 
 import trio
 
+from kvfuse import failing
 from kvfuse.errors import InvalidArgument
 from kvfuse.usrbio.daemon.client_memory import seal_memory
 from kvfuse.usrbio.daemon.registry import check_memory
@@ -190,7 +191,7 @@ class Ushers:
             self._end_turn(user)
             raise
         self._wanted.release()
-        self.background.start_soon(self._follow, call, ours, user)
+        self.background.start_soon(failing.vital_task, self._follow, call, ours, user)
         return number
 
     def abandon(self, stream: trio.socket.SocketType) -> None:
@@ -305,7 +306,7 @@ class Usher:
             await self._do_in_time(call)
             _answer(call)
         except BaseException:
-            self._ushers.background.start_soon(self._close_memory, call)
+            self._ushers.background.start_soon(failing.vital_task, self._close_memory, call)
             raise
         assert call.memory is not None
         return call.memory

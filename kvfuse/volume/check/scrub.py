@@ -77,6 +77,7 @@ class Scrubber:
         self._options = options
         self._rate = options.scrub.rate
         self._scope = trio.CancelScope()
+        self._is_over = False
         self._due = 0.0
         self._logged: set[tuple[object, ...]] = set()
         self._pass_errors = 0
@@ -85,10 +86,14 @@ class Scrubber:
         return {"rate": self._rate, **asdict(self.counters)}
 
     def stop(self) -> None:
+        self._is_over = True
         self._scope.cancel()
 
     async def run(self) -> None:
-        with self._scope:
+        """May be begun anew."""
+        if self._is_over:
+            return
+        with trio.CancelScope() as self._scope:
             async with AsyncExitStack() as stack:
                 segments = await self._open(stack)
                 while True:

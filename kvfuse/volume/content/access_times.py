@@ -119,8 +119,9 @@ class AccessTimes:
         self.store(node)
 
     async def run(self) -> None:
-        """Store what moved long enough ago, for ever, and what leaves memory."""
+        """Store what moved long enough ago, for ever, and what leaves memory; may be begun anew."""
         self._core.nodes.leaving = self._leaving
+        self._work.set()
         while self._policy != "noatime":
             await self._work.wait()
             self._work = trio.Event()

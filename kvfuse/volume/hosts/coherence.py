@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 import trio
 
+from kvfuse import failing
 from kvfuse.errors import Corrupt, EngineError, Stale
 from kvfuse.remote.records.api import Change, Versioned
 from kvfuse.volume.api import ROOT_INODE
@@ -90,13 +91,13 @@ class Coherence:
     async def run(self) -> None:
         """Watch, for ever."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.records.run)
-            nursery.start_soon(self.news.run)
-            nursery.start_soon(self._keep_holds)
-            nursery.start_soon(self.giving.run)
-            nursery.start_soon(self.fetcher.run)
-            nursery.start_soon(self.namespaces.run)
-            nursery.start_soon(self.granting.run)
+            nursery.start_soon(failing.vital_task, self.records.run)
+            nursery.start_soon(failing.vital_task, self.news.run)
+            nursery.start_soon(failing.vital_task, self._keep_holds)
+            nursery.start_soon(failing.service, "room for others", self.giving.run)
+            nursery.start_soon(failing.vital_task, self.fetcher.run)
+            nursery.start_soon(failing.vital_task, self.namespaces.run)
+            nursery.start_soon(failing.vital_task, self.granting.run)
             while True:
                 try:
                     await self._watch()

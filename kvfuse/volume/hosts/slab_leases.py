@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 import trio
 
+from kvfuse import failing
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Change
 from kvfuse.volume.hosts.departed import Inheritance
@@ -142,20 +143,24 @@ class SlabLeases:
         EngineError before it is started, if the store does not answer.
         """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.view.run)
-            nursery.start_soon(self.core.grace.run)
+            nursery.start_soon(failing.vital_task, self.view.run)
+            nursery.start_soon(failing.vital_task, self.core.grace.run)
             await self.view.ready.wait()
             await self._begin()
             task_status.started()
-            while True:
-                with trio.move_on_after(self._pause()):
-                    await self._work.wait()
-                self._work = trio.Event()
-                try:
-                    await self._tend()
-                except EngineError as error:
-                    log.info("slabs are looked after later: %s", error)
-                    await trio.sleep(RETRY_SECONDS)
+            with failing.vital():
+                await self._tend_always()
+
+    async def _tend_always(self) -> None:
+        while True:
+            with trio.move_on_after(self._pause()):
+                await self._work.wait()
+            self._work = trio.Event()
+            try:
+                await self._tend()
+            except EngineError as error:
+                log.info("slabs are looked after later: %s", error)
+                await trio.sleep(RETRY_SECONDS)
 
     def _pause(self) -> float:
         """Seconds until there is something to do, if nothing happens."""

@@ -105,9 +105,10 @@ class Evictor:
             pass
 
     async def run(self) -> None:
-        """Follow uses, and keep below the water marks, until cancelled or `stop`."""
-        with self._running:
-            await self._follow()
+        """Follow uses, and keep below the water marks, until cancelled or `stop`; may be begun anew."""
+        if not self._is_over:
+            with trio.CancelScope() as self._running:
+                await self._follow()
 
     async def _follow(self) -> None:
         namespaces = self.core.namespaces

@@ -52,7 +52,8 @@ class Removal:
         self._work.set()
 
     async def run(self) -> None:
-        """Free the waiting inodes, until cancelled."""
+        """Free the waiting inodes, until cancelled; may be begun anew."""
+        self._work.set()
         while True:
             await self._work.wait()
             self._work = trio.Event()

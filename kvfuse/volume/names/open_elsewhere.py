@@ -74,7 +74,11 @@ class Removed:
         return False
 
     async def run(self) -> None:
-        """Free files that have rested, until cancelled. Open files are checked again a grace later."""
+        """Free files that have rested, until cancelled. Open files are checked again a grace later.
+
+        May be begun anew.
+        """
+        self._is_over = False
         try:
             await self._run()
         finally:
@@ -92,7 +96,11 @@ class Removed:
                 await self._free_unheld(inos)
             except EngineError as error:
                 log.warning("freeing %d removed inodes failed and is tried again: %s", len(inos), error)
-                await self._put_back(inos.items())
+                self._put_back(inos.items())
+                await trio.sleep(RETRY_SECONDS)
+            except Exception:
+                self._put_back(inos.items())
+                raise
             finally:
                 self._is_looking = False
                 self._looked.set()
@@ -123,10 +131,9 @@ class Removed:
             self._is_wanted = False
         return taken
 
-    async def _put_back(self, items: Iterable[tuple[int, float]]) -> None:
+    def _put_back(self, items: Iterable[tuple[int, float]]) -> None:
         """Return inodes whose check failed to the queue."""
         self._later.extendleft((since, ino) for ino, since in reversed(list(items)))
-        await trio.sleep(RETRY_SECONDS)
 
     async def _free_unheld(self, inos: dict[int, float]) -> None:
         """Free those that no client has open. ``inos``: from `_take_due`.
@@ -138,7 +145,8 @@ class Removed:
             rested = trio.current_time() - self.core.grace.seconds
             early = {ino: since for ino, since in inos.items() if since > rested}
             if early:  # somebody came of whom nothing had been heard here
-                await self._put_back(early.items())
+                self._put_back(early.items())
+                await trio.sleep(RETRY_SECONDS)
                 inos = {ino: since for ino, since in inos.items() if ino not in early}
             self.freed_at = trio.current_time()
         held = {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}

@@ -40,6 +40,8 @@ from kvfuse.volume.store.kept_log import LeftLog
 log = logging.getLogger(__name__)
 
 NAME = "volume/unstored"
+FAILED = "volume/failed"
+"""a daemon failed to restore what is kept by that name; see `keeper`"""
 """what the keeper knows the log by"""
 KEYS_AT_ONCE = 1000
 

@@ -34,6 +34,7 @@ from typing import Self
 import msgspec
 import trio
 
+from kvfuse import failing
 from kvfuse.errors import EngineError, EngineTimeout, VolumeBusy
 from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
@@ -321,11 +322,12 @@ async def memberships(
                     last = await _resumed(records, mountpoint, before, keeper)
                 if last is None:
                     last = await Member.join(records, lease_seconds, mountpoint, title, alone=alone, keeper=keeper)
-                nursery.start_soon(last.keep)
+                nursery.start_soon(failing.vital_task, last.keep)
                 return last
 
             try:
-                yield join
+                with failing.vital():
+                    yield join
             finally:
                 if last is not None:
                     with trio.CancelScope(shield=True):
