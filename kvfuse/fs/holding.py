@@ -168,7 +168,10 @@ class Holding:
             os.close(int(errors))
 
     def _receive(self) -> tuple[int, str, bytes, list[int]]:
-        data, descriptors = holder_child.receive(self._socket)
+        try:
+            data, descriptors = holder_child.receive(self._socket)
+        except ConnectionResetError:
+            data = b""
         if not data:
             sys.exit(HOLDER_IS_DEAD)
         name, _, content = data[1:].partition(b"\0")
@@ -296,6 +299,8 @@ class Holding:
 def die(holding: Holding, error: BaseException) -> NoReturn:
     """End this process at once, as `kill -9` does, for an error of its own: the next daemon goes on. In any thread."""
     reason = innermost(error)
+    if isinstance(reason, SystemExit):  # the holder has died: the kernel ends this process, too
+        os._exit(1)
     holding._send(holder_child.DIED, "", repr(reason)[:REASON_SIZE_MAX].encode())
     try:
         unforeseen = None if isinstance(reason, KvfuseError) else error

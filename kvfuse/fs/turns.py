@@ -204,6 +204,11 @@ def read_again(loop: SessionLoop) -> SessionLoop:
             except BlockingIOError as error:
                 if error.errno != errno.EAGAIN or "fuse_session_receive_buf" not in str(error):
                     raise  # an operation's
+            except OSError:
+                raise  # the mount is gone
+            except Exception as error:
+                failing.end_process(error)  # before the other workers give up what they do
+                raise
 
     return wrapped
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import trio
 
-from kvfuse import errors
+from kvfuse import errors, failing
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio.daemon import adoption, device_iovs, kept, registry
 from kvfuse.usrbio.daemon.accounts import Account
@@ -123,7 +123,14 @@ class Connection:
         """Go on with a connection of the daemon before this one."""
         things, volume = self.registered, self._limits.volume
         memories = adoption.Memories(self._charge, self._limits.device_memories, self._usher)
-        reply = await adoption.adopt(left, things, volume, self._calls, memories, self._remembered)
+        try:
+            reply = await adoption.adopt(left, things, volume, self._calls, memories, self._remembered)
+        except (errors.KvfuseError, OSError):
+            raise
+        except Exception as error:
+            if not things.keeping.failed_again():
+                failing.end_process(error)  # the next daemon tries again, once
+            raise
         if reply is not None:
             await self._reply(reply, [])
             things.keeping.answered()

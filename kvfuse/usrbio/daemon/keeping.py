@@ -87,6 +87,8 @@ class KeptWords(msgspec.Struct):
     tokens: list[str] = msgspec.field(default_factory=list)
     follows: int = 0
     """directory; the connection is for news of its blocks"""
+    failed: bool = False
+    """a daemon raised what nobody foresaw when it took the connection over"""
 
 
 class Left(NamedTuple):
@@ -265,6 +267,12 @@ class Keeping:
             self._said.tokens.append(token)
         self._said.follows = follows or self._said.follows
         self._keep(_SAID, self._said, [])
+
+    def failed_again(self) -> bool:
+        """A mistake of ours kept the connection from being taken over. False: for the first time."""
+        before, self._said.failed = self._said.failed, True
+        self._keep(_SAID, self._said, [])
+        return before
 
     def close(self) -> None:
         """The connection has ended: nothing of it is kept any more."""

@@ -34,14 +34,14 @@ def own_group(root: Path = Path("/")) -> Path:
 def _groups(root: Path) -> list[tuple[Path, Path, str]]:
     """(where its hierarchy is mounted, this process's group, name of the file with its limit), of each version."""
     paths: dict[str, str] = {}
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             paths["cgroup"] = path
         elif not controllers:
             paths["cgroup2"] = path
     found = []
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+    for line in os.fsdecode((root / "proc/self/mountinfo").read_bytes()).splitlines():
         own, _, shared = line.partition(" - ")
         kind, _, words = shared.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "memory" not in words.split(",")):
