@@ -20,8 +20,9 @@ class Capability(IntEnum):
 
 
 def process_status(pid: int) -> dict[str, str]:
-    """The fields of /proc/PID/status. OSError, ValueError."""
-    return dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    """The fields of /proc/PID/status. OSError, ValueError. The name of a process may be any bytes but a newline."""
+    text = Path(f"/proc/{pid}/status").read_bytes().decode("latin-1")
+    return dict(line.split(":", 1) for line in text.split("\n") if line)
 
 
 def shares_user_namespace(pid: int) -> bool:

@@ -39,9 +39,12 @@ def _unescape(field: str) -> str:
 
 
 def parse_mountinfo(text: str) -> list[Mounted]:
-    """Rows in the order of mounting: where several share a point, the last is on top."""
+    """Rows in the order of mounting: where several share a point, the last is on top.
+
+    The kernel escapes a newline of a name, and none of the other bytes at which `str.splitlines` ends a line.
+    """
     rows = []
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):
         before, _, after = line.partition(" - ")
         device, _root, point, options = before.split(" ")[2:6]
         file_system, source, *_ = after.split(" ")

@@ -110,7 +110,7 @@ def _follow_mounts(device: int, stop: int) -> None:
         poll = select.poll()
         poll.register(table, select.POLLPRI)
         poll.register(stop, select.POLLIN)
-        while any(row.split(b" ", 3)[2] == number for row in table.readall().splitlines()):
+        while any(row.split(b" ", 3)[2] == number for row in table.readall().split(b"\n") if row):
             if any(descriptor == stop for descriptor, _ in poll.poll()):
                 return
             table.seek(0)

@@ -321,6 +321,7 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
         await session.doors.opened.wait()
     if session.is_read_only_late:
         await trio.to_thread.run_sync(_make_read_only, session.mountpoint, device)
+    await trio.lowlevel.checkpoint_if_cancelled()  # something else may have failed just now
     on_ready()
 
 

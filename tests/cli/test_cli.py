@@ -250,6 +250,14 @@ def test_mountinfo() -> None:
     assert rows[1].st_dev == os.makedev(0, 39)
 
 
+def test_a_name_with_any_bytes_is_one_row() -> None:
+    """Users may mount at such names; where a row was torn, no volume could be mounted beside them."""
+    name = bytes(number for number in range(1, 256) if chr(number) not in " \t\n\\#")
+    row = b"43 29 0:42 / /mnt/" + name + b" rw - tmpfs tmpfs rw\n"
+    (found,) = mounttable.parse_mountinfo(row.decode("latin-1"))
+    assert os.fsencode(found.point) == b"/mnt/" + name.replace(b"//", b"/")
+
+
 def test_the_mount_on_top_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounttable, "all_mounts", lambda: mounttable.parse_mountinfo(MOUNTINFO))
     top = mounttable.top_mount(Path("/mnt/c/"))

@@ -70,7 +70,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def _mount_rows() -> list[str]:
-    return os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
+    return os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).strip().split("\n")
 
 
 class KvfuseMount:

@@ -34,14 +34,14 @@ def own_group(root: Path = Path("/")) -> Path:
 def _groups(root: Path) -> list[tuple[Path, Path, str]]:
     """(where its hierarchy is mounted, this process's group, name of the file with its limit), of each version."""
     paths: dict[str, str] = {}
-    for line in os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines():
+    for line in _rows(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             paths["cgroup"] = path
         elif not controllers:
             paths["cgroup2"] = path
     found = []
-    for line in os.fsdecode((root / "proc/self/mountinfo").read_bytes()).splitlines():
+    for line in _rows(root / "proc/self/mountinfo"):
         own, _, shared = line.partition(" - ")
         kind, _, words = shared.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "memory" not in words.split(",")):
@@ -52,3 +52,8 @@ def _groups(root: Path) -> list[tuple[Path, Path, str]]:
         top = root / os.fsdecode(point).lstrip("/")
         found.append((top, top / inside, "memory.max" if kind == "cgroup2" else "memory.limit_in_bytes"))
     return found
+
+
+def _rows(table: Path) -> list[str]:
+    """Names in it may have any bytes but a newline."""
+    return [row for row in os.fsdecode(table.read_bytes()).split("\n") if row]

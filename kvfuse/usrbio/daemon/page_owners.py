@@ -56,7 +56,8 @@ def faults() -> int:
 
 def _path_of(process: str) -> str:
     """A process's group for memory."""
-    lines = [line.split(":", 2) for line in Path(f"/proc/{process}/cgroup").read_text().splitlines()]
+    text = os.fsdecode(Path(f"/proc/{process}/cgroup").read_bytes())
+    lines = [line.split(":", 2) for line in text.split("\n") if line]
     return next(path for _, names, path in sorted(lines, reverse=True) if "memory" in names.split(",") or not names)
 
 

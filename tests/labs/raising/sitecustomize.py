@@ -1,9 +1,9 @@
 """Has a daemon raise at an await of any of its tasks; for PYTHONPATH.
 
 In the folder KVFUSE_TESTS_RAISING, ``start`` has the number of the await, counted from the beginning of the next
-daemon's event loop, and ``now`` that from now on in the daemon that serves. The file is taken away by who reads it. When
-an await raises, ``raised`` says at which time of CLOCK_MONOTONIC, and where. Places that are named in ``known`` do not
-count, for a while: what is done a thousand times a second would else be nearly all that is drawn.
+daemon's event loop, and ``now`` that from now on in the daemon that serves. The file is taken away by who reads it.
+When an await raises, ``raised`` says at which time of CLOCK_MONOTONIC, and where. Places that are named in ``known`` do
+not count, for a while: what is done a thousand times a second would else be nearly all that is drawn.
 """
 
 from __future__ import annotations

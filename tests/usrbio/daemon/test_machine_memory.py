@@ -36,6 +36,12 @@ def test_without_a_group_it_is_the_machines(root: Path) -> None:
     assert memory_size(root) == 16384 * MIB
 
 
+def test_names_of_other_mounts_may_be_any_bytes(root: Path) -> None:
+    with (root / "proc/self/mountinfo").open("ab") as table:
+        table.write(b"40 22 0:50 / /mnt/\xff\x0b\r\x85\xc2\x85 rw - tmpfs none rw\n")
+    assert memory_size(root) == 16384 * MIB
+
+
 @pytest.mark.parametrize("seen_from", ["/", "/docker/abc"])
 def test_the_least_limit_of_a_group_and_those_above_holds(root: Path, seen_from: str) -> None:
     below = "" if seen_from == "/" else seen_from
