@@ -250,14 +250,14 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
         run(effective, point, announce, log_file, holding, leaving)
     except Exception as error:
         failing.end_process(error)
+        message, exit_status = describe(error)
+        holding.end({"message": message, "exit_status": exit_status})
         if not in_background:
             raise
         if os.environ.get("KVFUSE_DEBUG"):
             traceback.print_exception(error)
-        message, exit_status = describe(error)
         if log.hasHandlers():
             log.error("%s", message)
-        holding.end({"message": message, "exit_status": exit_status})
         sys.exit(exit_status)
     if leaving.is_done:
         holding.left()

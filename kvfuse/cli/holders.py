@@ -78,12 +78,18 @@ def described(said: dict[str, Any]) -> str:
     if not said.get("last_change"):
         return words
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["last_change"]))
-    by_cause = [f"{printable(cause)} {count}" for cause, count in (said.get("causes") or {}).items() if count]
-    last = f"the last with {printable(said['last_death'])}" if said.get("last_death") else ""
-    end = f" ({'; '.join([', '.join(by_cause), last]).lstrip('; ')})" if last else ""
     longest = f", {said['longest_stall']} s at most" if said.get("longest_stall") is not None else ""
-    counts = f"{said['deaths']} daemons died{end}, {said['upgrades']} upgrades"
+    counts = f"{said['deaths']} daemons died{_causes(said)}, {said['upgrades']} upgrades"
     return f"{words}; {counts}; at {when} calls waited {said['last_stall']} s{longest}"
+
+
+def _causes(said: dict[str, Any]) -> str:
+    """Of the deaths of daemons."""
+    if not said.get("last_death"):
+        return ""
+    counts = [f"{count} {printable(cause)}" for cause, count in (said.get("causes") or {}).items() if count]
+    last = f"the last with {printable(said['last_death'])}"
+    return f" ({', '.join([*counts, last])})"
 
 
 def printable(text: object) -> str:

@@ -71,10 +71,12 @@ class Lifetime:
 
     def __init__(self) -> None:
         self._scope = trio.CancelScope()
+        self._has_begun = False
         self._ended = trio.Event()
 
     async def run(self, start: Callable[[trio.Nursery], Awaitable[None]], task_status: trio.TaskStatus[None]) -> None:
         """Returns when all tasks have ended that ``start`` began. EngineError of the first that failed."""
+        self._has_begun = True
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -90,8 +92,8 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """All tasks have ended: nothing is committed any more."""
-        return self._ended.is_set()
+        """No task runs, as none has begun, or all have ended: nothing is committed any more."""
+        return not self._has_begun or self._ended.is_set()
 
     def stop(self) -> None:
         self._scope.cancel()

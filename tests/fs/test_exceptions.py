@@ -127,7 +127,7 @@ class Rings:
         self._connect()
 
     def _connect(self) -> None:
-        self._client: Client = connect(self._point)
+        self._client: Client = connect(self._point, PATIENCE_S)
         self._store = BlockStore(self._client, "blocks")
 
     def work(self) -> None:
@@ -249,8 +249,8 @@ def test_in_the_first_start(folder: Path, seed: int) -> None:
                 assert not mount.is_mounted
                 mount.fsck()
                 mount.mount()
-            os.lstat(mount.point)
             _, where = raised(folder)
+            os.statvfs(mount.point)
             print(where)
             Rings(mount.point).close()
         wait_until(lambda: holder_says(mount)["serves"] is True, "a daemon that serves")
@@ -283,3 +283,18 @@ def test_a_stopped_holder_takes_no_daemon_for_silent() -> None:
             time.sleep(SILENT_SECONDS + 1)  # that time passes is what is tried
         assert daemon_of(mount) == former
         assert holder_says(mount)["deaths"] == 0
+
+
+@pytest.mark.parametrize("mistakes", [1, 2])
+def test_taking_over_a_client_of_rings_is_tried_again_once(folder: Path, mistakes: int) -> None:
+    with temporary_mount(OUTLIVE) as mount:
+        rings = Rings(mount.point)
+        rings.work()
+        (folder / "adoptions").write_text(str(mistakes))
+        kill_daemon(mount)
+        wait_until(lambda: (folder / "adoptions").read_text() == "0", "daemons that take over")
+        rings.work()
+        assert rings.lost == mistakes - 1
+        rings.close()
+        causes = holder_says(mount)["causes"]
+        assert causes == {"killed": 1, "exception": 1, "silent": 0, "crash": 0, "exit": 0}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 import pyfuse3
 import pytest
 from handover_lab import ROOT, WHO, Daemon, Mount
 from volume_lab import MIB, lab_options
 
+from kvfuse import failing
 from kvfuse.keeper import MemoryKeeper
-from kvfuse.volume.names.restoring import NAME
+from kvfuse.volume.names.restoring import FAILED, NAME, Restorer
 from kvfuse.volume.store import kept_log
 
 KIB = 1024
@@ -110,6 +111,48 @@ async def test_what_cannot_be_read_is_missed_unless_it_was_stored(damage: str, i
             assert await errors_of(daemon, "write", gone, 0, b"x") == errno.ESTALE
             mount.kill()
         await mount.check()
+
+
+class Ended(BaseException):
+    """The daemon's process has ended."""
+
+
+@pytest.mark.parametrize("mistakes", [1, 2])
+async def test_after_a_mistake_the_next_daemon_tries_again_once(mistakes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount, restore = Mount(), Restorer.restore
+    async with mount.daemon() as daemon:
+        fh, _ = await daemon.create(b"file")
+        await daemon.volume.sync()
+        await daemon.ask("write", fh, 0, b"not stored")
+        mount.kill()
+    left = mistakes
+
+    async def fails(self: Restorer) -> set[int]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return await restore(self)
+        raise RuntimeError("a mistake")
+
+    def end(_: BaseException) -> NoReturn:
+        mount.kill()
+        raise Ended
+
+    monkeypatch.setattr(Restorer, "restore", fails)
+    failing.end_by(end)
+    try:
+        for _ in range(mistakes):
+            with pytest.RaisesGroup(Ended, flatten_subgroups=True):
+                async with mount.daemon():
+                    pytest.fail("it serves")
+    finally:
+        failing.end_by(None)
+    async with mount.daemon() as daemon:
+        is_lost = mistakes > 1
+        assert await hears_of_losses(daemon, fh) == is_lost
+        assert bytes(await daemon.ask("read", fh, 0, 100)) == (b"" if is_lost else b"not stored")
+        assert not mount.keeper.names(FAILED)
+    await mount.check()
 
 
 async def test_bytes_that_the_log_lacks_are_missed() -> None:

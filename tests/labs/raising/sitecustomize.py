@@ -3,7 +3,8 @@
 In the folder KVFUSE_TESTS_RAISING, ``start`` has the number of the await, counted from the beginning of the next
 daemon's event loop, and ``now`` that from now on in the daemon that serves. The file is taken away by who reads it.
 When an await raises, ``raised`` says at which time of CLOCK_MONOTONIC, and where. Places that are named in ``known`` do
-not count, for a while: what is done a thousand times a second would else be nearly all that is drawn.
+not count, for a while: what is done a thousand times a second would else be nearly all that is drawn. ``adoptions`` has
+how many clients of rings are not taken over, as that raises.
 """
 
 from __future__ import annotations
@@ -97,5 +98,21 @@ def raise_somewhere(folder: Path) -> None:
     trio.run = running
 
 
+def fail_adoptions(folder: Path) -> None:
+    from kvfuse.usrbio.daemon import adoption
+
+    adopt = adoption.adopt
+
+    async def adopting(*arguments: Any) -> Any:
+        left = folder / "adoptions"
+        if left.exists() and (count := int(left.read_text())):
+            left.write_text(str(count - 1))
+            raise Injected("a client")
+        return await adopt(*arguments)
+
+    adoption.adopt = adopting
+
+
 if "KVFUSE_TESTS_RAISING" in os.environ and "KVFUSE_HOLDER" in os.environ and "mount" in sys.orig_argv:
     raise_somewhere(Path(os.environ["KVFUSE_TESTS_RAISING"]))
+    fail_adoptions(Path(os.environ["KVFUSE_TESTS_RAISING"]))
