@@ -127,7 +127,7 @@ class Rings:
         self._connect()
 
     def _connect(self) -> None:
-        self._client: Client = connect(self._point, PATIENCE_S)
+        self._client: Client = connect(self._point, deadline=PATIENCE_S)
         self._store = BlockStore(self._client, "blocks")
 
     def work(self) -> None:
