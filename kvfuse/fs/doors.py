@@ -134,7 +134,8 @@ class Doors:
                 for door in self.doors:
                     ready = trio.Event()
                     doors.start_soon(self._serve_one, door, listener, device, ready)
-                    await ready.wait()
+                    with failing.vital():
+                        await ready.wait()
                 self.opened.set()
             if self.leaving is not None and self.leaving.is_set():
                 self.keeper.seal()  # clients go on to find the listener
@@ -148,7 +149,8 @@ class Doors:
     async def _serve_one(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(failing.vital_task, door, self.volume, listener, self.kernel, device)
+                with failing.vital():  # before the nursery ends the door
+                    await nursery.start(failing.vital_task, door, self.volume, listener, self.kernel, device)
                 ready.set()
         except* Exception as group:
             log.error("a door failed and stays closed", exc_info=group)
