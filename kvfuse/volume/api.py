@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.remote.segments.api import Target
+from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.gates import Gate, Gates
 from kvfuse.volume.views.measures import Measures
@@ -359,7 +360,6 @@ class RingApi(VolumeApi, Protocol):
     """counters and gauges that the door adds to the volume's, by name"""
     user_sections: dict[str, Callable[[int], object]]
     """the same for one user, a uid"""
-
     gates: Gates
     """of the present membership; any thread may look"""
 
@@ -395,15 +395,16 @@ class ReadyApi(Protocol):
 class SearchApi(Protocol):
     """What clients need to search for blocks in shared memory by themselves."""
 
-    def open(self, readers: ReadClass) -> Touches | None:
+    async def ancestors(self, directory: int) -> Ancestors:
+        """A directory with those above it, found; valid until the caller's next await. Stale: it was removed."""
+
+    def open(self, readers: ReadClass, ancestors: Ancestors) -> Touches | None:
         """The index of a read class, for one connection more, which gives it back to `Residents.leave`. None: there are
-        too many."""
+        too many. ``ancestors``: of the directory."""
 
     async def read_names(self, readers: ReadClass) -> None:
-        """Have the index say which keys have no block: all names of its directory are read for it, if nobody did yet.
-
-        Nothing where there are too many, or other hosts may make some.
-        """
+        """Have the index say which keys have no block: reads all names of its directory, if nobody did yet, unless
+        there are too many, or other hosts may make some."""
 
 
 class BlockApi(Protocol):
@@ -493,8 +494,7 @@ class KernelCache(Protocol):
 
     def drop_attributes(self, ino: int) -> None: ...
     def drop_name(self, parent: int, name: bytes, ino: int = 0) -> None:
-        """What ``name`` in ``parent`` meant: the inode ``ino``, or 0 for a name that was absent. Not the attributes of
-        ``parent``."""
+        """What a name meant: an inode, or 0 for a name that was absent. Not the attributes of ``parent``."""
 
     def drop_any_name(self, parent: int, name: bytes) -> None:
         """As `drop_name`, where it is not known here what the name meant."""

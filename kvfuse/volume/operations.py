@@ -64,7 +64,7 @@ class Inodes:
                 raise errors.InvalidArgument(f"inode {ino} is no file: it has no size to set")
             check_content(node)
             await self._parts.cutter.truncate(node, changes.size)
-        if (changes.mode, changes.uid, changes.gid) != (None, None, None):
+        if privileges.are_set_otherwise(node, changes):
             self._check_closed(node, changes)
             self._core.readers_change(node)
         if changes.mode is not None:

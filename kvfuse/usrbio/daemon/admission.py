@@ -5,6 +5,10 @@ not use only what it learns of a folder that was removed: ESTALE when it registe
 has from before (the namespace was given another token, or its folder another owner) finds nothing. Then names
 that nobody can guess are looked up in place of those asked for, in the same way: so the answer, and the time that it
 takes, do not depend on which names are there.
+
+Modes decide as they are now, those of the directories above a registered one, too: as the kernel would decide for a
+path. A descriptor of a directory lets a process in whatever becomes of those above, so they count only for a client
+whose user could go that way when it registered the directory.
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ from kvfuse import errors
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import UNCHECKED, Namespace
 from kvfuse.volume.api import Attributes, Binding, RingApi
+from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.gates import ENDED, Gate, fits, is_token
 
 TOKENS_MAX = 16
 """of one connection"""
+ROUNDS = 4
+"""in which what a client may do is found out, where it changes meanwhile"""
 _UNKNOWN = os.urandom(16).hex().encode()
 _numbers = itertools.count()
 
@@ -54,15 +61,43 @@ class Admission:
             raise errors.Stale(f"inode {ino} was removed")
         return has_token
 
-    async def refresh(self, namespace: Namespace) -> None:
-        """Find out anew whether the client may use a registered directory. As of `Namespace.epoch` from here on."""
+    async def reaches(self, directory: int) -> bool:
+        """The client's user may search all directories above one. Stale: it was removed."""
+        return self._reaches(await self.volume.search.ancestors(directory))
+
+    def _reaches(self, ancestors: Ancestors) -> bool:
+        return all(self.peer.may(above, 1) for above in ancestors.nodes[1:])
+
+    async def directory(self, namespace: Namespace) -> Attributes:
+        """A registered directory as it is now. What the namespace says of the client's rights is as of now, too.
+
+        PermissionDenied: the client's user may not go there any more. Where it is absent for the client, it says so.
+        """
+        for _ in range(ROUNDS):
+            if not namespace.is_checked:
+                await self._refresh(namespace)
+            directory = await self.volume.inodes.attributes(namespace.ino)
+            if namespace.is_checked:
+                break
+        if namespace.is_cut_off and not namespace.is_absent:
+            raise errors.PermissionDenied("a folder above this one does not let the client's user through any more")
+        return directory
+
+    async def _refresh(self, namespace: Namespace) -> None:
+        """Find out anew whether the client may use a registered directory."""
         gates = self.volume.gates
-        epoch = gates.epoch
+        epoch, namespace.epoch = gates.epoch, UNCHECKED
         try:
+            namespace.ancestors = await self.volume.search.ancestors(namespace.ino)
+            namespace.changes = namespace.ancestors.changes
+            is_cut_off = namespace.by_path and not self._reaches(namespace.ancestors)
             namespace.has_token = await self.check(namespace.ino)
             namespace.is_absent = await self._has_other_descriptor(namespace)
+            namespace.is_cut_off = is_cut_off and not namespace.has_token
         except errors.Stale:
             namespace.has_token, namespace.is_absent = False, True
+        if namespace.is_absent or namespace.is_cut_off:
+            namespace.bindings = {}  # or ring threads would go on with what names meant
         namespace.gates, namespace.epoch = gates, epoch if epoch != ENDED else UNCHECKED
 
     async def describe(self, namespace: Namespace, descriptor: str) -> None:

@@ -120,6 +120,7 @@ class _Adoption:
             row.read_only,
             may_put=has_token or self.calls.peer.may(directory, 3),
             waits=self.volume.blocks.waits(row.ino),
+            by_path=row.by_path,
             measures=self.volume.inodes.measures(row.ino),
             descriptor=row.descriptor,
             remembered=self.remembered,

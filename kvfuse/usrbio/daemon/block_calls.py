@@ -46,8 +46,8 @@ class BlockCalls:
 
     async def get(self, call: Call) -> None:
         began = time.perf_counter()
-        namespace = await self._check(call, 1)
         for is_last in (False, True):
+            namespace = await self._check(call, 1)
             try:
                 if await self._get_bound(call, namespace, is_last):
                     namespace.measures.seconds["get"].add(time.perf_counter() - began)
@@ -58,7 +58,7 @@ class BlockCalls:
 
     async def _get_bound(self, call: Call, namespace: Namespace, is_last: bool) -> bool:
         """Answer with the present block of the name. False, unless ``is_last``: the name changed meanwhile."""
-        binding = await self._bind(namespace, call.names[0])
+        binding = await self._bind(call, namespace)
         if binding.valid and binding.map.size > call.entry.length and not call.entry.flags:  # it asks for the size
             call.ring.completions.complete(call, -errno.EMSGSIZE, binding.map.size)
             return True
@@ -91,10 +91,11 @@ class BlockCalls:
             await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
         return await call.try_again() or await self.answer_found(call)
 
-    async def _bind(self, namespace: Namespace, name: bytes) -> Binding:
-        """The binding of a name, if this peer may read it. NotFound, PermissionDenied."""
+    async def _bind(self, call: Call, namespace: Namespace) -> Binding:
+        """The binding of a call's name, if this peer may read it now. NotFound, PermissionDenied."""
+        name = call.names[0]
         binding = await self.volume.blocks.bind(namespace.ino, name)
-        if binding is None:
+        if binding is None or await self._is_absent_now(call, namespace):
             raise errors.NotFound(os.fsdecode(name))
         if not (namespace.has_token or self.peer.may(binding, 4)):
             raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")
@@ -129,8 +130,8 @@ class BlockCalls:
 
     def put_ready(self, namespace: Namespace, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
         """Store the (name, bytes) that need no wait: which."""
-        is_known = namespace.epoch == namespace.gates.epoch and not (namespace.is_absent or namespace.read_only)
-        if not is_known or namespace.measures.limiters:
+        is_usable = not (namespace.is_absent or namespace.is_cut_off or namespace.read_only)
+        if not (is_usable and namespace.is_checked) or namespace.measures.limiters:
             return [False] * len(rows)
 
         def may(folder: Attributes) -> bool:
@@ -153,6 +154,8 @@ class BlockCalls:
             if start:
                 await trio.lowlevel.checkpoint()
             answers += await self._answers(namespace, names[start : start + EXISTS_KEYS], call.entry.flags)
+        if await self._is_absent_now(call, namespace):
+            answers = bytearray(len(names))
         if call.entry.flags & Flag.PREFIX and (first := answers.find(0)) >= 0:
             answers[first:] = bytes(len(answers) - first)
         call.ring.completions.answer_keys(call, answers)
@@ -178,7 +181,15 @@ class BlockCalls:
         may_read = partial(self.admission.may, namespace, wanted=4)
         bring = self.volume.near.all_of if call.entry.flags & Flag.NEAR else self.volume.blocks.prefetch
         loaded = await bring(namespace.ino, call.names, may_read)
+        if await self._is_absent_now(call, namespace):
+            loaded = [False] * len(loaded)
         call.ring.completions.answer_keys(call, loaded)
+
+    async def _is_absent_now(self, call: Call, namespace: Namespace) -> bool:
+        """After something was found in a namespace: the peer may not use it any more. PermissionDenied."""
+        if not namespace.is_checked:
+            await self._check(call, 1)
+        return namespace.is_absent
 
     async def _check(self, call: Call, wanted: int) -> Namespace:
         """The call's namespace, if the peer may use its directory so: 1 search, 2 write. PermissionDenied, ReadOnly.
@@ -187,9 +198,7 @@ class BlockCalls:
         """
         namespace = call.namespace
         assert namespace is not None
-        if namespace.epoch != namespace.gates.epoch:
-            await self.admission.refresh(namespace)
-        directory = await self.volume.inodes.attributes(namespace.ino)
+        directory = await self.admission.directory(namespace)
         if namespace.is_absent:
             namespace.may_list, namespace.may_put, namespace.uses = False, False, None
             call.names = blind(len(call.names))

@@ -50,6 +50,7 @@ COSTS = {
     Request.DROP_FILE: 2,
     Request.OPEN_NAMESPACE: 4,
     Request.DESCRIBE: 16,
+    Request.MAP_ARENA: 4,
     Request.MAP_INDEX: 16,
 }
 """of a message for the event loop, beside its answer, in calls"""
@@ -135,8 +136,9 @@ class Connection:
             await self._reply(reply, [])
             things.keeping.answered()
         if left.said.follows:
+            namespace = Namespace(left.said.follows, 0, 0, by_path=left.said.by_path)
             self._follower = Follower(
-                volume, self._admission, self._stream, left.said.follows, self._audience.pause, goes_on=True
+                volume, self._admission, self._stream, namespace, self._audience.pause, goes_on=True
             )
 
     async def _answer_one(self) -> bool:
@@ -300,6 +302,7 @@ class Connection:
         with namespaces.taking():
             ino, read_only = await self._usher.inspect(partial(registry.check_directory, device=self._limits.device))
             has_token = await self._admission.check(ino)
+            by_path = await self._admission.reaches(ino)
             directory = await self._limits.volume.inodes.attributes(ino)
         namespace = Namespace(
             ino,
@@ -308,6 +311,7 @@ class Connection:
             read_only,
             may_put=has_token or self.peer.may(directory, 3),
             waits=self._limits.volume.blocks.waits(ino),
+            by_path=by_path,
             measures=self._limits.volume.inodes.measures(ino),
             remembered=self._remembered,
         )
@@ -325,11 +329,12 @@ class Connection:
         return (), []
 
     async def _follow(self, values: tuple[int, ...]) -> Answer:
-        namespace = self._namespace(values[0])
-        follower = Follower(self._limits.volume, self._admission, self._stream, namespace.ino, self._audience.pause)
+        registered = self._namespace(values[0])
+        namespace = Namespace(registered.ino, 0, 0, by_path=registered.by_path)
+        follower = Follower(self._limits.volume, self._admission, self._stream, namespace, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
-        self.registered.keeping.learn(follows=namespace.ino)
+        self.registered.keeping.learn(follows=namespace.ino, by_path=namespace.by_path)
         self._follower = follower
         return (), []
 
@@ -348,9 +353,8 @@ class Connection:
         return await self._calls.indexes.open(self._namespace(values[0]), values[1])
 
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
-        if values[0] not in self.registered.pins.arenas and not self._calls.indexes.may_map(values[0]):
-            raise errors.PermissionDenied(f"the client has no view in arena {values[0]}")
-        descriptor = self._limits.volume.tier.arena_descriptor(values[0])
+        namespaces, is_viewed = self.registered.namespaces.values(), values[0] in self.registered.pins.arenas
+        descriptor = await self._calls.indexes.map_arena(values[0], namespaces, is_viewed=is_viewed)
         return (os.fstat(descriptor).st_size,), [descriptor]
 
     # -- the end -------------------------------------------------------------------------------------

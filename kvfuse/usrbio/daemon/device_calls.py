@@ -49,7 +49,7 @@ def find_block(call: Call) -> Answer | None:
     assert namespace is not None
     binding = namespace.bindings.get(call.names[0])
     call.piece = call.data = None
-    if binding is None or not binding.valid or namespace.epoch != namespace.gates.epoch:
+    if binding is None or not binding.valid or not namespace.is_checked:
         return None
     content = binding.map
     version, size = content.version, content.size

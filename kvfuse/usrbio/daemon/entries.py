@@ -428,7 +428,7 @@ class EntryServer:
     def _get(self, entry: Entry, namespace: Namespace, name: bytes, iov: Iov | None) -> Answer | None:
         """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
         binding = namespace.bindings.get(name)
-        if binding is None or not binding.valid or namespace.epoch != namespace.gates.epoch:
+        if binding is None or not binding.valid or not namespace.is_checked:
             return None
         content = binding.map
         version, size = content.version, content.size

@@ -14,6 +14,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.admission import Admission
+from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.protocol.wire import NEWS, NEWS_NAMES_MAX, NewsKind, pack_keys
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.news import Change, Row, Watch
@@ -25,12 +26,12 @@ KINDS = {Change.STORED: NewsKind.STORED, Change.REMOVED: NewsKind.REMOVED, Chang
 
 @dataclass
 class Follower:
-    """One client that follows the blocks of directory ``ino``."""
+    """One client that follows the blocks of a directory. ``namespace``: its own, of which nobody else knows."""
 
     volume: RingApi
     admission: Admission
     stream: trio.socket.SocketType
-    ino: int
+    namespace: Namespace
     pause: Callable[[float], Awaitable[None]]
     """waits for the turn of the client's user for work of so many calls"""
     goes_on: bool = False
@@ -38,17 +39,19 @@ class Follower:
 
     async def check(self) -> None:
         """PermissionDenied unless the peer may list the directory; InvalidArgument where it is in no cache; Stale."""
-        has_token = await self.admission.check(self.ino)
-        if not (has_token or self.admission.peer.may(await self.volume.inodes.attributes(self.ino), 5)):
+        directory = await self.admission.directory(self.namespace)
+        if self.namespace.is_absent:
+            raise errors.Stale(f"inode {self.namespace.ino} was removed")
+        if not self.admission.may(self.namespace, directory, 5):
             raise errors.PermissionDenied("the mode of the directory does not allow the client's user to list it")
-        if self.volume.blocks.terms(self.ino)[1] is None:
+        if self.volume.blocks.terms(self.namespace.ino)[1] is None:
             raise errors.InvalidArgument("the directory is in no cache: only blocks of caches are followed")
 
     async def run(self) -> None:
         """Tell all until the client is gone, says anything, or lost something."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._wait_for_end, nursery.cancel_scope)
-            with self.volume.blocks.watching(self.ino) as watch:
+            with self.volume.blocks.watching(self.namespace.ino) as watch:
                 nursery.start_soon(self._wait_for_loss, watch, nursery.cancel_scope)
                 try:
                     await self._tell_all(watch)
@@ -69,7 +72,7 @@ class Follower:
             await self._send(NewsKind.CLEARED, [])
         after, is_last = 0, False
         while not is_last:
-            names, after = await self.volume.blocks.listing(self.ino, after, NEWS_NAMES_MAX)
+            names, after = await self.volume.blocks.listing(self.namespace.ino, after, NEWS_NAMES_MAX)
             is_last = not after
             await self.check()
             for start in range(0, len(names), NEWS_NAMES_MAX):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,22 +42,41 @@ class Indexes:
         count what is read.
         """
         await self._check(namespace)
-        readers = await self._read_class(namespace, number)
-        former = self._opened.pop(readers, None)
-        if former is not None:
-            self.volume.tier.residents.leave(former)
+        if namespace.measures.limiters:
+            raise errors.Unsupported("the speed of this namespace is limited: its blocks are got through rings")
+        readers = self._read_class(namespace, number)
+        for former in [own for own, touches in self._opened.items() if own == readers or touches.index.has_ended]:
+            self.volume.tier.residents.leave(self._opened.pop(former))
         if len(self._opened) >= INDEXES_MAX:
             raise errors.InvalidArgument(f"a connection has at most {INDEXES_MAX} indexes of blocks")
-        touches = self.volume.search.open(readers)
+        touches = self.volume.search.open(readers, namespace.ancestors)
         if touches is None:
             raise errors.InvalidArgument("the daemon has as many indexes of blocks as it may have")
         self._opened[readers] = touches
         self.nursery.start_soon(self.volume.search.read_names, readers)
         return (touches.index.size,), [touches.index.descriptor(), os.dup(touches.descriptor)]
 
-    def may_map(self, arena: int) -> bool:
-        """The client has an index of the blocks in an arena."""
-        return self.volume.tier.read_classes().get(arena) in self._opened
+    async def map_arena(self, arena: int, namespaces: Iterable[Namespace], *, is_viewed: bool) -> int:
+        """A descriptor of an arena that has blocks of which the client has a live index, or (``is_viewed``) a view.
+
+        ``namespaces``: what the client has registered: one of them has to be the arena's directory, and to let the
+        client list it now. PermissionDenied, also where there is no such arena.
+        """
+        tier = self.volume.tier
+        for namespace in list(namespaces):
+            found = tier.readers_of(arena)
+            if found is None or namespace.ino != found[0].directory:
+                continue
+            with suppress(errors.PermissionDenied, errors.Stale, errors.NotFound):
+                await self._check(namespace)
+                if self._may_map(namespace, *found, is_viewed=is_viewed):
+                    return tier.arena_descriptor(arena, namespace.ancestors)
+        raise errors.PermissionDenied(f"the client has neither a view in arena {arena} nor an index of it, or may not")
+
+    def _may_map(self, namespace: Namespace, readers: ReadClass, is_retired: bool, *, is_viewed: bool) -> bool:
+        touches = self._opened.get(readers)
+        has_index = touches is not None and not touches.index.has_ended and not is_retired
+        return (is_viewed or has_index) and (namespace.has_token or self._may_read(readers))
 
     def close(self) -> None:
         for touches in self._opened.values():
@@ -63,15 +84,11 @@ class Indexes:
         self._opened.clear()
 
     async def _check(self, namespace: Namespace) -> None:
-        if namespace.epoch != namespace.gates.epoch:
-            await self.admission.refresh(namespace)
-        directory = await self.volume.inodes.attributes(namespace.ino)
+        directory = await self.admission.directory(namespace)
         if namespace.is_absent or not (namespace.has_token or self.peer.may(directory, 5)):
             raise errors.PermissionDenied("the client's user may not list this folder")
-        if namespace.measures.limiters:
-            raise errors.Unsupported("the speed of this namespace is limited: its blocks are got through rings")
 
-    async def _read_class(self, namespace: Namespace, number: int) -> ReadClass:
+    def _read_class(self, namespace: Namespace, number: int) -> ReadClass:
         own = ReadClass(namespace.ino, self.peer.uid, namespace.gid, namespace.mode & 0o444)
         if not number:
             readers = [own]

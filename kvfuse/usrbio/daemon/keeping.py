@@ -89,6 +89,8 @@ class KeptWords(msgspec.Struct):
     """directory; the connection is for news of its blocks"""
     failed: bool = False
     """a daemon raised what nobody foresaw when it took the connection over"""
+    by_path: bool = False
+    """as `registry.Namespace` has it, of that directory"""
 
 
 class Left(NamedTuple):
@@ -259,13 +261,14 @@ class Keeping:
         """Its socket is kept under this name since it was accepted."""
         self._name = name
 
-    def learn(self, *, token: str = "", follows: int = 0) -> None:
+    def learn(self, *, token: str = "", follows: int = 0, by_path: bool = False) -> None:
         """The client has shown a token, or follows a directory."""
         if self.page is None:
             return
         if token and token not in self._said.tokens:
             self._said.tokens.append(token)
-        self._said.follows = follows or self._said.follows
+        if follows:
+            self._said.follows, self._said.by_path = follows, by_path
         self._keep(_SAID, self._said, [])
 
     def failed_again(self) -> bool:

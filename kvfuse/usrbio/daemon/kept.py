@@ -26,6 +26,7 @@ class KeptNamespace(msgspec.Struct):
     gid: int
     read_only: bool
     descriptor: str
+    by_path: bool = False
 
 
 class KeptRing(msgspec.Struct):
@@ -51,4 +52,5 @@ def device(thing: DeviceIov) -> Kept:
 
 
 def namespace(thing: Namespace) -> Kept:
-    return KeptNamespace(thing.ino, thing.mode, thing.gid, thing.read_only, thing.descriptor), []
+    row = KeptNamespace(thing.ino, thing.mode, thing.gid, thing.read_only, thing.descriptor, thing.by_path)
+    return row, []

@@ -21,6 +21,7 @@ from kvfuse.usrbio.daemon.accounts import Account, Limit
 from kvfuse.usrbio.daemon.keeping import Keeping
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.api import Binding
+from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.gates import Gates
 from kvfuse.volume.views.measures import Measures
@@ -92,19 +93,32 @@ class Namespace:
     """of the volume's namespace that it is in"""
     waits: bool = False
     """a put in it waits for its commit, as far as known"""
+    by_path: bool = False
+    """the peer's user could search all directories above it when the peer registered it: so it has to be able to later,
+    too. Else somebody gave it the descriptor, or it has the directory through a bind mount"""
     gates: Gates = field(default_factory=Gates)
     epoch: int = UNCHECKED
-    """of ``gates``, as of which the next two are known"""
+    """of ``gates``, as of which what follows is known"""
+    ancestors: Ancestors = field(default_factory=Ancestors)
+    changes: int = 0
+    """of ``ancestors``, the same"""
     descriptor: str = ""
     """what the client says its blocks are; it may not use the directory where the namespace has another one"""
     has_token: bool = False
     """the peer has shown the token of the volume's namespace that it is in, and may all there"""
     is_absent: bool = False
     """the peer may not use that namespace: for it the directory is empty"""
+    is_cut_off: bool = False
+    """a directory above it does not let the peer through any more"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)
     """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
     remembered: Remembered = field(default_factory=Remembered)
     """of all namespaces of the connection"""
+
+    @property
+    def is_checked(self) -> bool:
+        """Nobody may use the directory, or may not, who might, or might not, when that was found out. Any thread."""
+        return self.epoch == self.gates.epoch and self.changes == self.ancestors.changes
 
     def remember(self, name: bytes, binding: Binding) -> None:
         self.remembered.make_room()

@@ -22,7 +22,7 @@ from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.content.refresh import publishing_changes
 from kvfuse.volume.content.writer import Staging
 from kvfuse.volume.inodes.chunk import FRESH, Chunk, blocks_of
-from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.core import Core, put_directory
 from kvfuse.volume.inodes.node import MovedAgain, Node
 from kvfuse.volume.store import schema
 
@@ -110,7 +110,7 @@ class Merger:
         node.mtime = _merged_time(node.mtime, base.mtime, record.mtime)
         node.ctime = max(node.ctime, record.ctime)
         if node.is_directory:
-            node.parent = record.parent
+            put_directory(self.core, node, record.parent)
             if node.namespace != record.namespace:
                 self.core.namespaces.moves_border(node.ino)
                 node.namespace = record.namespace

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvfuse.errors import Stale
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.kernel_news import KernelNews
-from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.core import Core, put_directory
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
@@ -55,18 +55,18 @@ class Refresher:
         if node is None:
             node = self.chunks.restore_chunks(Node.from_record(record), record)
             node.own_record, node.version, node.base = own, version, record
-            _put_at(node, record, place)
+            _put_at(self.core, node, record, place)
             if self.core.places.content_version(node.ino) != version:
                 self.core.places.set_content_version(node.ino, 0)
             return self.core.nodes.add(node)
         if version > node.version and is_quiet(node):
             self._bring_up(node, record, own=own)
             node.version = version
-            _put_at(node, record, place)
+            _put_at(self.core, node, record, place)
         elif version > max(node.version, node.moved_version) and not own:  # an answer may be older than the news
             node.moved_to, node.moved_version = place, version
         elif own and version == node.version:
-            _put_at(node, record, place)
+            _put_at(self.core, node, record, place)
         return node
 
     def _bring_up(self, node: Node, record: schema.InodeRecord, *, own: bool) -> None:
@@ -119,14 +119,14 @@ class Refresher:
         self.news.attributes(node.ino)
 
 
-def _put_at(node: Node, record: schema.InodeRecord, place: tuple[int, bytes]) -> None:
+def _put_at(core: Core, node: Node, record: schema.InodeRecord, place: tuple[int, bytes]) -> None:
     """``place``: a name that led to the inode, or did once, or none where it was found by its number.
 
     A directory is where its record says, also where the name is not known: the record that is put next says it again.
     """
     parent, name = place
     if node.is_directory:
-        node.parent = record.parent
+        put_directory(core, node, record.parent)
         if name and record.parent == parent:
             node.name = name
     elif name:

@@ -352,6 +352,8 @@ class Coherence:
         """Drop what is cached, and read what is open anew. EngineError leaves it to be done again."""
         core = self.core
         core.dentries.clear()
+        for ino in core.namespaces.gates.ancestors.inodes():
+            core.nodes.get(ino)  # among the others again, where it is in use alone
         kept = [node for node in core.nodes if node.handles or not is_quiet(node) or node.is_directory]
         for node in [node for node in core.nodes if not node.busy and not node.is_directory]:
             node.end_map()

@@ -217,7 +217,7 @@ class Core:
         self.reads.threads, self.reads.speeds = former.reads.threads, former.reads.speeds
         self.reads.connect(former.reads.neighbours)
         self.tier = self.nodes.tier = former.tier
-        self.tier.clear()
+        self.tier.retire()  # any file may have changed, and who may use its directory
         self._share_residents()
         former.tier = SharedTier(0)
 
@@ -375,12 +375,12 @@ class Core:
     # -- inodes --------------------------------------------------------------------------------------
 
     def readers_change(self, node: Node) -> None:
-        """Before owner or mode of an inode change: end bindings and copies that its former readers may use."""
+        """Before owner or mode of an inode, or the place of a directory change: end bindings and copies that its former
+        readers may use, and what they have of directories below it."""
         self.dentries.unbind(node.ino)
         node.forget_copy()
         if node.is_directory:
-            self.tier.retire(node.ino)
-            self.namespaces.gates.owner_changes(node.ino)
+            self.tier.retire(node.ino, *self.namespaces.gates.ancestors.change(node.ino))
 
     def path_of(self, node: Node) -> bytes:
         """The path below the root, as far as the directories above are in memory; for messages and rebuilds."""
@@ -393,3 +393,10 @@ class Core:
             parts.append(here.name)
             here = self.nodes.get(here.parent)
         return b"/".join(reversed(parts))
+
+
+def put_directory(core: Core, node: Node, parent: int) -> None:
+    """A directory is in another one from here on, or is where it was."""
+    if node.parent != parent:
+        core.readers_change(node)
+        node.parent = parent

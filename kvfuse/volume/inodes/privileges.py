@@ -12,7 +12,7 @@ import stat
 
 from kvfuse.credentials import Capability, Credentials
 from kvfuse.errors import NotPermitted
-from kvfuse.volume.api import Caller
+from kvfuse.volume.api import Caller, Changes
 from kvfuse.volume.inodes.node import Node
 
 SET_ID = stat.S_ISUID | stat.S_ISGID
@@ -54,6 +54,12 @@ def lose_privileges_to_owner(node: Node, caller: Caller) -> None:
     """Clear setuid and setgid before anything but a directory gets another owner or group, also by root."""
     if node.mode & SET_ID and not node.is_directory:
         _drop(node, stat.S_ISUID | _lost_setgid(node, caller))
+
+
+def are_set_otherwise(node: Node, changes: Changes) -> bool:
+    """Owner, group or permissions become others than they are: tools set many again to what they are."""
+    wanted, present = (changes.mode, changes.uid, changes.gid), (stat.S_IMODE(node.mode), node.uid, node.gid)
+    return any(new not in (None, old) for new, old in zip(wanted, present, strict=True))
 
 
 def set_permissions(node: Node, permissions: int, caller: Caller) -> None:

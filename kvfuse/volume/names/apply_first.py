@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.core import Core, put_directory
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.nameless import Nameless
@@ -258,6 +258,8 @@ class ApplyFirst:
                 node.forget_copy()
             elif node.ino in self.core.tier.kept:
                 self.core.tier.renamed(node.ino)
+            if node.is_directory:
+                put_directory(self.core, node, end.directory.ino)
             node.parent, node.name = end.directory.ino, end.name
             node.ctime = clock.now()
             self.core.places.set(node.ino, node.parent, node.name)

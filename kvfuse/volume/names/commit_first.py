@@ -336,10 +336,11 @@ class CommitFirst:
             plan.node = core.nodes.get(made.ino) or core.nodes.add(made)
             core.file_count += 1
             core.counters.creates += 1
+        crosses = plan.linked is not None or plan.ends[0].directory is not plan.ends[-1].directory
         for parent, name, meant in draft.names:
+            if crosses and meant is not None and meant is not made:
+                core.readers_change(meant)
             self._apply_name(parent, name, meant, version, is_made=made is not None)
-        if plan.linked is not None or plan.ends[0].directory is not plan.ends[-1].directory:
-            plan.node.forget_copy()
         for node in draft.removed:
             self._gone(node)
         if core.caches:

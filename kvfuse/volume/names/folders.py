@@ -31,8 +31,10 @@ def has_other_token(core: Core, number: int, settings: Settings) -> bool:
 
 
 def end_access(core: Core, node: Node | None) -> None:
-    """Before a folder has another token: end what its former users have. ``node``: as far as it is in memory."""
-    core.tier.retire(None)  # of whichever directories are below
+    """Before a folder has another token: end what its former users have of it, and of directories below it.
+
+    ``node`` None: it is not in memory, so none of those is in use.
+    """
     if node is not None:
         core.readers_change(node)
 
@@ -44,6 +46,8 @@ def closed(mode: int) -> int:
 
 def end_namespace(core: Core, node: Node) -> None:
     """The folder is no namespace any more, from its next commit on."""
+    if has_other_token(core, node.ino, Settings()):
+        end_access(core, node)
     core.namespaces.remove(node.ino)
     node.extra[schema.namespace_key(node.ino)] = node.extra[schema.use_key(node.ino, 0)] = None
 

@@ -164,6 +164,8 @@ class NamespaceNews:
         """Forget a namespace, with this client's record of its use."""
         if number in self.core.namespaces.accounts.records:
             self.journal.put(schema.use_key(number, self.core.client), None)
+        if has_other_token(self.core, number, Settings()):
+            end_access(self.core, self.core.nodes.get(number))
         self.core.namespaces.remove(number, at_once=True)
 
     def _take_use(self, key: bytes, value: bytes | None) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import trio
 
 from kvfuse.errors import EngineError, OperationError
-from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.inodes.core import PATH_DEPTH_MAX, Core
 from kvfuse.volume.inodes.dentries import all_places
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages
+from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.name_filter import NAMES_MAX
 from kvfuse.volume.views.resident import BlockIndex, Touches
 from kvfuse.volume.views.tier import ReadClass
@@ -31,9 +33,19 @@ class OwnSearch:
     core: Core
     lookup: Lookup
 
-    def open(self, readers: ReadClass) -> Touches | None:
+    async def ancestors(self, directory: int) -> Ancestors:
+        table = self.core.namespaces.gates.ancestors
+        found = table.of(directory)
+        while not found.are_known:
+            nodes = [await self.lookup.directory(directory)]
+            while nodes[-1].ino != ROOT_INODE and len(nodes) < PATH_DEPTH_MAX:
+                nodes.append(await self.lookup.directory(nodes[-1].parent))
+            table.settle(found, nodes)
+        return found
+
+    def open(self, readers: ReadClass, ancestors: Ancestors) -> Touches | None:
         rows = [row for row in self.core.tier.blocks_of(readers) if self._means(readers.directory, *row[:2])]
-        return self.core.tier.residents.open(readers, rows)
+        return self.core.tier.residents.open(readers, rows, ancestors)
 
     async def read_names(self, readers: ReadClass) -> None:
         """While names are read, those that come are noted by the table of names (`Dentries.note`).

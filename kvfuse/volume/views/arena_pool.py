@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvfuse.keeper import Keeper
 from kvfuse.policy.hot import Recent
+from kvfuse.volume.views.arena_numbers import ArenaNumbers
 from kvfuse.volume.views.arena_rows import ArenaRows
 from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass
 from kvfuse.volume.views.placement import Placement
@@ -21,9 +22,6 @@ ARENA_SIZE = 64 << 20
 ARENAS_MAX = 256
 """Each takes a descriptor, and one more where somebody keeps it."""
 SLOT_ALIGNMENT = 4096
-NUMBERS_AT_ONCE = 1024
-"""of arenas, which nobody after this daemon gives again"""
-NUMBERS_NAME = "tier/numbers"
 ARENA_PREFIX = "tier/arena/"
 REGIME_SIZE = 16
 NO_REGIME = bytes(REGIME_SIZE)
@@ -83,11 +81,7 @@ class ArenaPool:
         self._placement = placement
         self._recent = recent
         self.keeper = keeper
-        self._last_number = self._numbers_end = 0
-        if keeper.outlives:
-            former = keeper.take(NUMBERS_NAME)
-            self._last_number = int.from_bytes(former.content[:8], "little") if former is not None else 0
-            self._reserve_numbers()
+        self._numbers = ArenaNumbers(keeper)
 
     # -- slots ---------------------------------------------------------------------------------------
 
@@ -149,8 +143,8 @@ class ArenaPool:
     # -- arenas --------------------------------------------------------------------------------------
 
     def _add(self, kind: Kind, memory: Memory | None = None) -> Arena | None:
-        if self.keeper.outlives and self._last_number + 1 >= self._numbers_end:
-            return None  # the event loop gets more soon
+        if not self._numbers.has_more:
+            return None  # the event loop announces more soon
         if memory is None:
             about = max(ARENA_SIZE, -(-self.capacity // (ARENAS_MAX // 2)))
             size = max(1, about // kind.slot_size) * kind.slot_size
@@ -159,8 +153,7 @@ class ArenaPool:
                 return None
             memory = Memory(size, self._placement)
         rows = ArenaRows(len(memory.bytes) // kind.slot_size) if self.keeper.outlives else None
-        self._last_number += 1
-        arena = Arena(self._last_number, kind, memory, self.returned, rows)
+        arena = Arena(self._numbers.take(), kind, memory, self.returned, rows)
         self._enter(arena)
         self._tell_soon(arena.number)
         return arena
@@ -225,10 +218,6 @@ class ArenaPool:
         if self.keeper.outlives:
             self.news.append(number)
 
-    def _reserve_numbers(self) -> None:
-        self._numbers_end = self._last_number + NUMBERS_AT_ONCE
-        self.keeper.keep(NUMBERS_NAME, self._numbers_end.to_bytes(8, "little"))
-
     def tell_keeper(self, describe: Describe) -> None:
         """Have the new arenas kept, and others no more. Event loop only."""
         if not self.news and not self._undescribed:
@@ -242,8 +231,7 @@ class ArenaPool:
                 self._keep(arena, describe)
             else:
                 self.keeper.drop(f"{ARENA_PREFIX}{number}")
-        if self._last_number + NUMBERS_AT_ONCE // 2 > self._numbers_end:
-            self._reserve_numbers()
+        self._numbers.announce_more()
 
     def _keep(self, arena: Arena, describe: Describe) -> None:
         assert arena.rows is not None

@@ -161,7 +161,7 @@ class Arena:
 class Kind:
     """All arenas with one slot size and one read class."""
 
-    __slots__ = ("arenas", "free", "kept", "read_class", "retired", "slot_size")
+    __slots__ = ("ancestors", "arenas", "free", "kept", "read_class", "retired", "slot_size")
 
     def __init__(self, slot_size: int, read_class: ReadClass, recent: Recent) -> None:
         self.slot_size = slot_size
@@ -171,6 +171,8 @@ class Kind:
         self.kept = HotOrder[TierBlock | LeftBlock](recent)
         """blocks by inode"""
         self.retired = False
+        self.ancestors: object = None
+        """of its directory, where clients have mapped an arena: see `views.ancestors`"""
 
 
 class _Lease:

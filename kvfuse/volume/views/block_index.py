@@ -78,6 +78,8 @@ class BlockIndex:
         self.readers = readers
         self.user_count = 0
         """connections that have it"""
+        self.ancestors: object = None
+        """of its directory, see `views.ancestors`"""
         self.names: dict[int, bytes] = {}
         """slot -> file name"""
         self._slots: dict[bytes, int] = {}
@@ -109,8 +111,13 @@ class BlockIndex:
     def tell_of_neighbours(self, are_there: bool) -> None:
         self._table.words[NEIGHBOURS] = are_there
 
+    @property
+    def has_ended(self) -> bool:
+        return self._table.has_ended
+
     def end(self) -> None:
         self._table.words[STATE] = ENDED
+        self.ancestors = None
         self.filter.give_up()
         self._slots.clear()
         self._inos.clear()

@@ -1,4 +1,4 @@
-"""Which namespaces have a token or a descriptor, for the event loop and the threads of rings.
+"""Who may use which folders, for the event loop and the threads of rings: tokens, descriptors, owners and modes.
 
 A *token* is a secret. Whoever has shown it may use its namespace, and those in it that have no token of their own, as
 if all modes allowed it; without it only those may whom the mode of the folder that has the token lets in, which never
@@ -13,6 +13,8 @@ import hmac
 import os
 from collections.abc import Callable
 from typing import NamedTuple
+
+from kvfuse.volume.views.ancestors import AncestorTable
 
 TOKEN_SIZE_MIN = 16
 TOKEN_SIZE_MAX = 256
@@ -79,6 +81,8 @@ class Gates:
         """number -> gate, of those namespaces that have one"""
         self.epoch = 0
         """grows before anybody is let in, or kept out, who was not before: what was found earlier holds no more"""
+        self.ancestors = AncestorTable()
+        """whose owners, modes and places decide beside the tokens"""
         self._own: dict[int, _Own] = {}
         self.on_change: Callable[[], None] = lambda: None
         """called when ``epoch`` has changed"""
@@ -93,11 +97,6 @@ class Gates:
     def remove(self, number: int) -> None:
         if self._own.pop(number, None) is not None:
             self._build()
-
-    def owner_changes(self, folder: int) -> None:
-        """The owner, the group or the mode of a folder is about to change."""
-        if folder in self.all:
-            self.ask_again()
 
     def end(self) -> None:
         """These hold no more: others take their place."""

@@ -58,15 +58,17 @@ class Residents:
         """directory -> what its next index needs, where that is not the least"""
         self._lock = threading.Lock()
 
-    def open(self, readers: ReadClass, blocks: Iterable[Shown]) -> Touches | None:
+    def open(self, readers: ReadClass, blocks: Iterable[Shown], ancestors: object = None) -> Touches | None:
         """The index of a read class, for one connection more, in a page for its touches. ``blocks`` (name, inode,
-        block): what it shows if it is new. None: there are too many indexes."""
+        block): what it shows if it is new. ``ancestors`` of the directory stay in memory as long as the index is live.
+        None: there are too many indexes."""
         with self._lock:
             index = self.by_directory.get(readers.directory, {}).get(readers)
             if index is None:
                 if not self._has_room():
                     return None
                 index = self._make(readers, blocks)
+            index.ancestors = ancestors
             touches = Touches(index)
             index.user_count += 1
             self._touches.append(touches)
@@ -186,11 +188,11 @@ class Residents:
                 other.filter.give_up()
             fence()
 
-    def end(self, directory: int | None = None) -> None:
-        """Other people may use a directory (None: any) than until now: clients ask again."""
+    def end(self, *directories: int) -> None:
+        """Other people may use these directories (none: any) than until now: clients ask again."""
         with self._lock:
             for index in self._all():
-                if directory in (None, index.readers.directory):
+                if not directories or index.readers.directory in directories:
                     self._end(index)
 
     def hold(self, seconds: float) -> None:

@@ -1,7 +1,8 @@
 """The shared-memory tier: copies of whole files in memory that clients may map, read-only.
 
 The memory is cut into *arenas*, one memfd each. An arena has slots of one size, and blocks of one *read class*: a
-client maps an arena as a whole, which it may because whoever may read one block in it may read all of them. The
+client maps an arena as a whole, which it may because whoever may read one block in it may read all of them. Before
+other people than until now may use the directory, its arenas are *retired*: later blocks go to others. The
 daemon maps an arena writable and seals it before a client may map it: nobody else can, whoever he is. Numbers of arenas
 are never used again, and an arena that a client may have mapped never serves another read class.
 
@@ -145,23 +146,19 @@ class SharedTier:
             if (block := self.kept.get(ino)) is not None:
                 block.name = b""
 
-    def clear(self) -> None:
-        """Any file may have changed."""
-        with self._lock:
-            for ino in [*self.kept, *self.left]:
-                self._books.forget(ino)
-
-    def retire(self, directory: int | None) -> None:
-        """Nothing is added to the arenas of a directory (None: of all) any more: others may use it than until now.
+    def retire(self, *directories: int) -> None:
+        """Nothing is added to the arenas of these directories (none: of all) any more: others may use them than until
+        now. What is in them is found no more.
 
         Nor does the next daemon find them. So it is for the event loop alone, where somebody keeps arenas.
         """
         pool = self._pool
-        self.residents.end(directory)
+        self.residents.end(*directories)
         with self._lock:
             for key, kind in list(pool.kinds.items()):
-                if directory in (None, kind.read_class.directory):
+                if not directories or kind.read_class.directory in directories:
                     kind.retired = True
+                    kind.ancestors = None
                     del pool.kinds[key]
                     for ino in list(kind.kept):
                         self._books.forget(ino)
@@ -184,13 +181,23 @@ class SharedTier:
         with self._lock:
             return {number: arena.kind.read_class for number, arena in self._pool.arenas.items()}
 
-    def arena_descriptor(self, arena: int) -> int:
-        """A new descriptor of an arena, which can only be read, for a client of its read class. NotFound."""
+    def readers_of(self, arena: int) -> tuple[ReadClass, bool] | None:
+        """Whose blocks an arena has, and whether it was retired; None: there is no such arena."""
+        found = self._pool.arenas.get(arena)
+        return (found.kind.read_class, found.kind.retired) if found is not None else None
+
+    def arena_descriptor(self, arena: int, ancestors: object = None) -> int:
+        """A new descriptor of an arena, which can only be read, for a client of its read class. NotFound.
+
+        ``ancestors`` of its directory stay in memory until it is retired.
+        """
         with self._lock:
             found = self._pool.arenas.get(arena)
             if found is None:
                 raise NotFound(f"arena {arena} is no more")
             found.shared = True
+            if not found.kind.retired:
+                found.kind.ancestors = ancestors
             return found.memory.open_for_others()
 
     def statistics(self) -> TierStatistics:

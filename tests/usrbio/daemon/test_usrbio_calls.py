@@ -28,6 +28,7 @@ from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Caller, Numbers
 from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.gates import Gates
 from kvfuse.volume.volume import Volume
@@ -104,13 +105,16 @@ class PuttingVolume:
     seal = None
 
     def __init__(self, *stuck: bytes) -> None:
-        self.blocks = self.inodes = self
+        self.blocks = self.inodes = self.search = self
         self.gates = Gates()
         self.begun: list[bytes] = []
         self.stuck = {name: trio.Event() for name in stuck}
 
     async def gate(self, ino: int) -> None:
         return None
+
+    async def ancestors(self, directory: int) -> Ancestors:
+        return self.gates.ancestors.of(directory)
 
     async def attributes(self, ino: int) -> SimpleNamespace:
         return SimpleNamespace(ino=ino, uid=0, gid=0, mode=0o40755)

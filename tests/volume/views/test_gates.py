@@ -48,13 +48,11 @@ def test_damaged_records_that_lead_in_a_circle_end_somewhere() -> None:
 def test_the_epoch_grows_when_others_are_let_in() -> None:
     gates = Gates()
     gates.put(5, 0, "")
-    gates.owner_changes(5)
     assert gates.epoch == 0, "no namespace has a token"
     gates.put(5, None, make_lock(TOKEN))
     gates.put(6, 0, "")
     assert gates.epoch == 1
-    gates.owner_changes(5)
-    gates.owner_changes(6)
+    gates.put(5, None, "")
     assert gates.epoch == 2
     gates.end()
     assert gates.epoch == ENDED

