@@ -50,6 +50,14 @@ def test_the_least_limit_of_a_group_and_those_above_holds(root: Path, seen_from:
     assert memory_size(root) == 512 * MIB
 
 
+def test_mounts_may_have_any_names(root: Path) -> None:
+    """Whoever may mount anything on the machine chooses them."""
+    grouped(root, "0::/a\n", V2.format(seen_from="/"), {"a/memory.max": str(128 * MIB)})
+    table = root / "proc/self/mountinfo"
+    table.write_bytes(b"40 22 0:40 / /mnt/\xff\x1c\xc2\x85\x0c rw - fuse.kvfuse /\x80 rw\n" + table.read_bytes())
+    assert memory_size(root) == 128 * MIB
+
+
 def test_version_1_names_the_controller(root: Path) -> None:
     limits = {"memory/job/memory.limit_in_bytes": str(256 * MIB), "memory/memory.limit_in_bytes": str((1 << 63) - 4096)}
     grouped(root, "3:cpu:/job\n4:memory:/job\n0::/\n", V1.format(seen_from="/"), limits)
