@@ -16,7 +16,7 @@ import trio.testing
 from block_calls import put
 from volume_lab import MIB, Disk, lab_options, opened
 
-from kvfuse.errors import NotFound, Stale
+from kvfuse.errors import NotFound, PermissionDenied, Stale
 from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
 from kvfuse.usrbio.daemon.call import Answer, Call, Entry
@@ -26,7 +26,7 @@ from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
-from kvfuse.volume.api import ROOT_INODE, Caller, Numbers
+from kvfuse.volume.api import ROOT_INODE, Caller, Changes, Numbers
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
@@ -355,6 +355,39 @@ async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one
         job()
         (await worker.waiting.receive())()
     assert (answers, worker.results) == ([], [])
+
+
+@pytest.mark.parametrize("operation", ["get", "exists", "prefetch"])
+async def test_who_loses_the_right_while_a_block_is_looked_for_is_refused(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found may have been stored since."""
+    options = lab_options(capacity=16 * MIB)
+    nothing: Any = None
+    async with opened(Disk.format(options), options) as volume:
+        folder = await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, Caller(0, 0))
+        await volume.blocks.put(folder.ino, b"a", memoryview(b"bytes"), Caller(0, 0), 0o644)
+        looks = {"get": "bind", "exists": "exists", "prefetch": "prefetch"}[operation]
+        look, looked = getattr(volume.blocks, looks), list[str]()
+
+        async def close_meanwhile(*arguments: Any) -> Any:
+            found = await look(*arguments)
+            looked.append(operation)
+            await volume.inodes.set_attributes(ROOT_INODE, Changes(mode=0o700), Caller(0, 0))
+            return found
+
+        admission = Admission(volume, Peer(1, 5, 5, frozenset()))
+        calls = BlockCalls(volume, admission, nothing, nothing, nothing)
+        namespace = Namespace(folder.ino, 0o644, 0, by_path=await admission.reaches(folder.ino))
+        assert namespace.by_path
+        worker: Any = AwaitedWorker([])
+        with monkeypatch.context() as patch:
+            patch.setattr(volume.blocks, looks, close_meanwhile)
+            with pytest.raises(PermissionDenied):
+                await getattr(calls, operation)(get_of(worker, namespace, b"a"))
+        assert looked == [operation]
+        assert not namespace.bindings
+        assert worker.results == []
 
 
 async def test_a_get_of_what_another_host_took_away_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
