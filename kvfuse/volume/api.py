@@ -395,8 +395,8 @@ class ReadyApi(Protocol):
 class SearchApi(Protocol):
     """What clients need to search for blocks in shared memory by themselves."""
 
-    async def ancestors(self, directory: int) -> Ancestors:
-        """A directory with those above it, found; valid until the caller's next await. Stale: it was removed."""
+    async def ancestors(self, directory: int) -> tuple[Ancestors, Sequence[Attributes]]:
+        """Who counts changes of a directory and those above, and these; until the caller's next await. Stale."""
 
     def open(self, readers: ReadClass, ancestors: Ancestors) -> Touches | None:
         """The index of a read class, for one connection more, which gives it back to `Residents.leave`. None: there are

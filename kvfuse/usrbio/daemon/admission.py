@@ -21,7 +21,6 @@ from kvfuse import errors
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import UNCHECKED, Namespace
 from kvfuse.volume.api import Attributes, Binding, RingApi
-from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.gates import ENDED, Gate, fits, is_token
 
 TOKENS_MAX = 16
@@ -63,10 +62,8 @@ class Admission:
 
     async def reaches(self, directory: int) -> bool:
         """The client's user may search all directories above one. Stale: it was removed."""
-        return self._reaches(await self.volume.search.ancestors(directory))
-
-    def _reaches(self, ancestors: Ancestors) -> bool:
-        return all(self.peer.may(above, 1) for above in ancestors.nodes[1:])
+        _, above = await self.volume.search.ancestors(directory)
+        return all(self.peer.may(one, 1) for one in above)
 
     async def directory(self, namespace: Namespace) -> Attributes:
         """A registered directory as it is now. What the namespace says of the client's rights is as of now, too.
@@ -88,9 +85,9 @@ class Admission:
         gates = self.volume.gates
         epoch, namespace.epoch = gates.epoch, UNCHECKED
         try:
-            namespace.ancestors = await self.volume.search.ancestors(namespace.ino)
+            namespace.ancestors, above = await self.volume.search.ancestors(namespace.ino)
             namespace.changes = namespace.ancestors.changes
-            is_cut_off = namespace.by_path and not self._reaches(namespace.ancestors)
+            is_cut_off = namespace.by_path and not all(self.peer.may(one, 1) for one in above)
             namespace.has_token = await self.check(namespace.ino)
             namespace.is_absent = await self._has_other_descriptor(namespace)
             namespace.is_cut_off = is_cut_off and not namespace.has_token

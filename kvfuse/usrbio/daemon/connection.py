@@ -50,7 +50,7 @@ COSTS = {
     Request.DROP_FILE: 2,
     Request.OPEN_NAMESPACE: 4,
     Request.DESCRIBE: 16,
-    Request.MAP_ARENA: 4,
+    Request.MAP_ARENA: 16,
     Request.MAP_INDEX: 16,
 }
 """of a message for the event loop, beside its answer, in calls"""

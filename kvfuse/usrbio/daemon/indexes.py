@@ -20,6 +20,8 @@ from kvfuse.volume.views.tier import ReadClass
 
 INDEXES_MAX = 64
 """of one connection"""
+HANDLES_MAX = 16
+"""of one folder that are looked at for a right to an arena, the newest ones"""
 
 
 @dataclass
@@ -63,13 +65,13 @@ class Indexes:
         client list it now. PermissionDenied, also where there is no such arena.
         """
         tier = self.volume.tier
-        for namespace in list(namespaces):
-            found = tier.readers_of(arena)
-            if found is None or namespace.ino != found[0].directory:
-                continue
+        found = tier.readers_of(arena)
+        own = [namespace for namespace in namespaces if found is not None and namespace.ino == found[0].directory]
+        for namespace in own[-HANDLES_MAX:]:
             with suppress(errors.PermissionDenied, errors.Stale, errors.NotFound):
                 await self._check(namespace)
-                if self._may_map(namespace, *found, is_viewed=is_viewed):
+                found = tier.readers_of(arena)
+                if found is not None and self._may_map(namespace, *found, is_viewed=is_viewed):
                     return tier.arena_descriptor(arena, namespace.ancestors)
         raise errors.PermissionDenied(f"the client has neither a view in arena {arena} nor an index of it, or may not")
 

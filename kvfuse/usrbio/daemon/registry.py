@@ -33,6 +33,7 @@ BINDINGS_MAX = 100_000
 """keys that a connection remembers, of all its namespaces"""
 UNCHECKED = -2
 """no epoch of `Gates`"""
+_NO_GATES, _NO_ANCESTORS = Gates(), Ancestors()
 _fstatfs = ctypes.CDLL(None, use_errno=True).fstatfs
 
 
@@ -96,10 +97,10 @@ class Namespace:
     by_path: bool = False
     """the peer's user could search all directories above it when the peer registered it: so it has to be able to later,
     too. Else somebody gave it the descriptor, or it has the directory through a bind mount"""
-    gates: Gates = field(default_factory=Gates)
+    gates: Gates = _NO_GATES
     epoch: int = UNCHECKED
     """of ``gates``, as of which what follows is known"""
-    ancestors: Ancestors = field(default_factory=Ancestors)
+    ancestors: Ancestors = _NO_ANCESTORS
     changes: int = 0
     """of ``ancestors``, the same"""
     descriptor: str = ""

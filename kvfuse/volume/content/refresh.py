@@ -136,7 +136,7 @@ def _put_at(core: Core, node: Node, record: schema.InodeRecord, place: tuple[int
 def publishing_changes(core: Core, node: Node, flags: int) -> None:
     """Before an inode gets these flags. Where a directory becomes strict, no client knows by itself what is absent."""
     if (node.flags ^ flags) & schema.PUBLISH_FLAGS:
-        core.tier.residents.end(node.ino)
+        core.tier.residents.end([node.ino])
 
 
 def is_quiet(node: Node) -> bool:

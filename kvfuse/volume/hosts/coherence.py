@@ -192,7 +192,7 @@ class Coherence:
         node = self.core.nodes.get(ino)
         if node is not None and node.is_directory:
             self.core.dentries.directory_removed(ino)
-            self.core.tier.retire(ino)
+            self.core.tier.retire([ino])
             self.journal.pending.loose.withdraw_attributes(node)
             node.nlink = 0
             self.core.nodes.drop(node)
@@ -212,7 +212,10 @@ class Coherence:
                 core.places.set(record.ino, parent, name)
             core.places.set_content_version(record.ino, 0)
             self.news.content(record.ino)
-        if node is None and not own:
+        if node is None and own:  # perhaps a directory that is in use here, or one above
+            if changed := core.namespaces.gates.ancestors.change(record.ino):
+                core.tier.retire(changed)
+        elif node is None:
             core.nodes.handover.is_at(record.ino, parent, name)
 
     def _take_times(self, change: Change) -> None:
@@ -352,8 +355,9 @@ class Coherence:
         """Drop what is cached, and read what is open anew. EngineError leaves it to be done again."""
         core = self.core
         core.dentries.clear()
-        for ino in core.namespaces.gates.ancestors.inodes():
-            core.nodes.get(ino)  # among the others again, where it is in use alone
+        ancestors = core.namespaces.gates.ancestors
+        for ino in [ino for ino in ancestors.inodes() if core.nodes.get(ino) is None]:
+            core.tier.retire(ancestors.change(ino))  # nobody knows what it was
         kept = [node for node in core.nodes if node.handles or not is_quiet(node) or node.is_directory]
         for node in [node for node in core.nodes if not node.busy and not node.is_directory]:
             node.end_map()

@@ -217,7 +217,7 @@ class Core:
         self.reads.threads, self.reads.speeds = former.reads.threads, former.reads.speeds
         self.reads.connect(former.reads.neighbours)
         self.tier = self.nodes.tier = former.tier
-        self.tier.retire()  # any file may have changed, and who may use its directory
+        self.tier.retire(None)  # any file may have changed, and who may use its directory
         self._share_residents()
         former.tier = SharedTier(0)
 
@@ -380,7 +380,7 @@ class Core:
         self.dentries.unbind(node.ino)
         node.forget_copy()
         if node.is_directory:
-            self.tier.retire(node.ino, *self.namespaces.gates.ancestors.change(node.ino))
+            self.tier.retire([node.ino, *self.namespaces.gates.ancestors.change(node.ino)])
 
     def path_of(self, node: Node) -> bytes:
         """The path below the root, as far as the directories above are in memory; for messages and rebuilds."""

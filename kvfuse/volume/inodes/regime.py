@@ -23,7 +23,11 @@ class Directory(Protocol):
 
 
 def regime_of(directory: Directory, namespaces: Namespaces) -> bytes:
-    """Its owner and mode, its namespace, and all tokens, as each holds for whichever directories are below."""
-    tokens = sorted((number, one.stored.token) for number, one in namespaces.all.items())
-    facts = directory.uid, directory.gid, directory.mode, directory.namespace, tokens
+    """Its owner and mode, its namespace, and the token that holds there.
+
+    Not those above: nobody writes to an arena that a client of the daemon before this one may have mapped.
+    """
+    gate = namespaces.gates.all.get(directory.namespace)
+    token = (gate.folder, gate.lock) if gate is not None else (0, "")
+    facts = directory.uid, directory.gid, directory.mode, directory.namespace, token
     return hashlib.blake2b(repr(facts).encode(), digest_size=REGIME_SIZE, person=b"kvfuse regime").digest()

@@ -369,7 +369,7 @@ class CommitFirst:
             self.core.namespaces.accounts.add_files(node.namespace, -1)
         self.core.tier.drop(node.ino)
         if node.is_directory:
-            self.core.tier.retire(node.ino)
+            self.core.tier.retire([node.ino])
             self.core.dentries.directory_removed(node.ino)
             if node.namespace == node.ino:
                 self.core.namespaces.remove(node.ino, at_once=True)

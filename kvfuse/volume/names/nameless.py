@@ -96,7 +96,7 @@ class OwnNameless(Nameless):
             records[schema.inode_key(node.ino)] = None
         self.core.tier.drop(node.ino)
         if node.is_directory:
-            self.core.tier.retire(node.ino)
+            self.core.tier.retire([node.ino])
             records[schema.times_key(node.ino)] = None
             self.core.dentries.directory_removed(node.ino)
             if number_of(node) is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import trio
 
@@ -11,6 +13,7 @@ from kvfuse.errors import EngineError, OperationError
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import PATH_DEPTH_MAX, Core
 from kvfuse.volume.inodes.dentries import all_places
+from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages
@@ -33,15 +36,15 @@ class OwnSearch:
     core: Core
     lookup: Lookup
 
-    async def ancestors(self, directory: int) -> Ancestors:
-        table = self.core.namespaces.gates.ancestors
-        found = table.of(directory)
-        while not found.are_known:
+    async def ancestors(self, directory: int) -> tuple[Ancestors, Sequence[Node]]:
+        while True:
             nodes = [await self.lookup.directory(directory)]
             while nodes[-1].ino != ROOT_INODE and len(nodes) < PATH_DEPTH_MAX:
                 nodes.append(await self.lookup.directory(nodes[-1].parent))
-            table.settle(found, nodes)
-        return found
+            if all(node.parent == above.ino for node, above in pairwise(nodes)):  # also now, after all waits
+                break
+        above = nodes[1:]
+        return self.core.namespaces.gates.ancestors.settle(directory, [node.ino for node in above]), above
 
     def open(self, readers: ReadClass, ancestors: Ancestors) -> Touches | None:
         rows = [row for row in self.core.tier.blocks_of(readers) if self._means(readers.directory, *row[:2])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvfuse.blockindex import BUCKET, BUCKETS_MAX, FILTER_BITS_MIN, fence
 from kvfuse.keys import file_names
@@ -60,8 +60,8 @@ class Residents:
 
     def open(self, readers: ReadClass, blocks: Iterable[Shown], ancestors: object = None) -> Touches | None:
         """The index of a read class, for one connection more, in a page for its touches. ``blocks`` (name, inode,
-        block): what it shows if it is new. ``ancestors`` of the directory stay in memory as long as the index is live.
-        None: there are too many indexes."""
+        block): what it shows if it is new. ``ancestors``: of the directory, whose changes count while the index is
+        live. None: there are too many indexes."""
         with self._lock:
             index = self.by_directory.get(readers.directory, {}).get(readers)
             if index is None:
@@ -188,11 +188,11 @@ class Residents:
                 other.filter.give_up()
             fence()
 
-    def end(self, *directories: int) -> None:
-        """Other people may use these directories (none: any) than until now: clients ask again."""
+    def end(self, directories: Collection[int] | None = None) -> None:
+        """Other people may use these directories (None: any) than until now: clients ask again."""
         with self._lock:
             for index in self._all():
-                if not directories or index.readers.directory in directories:
+                if directories is None or index.readers.directory in directories:
                     self._end(index)
 
     def hold(self, seconds: float) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -146,17 +146,18 @@ class SharedTier:
             if (block := self.kept.get(ino)) is not None:
                 block.name = b""
 
-    def retire(self, *directories: int) -> None:
-        """Nothing is added to the arenas of these directories (none: of all) any more: others may use them than until
+    def retire(self, directories: Collection[int] | None) -> None:
+        """Nothing is added to the arenas of these directories (None: of all) any more: others may use them than until
         now. What is in them is found no more.
 
         Nor does the next daemon find them. So it is for the event loop alone, where somebody keeps arenas.
         """
         pool = self._pool
-        self.residents.end(*directories)
+        directories = set(directories) if directories is not None else None
+        self.residents.end(directories)
         with self._lock:
             for key, kind in list(pool.kinds.items()):
-                if not directories or kind.read_class.directory in directories:
+                if directories is None or kind.read_class.directory in directories:
                     kind.retired = True
                     kind.ancestors = None
                     del pool.kinds[key]
@@ -189,7 +190,7 @@ class SharedTier:
     def arena_descriptor(self, arena: int, ancestors: object = None) -> int:
         """A new descriptor of an arena, which can only be read, for a client of its read class. NotFound.
 
-        ``ancestors`` of its directory stay in memory until it is retired.
+        ``ancestors``: of its directory; changes of them count until it is retired.
         """
         with self._lock:
             found = self._pool.arenas.get(arena)

@@ -26,7 +26,7 @@ from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
-from kvfuse.volume.api import ROOT_INODE, Caller, Changes, Numbers
+from kvfuse.volume.api import ROOT_INODE, Attributes, Caller, Changes, Numbers
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
@@ -113,8 +113,8 @@ class PuttingVolume:
     async def gate(self, ino: int) -> None:
         return None
 
-    async def ancestors(self, directory: int) -> Ancestors:
-        return self.gates.ancestors.of(directory)
+    async def ancestors(self, directory: int) -> tuple[Ancestors, list[Attributes]]:
+        return self.gates.ancestors.settle(directory, ()), []
 
     async def attributes(self, ino: int) -> SimpleNamespace:
         return SimpleNamespace(ino=ino, uid=0, gid=0, mode=0o40755)

@@ -263,7 +263,7 @@ async def test_clients_find_a_block_by_themselves_once_it_was_looked_at(
 ) -> None:
     crashed, kept = await killed(disk, options, keeper, {b"11" * 8: b"a" * CHUNK, b"22" * 8: b"b"})
     async with opened(crashed, options, keeper=kept) as volume:
-        touches = volume.search.open(READERS, volume.gates.ancestors.of(ROOT_INODE))
+        touches = volume.search.open(READERS, volume.gates.ancestors.settle(ROOT_INODE, ()))
         assert touches is not None
         assert len(touches.index) == 0
         assert await shown(volume, b"11" * 8) == b"a" * CHUNK

@@ -24,7 +24,7 @@ async def put(volume: Volume, name: bytes) -> int:
 def shown(volume: Volume) -> set[bytes]:
     """By a new index."""
     volume.tier.residents.end()
-    touches = volume.search.open(READERS, volume.gates.ancestors.of(ROOT_INODE))
+    touches = volume.search.open(READERS, volume.gates.ancestors.settle(ROOT_INODE, ()))
     assert touches is not None
     return set(touches.index.names.values())
 

@@ -52,7 +52,7 @@ class Searcher:
         """As a client that maps an index anew once the one that it has says nothing."""
         readers = ReadClass(self.folder, CALLER.uid, CALLER.gid, 0o444)
         if self.index is None:
-            self.touches = self.volume.search.open(readers, await self.volume.search.ancestors(self.folder))
+            self.touches = self.volume.search.open(readers, (await self.volume.search.ancestors(self.folder))[0])
         await self.volume.search.read_names(readers)
 
     @property

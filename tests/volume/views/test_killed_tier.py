@@ -50,7 +50,7 @@ for step in range(1 << 40):
     elif choice < 0.95:
         held = [*held[-2:], tier.find(ino)]
     elif choice < 0.951:
-        tier.retire(rng.randrange(2))
+        tier.retire([rng.randrange(2)])
     if step == 100:  # the signal kills it, at any instruction
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.001, 0.1))
 """

@@ -185,7 +185,7 @@ def test_numbers_of_arenas_are_never_used_again(keeper: MemoryKeeper) -> None:
         tier = tier_of(keeper)
         for read_class in (HERE, THERE):
             numbers.append(allocate(tier, 4 * KIB, read_class).arena)
-            tier.retire(read_class.directory)
+            tier.retire([read_class.directory])
         numbers.append(tier.allocate(4 * KIB, HERE).arena)  # and nobody hears of it
     assert len(set(numbers)) == 9
 
@@ -222,7 +222,7 @@ def test_a_retired_directory_leaves_nothing(keeper: MemoryKeeper) -> None:
     keep(tier, 2, read_class=THERE)
     held = tier.find(1)
     assert held is not None
-    tier.retire(HERE.directory)
+    tier.retire([HERE.directory])
     assert set(tier_of(after_kill(keeper)).left) == {2}
     tier.tell_keeper(lambda _: REGIME)
     assert len(keeper.names(ARENA_PREFIX)) == 1
@@ -398,7 +398,7 @@ def test_nobody_finds_other_bytes_whenever_the_daemon_is_killed(keeper: MemoryKe
             elif choice < 0.82 and (numbers := list(tier.read_classes())):
                 share(tier, rng.choice(numbers))
             elif choice < 0.84:
-                tier.retire(rng.choice([1, 2]))
+                tier.retire([rng.choice([1, 2])])
             if step % 10 == 0:
                 check_left(tier, keeper)
         check_left(tier, keeper)

@@ -35,7 +35,7 @@ def test_names_that_come_too_late_for_an_index_leave_the_next_one_alone() -> Non
     assert residents.open(HERE, []) is not None
     former = residents.begin_names(HERE, None)
     assert former is not None
-    residents.end(HERE.directory)
+    residents.end([HERE.directory])
     touches = residents.open(HERE, [])
     assert touches is not None
     assert not residents.add_names(former, [b"%d" % number for number in range(20_000)])  # more than it has room for

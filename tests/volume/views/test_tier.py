@@ -187,7 +187,7 @@ def test_a_retired_directory_gets_other_arenas() -> None:
     keep(tier, 1, 4 * KIB)
     pinned = tier.find(1)
     assert pinned is not None
-    tier.retire(HERE.directory)
+    tier.retire([HERE.directory])
     assert tier.find(1) is None
     later = allocate(tier, 4 * KIB)
     assert later.arena != pinned.arena
@@ -312,7 +312,7 @@ def test_threads_beside_each_other(seed: int) -> None:
             if rng.random() < 0.1:
                 tier.drop(rng.randrange(200))
             if rng.random() < 0.002:
-                tier.retire(rng.randrange(3))
+                tier.retire([rng.randrange(3)])
             while pins and (len(pins) > 8 or rng.random() < 0.3):
                 ino, pin = pins.pop(rng.randrange(len(pins)))
                 if np.any(pin.buffer != ino) or pin.read_class != classes[ino % 3]:
