@@ -26,6 +26,11 @@ class Tree:
     def use(self, ino: int) -> Ancestors:
         return self.table.settle(ino, self.above(ino))
 
+    def look(self, ino: int) -> tuple[Ancestors, int]:
+        """As `use`, with the present count of changes."""
+        found = self.use(ino)
+        return found, found.changes
+
 
 def test_a_change_above_counts_until_the_directory_is_looked_at_again() -> None:
     tree = Tree((2, 1), (3, 2), (4, 3), (5, 2))
@@ -76,7 +81,7 @@ def test_changes_are_those_of_a_plain_search(seed: int) -> None:
     for _ in range(3000):
         ino, choice = rng.randrange(1, 60), rng.random()
         if choice < 0.5:
-            used[ino] = (found := tree.use(ino)), found.changes
+            used[ino] = tree.look(ino)
         elif choice < 0.6:
             used.pop(ino, None)
         else:
