@@ -215,6 +215,10 @@ def _engines(stats: Stats) -> Iterator[Metric]:
     yield _counter("kvfuse_engine_calls", "Calls of the record store and the segments.", ("engine", "call"), trips)
     kinds = ("read", "read_bytes"), ("written", "written_bytes"), ("viewed", "view_bytes")
     moved: Rows = [((direction,), segments[name]) for direction, name in kinds]
+    text = "Changes that servers of segments did not answer in time, so that other slots were tried."
+    yield _counter("kvfuse_segment_late_writes", text, (), [((), segments["late_writes"])])
+    text = "Slots that were exchanged for others, as their servers did not answer."
+    yield _counter("kvfuse_segment_moved_slots", text, (), [((), segments["moved_slots"])])
     yield _counter("kvfuse_segment_bytes", "Bytes that the segments gave and took.", ("direction",), moved)
 
 

@@ -313,22 +313,29 @@ class Allocator:
             self._returned = [slab for slab in range(self._unused_start) if slab not in self._slabs]  # a heap: sorted
 
     def claim(self, slot: Slot) -> None:
-        """Allocate this very slot, on an allocator that was only restored. ValueError where it is not free."""
+        """Allocate this very slot. ValueError where it is not free, or in a slab that was not granted."""
         index, offset = slot.addr >> self._slab_shift, slot.addr & self._offset_mask
         self.classes.adopt(slot.size)
-        if not (self._has_all and 0 <= index < self.geometry.slab_count):
+        if not (self.holds(index) and 0 <= index < self.geometry.slab_count):
             raise ValueError(f"no slab of this allocator has a slot at {slot.addr}")
         if offset % slot.size or offset + slot.size > self.geometry.slab_size:
             raise ValueError(f"no slot of {slot.size} bytes begins at {slot.addr}")
         slab = self._slabs.get(index)
         if slab is None:
             slab = self._begin_slab(index, slot.size)
+            self.slab_opened()
         elif slab.slot_size != slot.size or slab.states[offset // slot.size] != FREE:
             raise ValueError(f"slot {slot.addr} of {slot.size} bytes is not free")
         slab.pool.claim(slab, offset // slot.size)
         self._used_bytes += slot.size
         if slot.owner and self.ledger is not None:
             self.ledger.charge(slot.owner, slot.size)
+
+    def free_slots(self, slot_size: int) -> Iterator[int]:
+        """Addresses of free slots of this size: in slabs that have it, then those that free slabs would have."""
+        yield from self._pool(slot_size).free_slots()
+        for slab in [*self._returned, *range(self._unused_start, self.geometry.slab_count)]:
+            yield from range(slab << self._slab_shift, (slab + 1 << self._slab_shift) - slot_size + 1, slot_size)
 
     def _begin_slab(self, index: int, slot_size: int) -> Slab:
         """Give this free slab to a slot size."""
@@ -476,10 +483,7 @@ class Allocator:
 
     def _image(self, index: int) -> SlabState:
         slab = self._slabs.get(index)
-        if slab is None or DURABLE not in slab.states:
-            return SlabState(index, 0, b"")
-        durable = np.frombuffer(slab.states, np.uint8) == DURABLE
-        return SlabState(index, slab.slot_size, np.packbits(durable, bitorder="little").tobytes())
+        return slab.image() if slab and DURABLE in slab.states else SlabState(index, 0, b"")
 
     def _restore_slab(self, state: SlabState) -> None:
         durable = durable_slots(state, self.geometry)

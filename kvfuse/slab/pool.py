@@ -7,9 +7,12 @@ in C, a transition is one item of a bytearray, and numpy works on whole maps whe
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 from sortedcontainers import SortedList
+
+from kvfuse.slab.image import SlabState
 
 FREE, ALLOCATED, DURABLE, PENDING = range(4)
 STATE_NAMES = ("free", "allocated", "durable", "pending")
@@ -34,6 +37,18 @@ class Slab:
         """no slot before it is free"""
         self.rank: int | None = None
         """the free_count under which it stands in its pool's order, None: it stands not there"""
+
+    def image(self) -> SlabState:
+        """Its durable slots."""
+        durable = np.frombuffer(self.states, np.uint8) == DURABLE
+        return SlabState(self.index, self.slot_size, np.packbits(durable, bitorder="little").tobytes())
+
+    def free_slots(self) -> Iterator[int]:
+        """Addresses of free slots, some of which may be taken meanwhile."""
+        index = self.states.find(FREE)
+        while index >= 0:
+            yield self.addr + index * self.slot_size
+            index = self.states.find(FREE, index + 1)
 
 
 class Pool:
@@ -99,6 +114,11 @@ class Pool:
             slab.slack[index] = slack
             self.slack_bytes += slack
         return slab.addr + index * self.slot_size
+
+    def free_slots(self) -> Iterator[int]:
+        """Addresses of free slots of its present slabs."""
+        for slab in list(self.slabs.values()):
+            yield from slab.free_slots()
 
     def claim(self, slab: Slab, index: int) -> None:
         """Allocate this very slot, which is free, for as many bytes as it has."""

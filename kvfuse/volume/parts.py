@@ -63,6 +63,11 @@ from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.schema import Counts
 
+HEADS_SECONDS = 30.0
+"""for which an end waits for slot heads whose servers are late: longer than a cluster takes to name others"""
+HEADS_HANDED_OVER_SECONDS = 1.0
+"""the same where callers wait for the next daemon"""
+
 log = logging.getLogger(__name__)
 
 
@@ -216,6 +221,8 @@ class Parts:
 
     async def _start(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(failing.vital_task, self.flusher.run)
+        nursery.start_soon(failing.service, "slots elsewhere", self.flusher.elsewhere.run)
+        nursery.start_soon(failing.vital_task, self.flusher.headers.run)
         nursery.start_soon(failing.vital_task, self.journal.run)
         nursery.start_soon(failing.service, "removals", self.names.nameless.run)
         for evictor in [] if self.core.read_only else self.space.evictors:
@@ -235,6 +242,7 @@ class Parts:
         self.coherence.granting.stop()
         for evictor in self.space.evictors:
             await evictor.stop()  # what it removes changes counts that are handed over now
+        await self.flusher.headers.settle(HEADS_SECONDS)
         has_given_all = await self.leases.close()
         await self.life.end()
         if not has_given_all:
@@ -247,6 +255,7 @@ class Parts:
 
     async def hand_over(self) -> None:
         """Everything is stored: leave all as it is to the daemon that goes on as this client, and end."""
+        await self.flusher.headers.settle(HEADS_HANDED_OVER_SECONDS)
         await self.life.end()
         if self.leases is not None and self.coherence is not None:
             self.coherence.member.hand_over(self.leases.held.unsettled())

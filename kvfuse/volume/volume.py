@@ -107,7 +107,12 @@ class Volume:
             "uptime": round(time.time() - self._opened, 3),
             "counters": dataclasses.asdict(core.counters),
             "records": {**dataclasses.asdict(core.records.counters), "round_trips": core.records.counters.round_trips},
-            "segments": dataclasses.asdict(core.segments.counters),
+            "segments": {
+                **dataclasses.asdict(core.segments.counters),
+                "moved_slots": self.parts.flusher.elsewhere.moved,
+                "resting_slots": self.parts.flusher.elsewhere.resting,
+                "owed_heads": self.parts.flusher.headers.owed,
+            },
             "journal": dataclasses.asdict(self.parts.journal.counters),
             "blocks": self.blocks.statistics(),
             "tier": core.tier.statistics()._asdict(),

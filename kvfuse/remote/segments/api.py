@@ -78,6 +78,8 @@ class SegmentLimits:
     quarantine: float = 0.0
     """seconds for which a write of a client that is gone, and that was not cut off, may still happen; 0: the volume's
     own grace is enough"""
+    part_size: int = 0
+    """bytes of a segment that one set of servers has, from each multiple on; 0: nothing is known of servers"""
 
 
 @dataclass
@@ -99,6 +101,8 @@ class SegmentCounters:
     """requests to servers, hedges included (engines that have servers)"""
     hedges: int = 0
     """reads that were late and asked of another replica"""
+    late_writes: int = 0
+    """changes that servers did not answer in time (`write_some`)"""
 
 
 @dataclass
@@ -130,6 +134,25 @@ class SegmentStore(ABC):
     @abstractmethod
     async def write(self, batch: Sequence[Transfer]) -> None:
         """Store every transfer's buffer."""
+
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        """`write`, without waiting for servers that are late by this engine's measure.
+
+        Returns the indices of transfers that are late: each may have happened, and may happen until a later write of
+        this store to the same bytes returns. All others are written. An engine without servers waits for all.
+        """
+        await self.write(batch)
+        return set()
+
+    def answers(self, segment: int, offset: int, length: int) -> bool | None:
+        """Whether the servers of these bytes carry out changes. False: one is late, and still not answered.
+
+        None: not known, while servers of other bytes are late (`probe`). True, also where none is late.
+        """
+        return True
+
+    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:  # noqa: B027 - as for `write_some`
+        """Find out for `answers` of (segment, offset, length), without waiting for late servers. EngineError."""
 
     @abstractmethod
     async def sync(self) -> None:

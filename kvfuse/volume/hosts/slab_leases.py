@@ -69,6 +69,7 @@ class SlabLeases:
         core.slabs.slab_opened = self._slab_opened
         core.is_alone = self._is_alone
         core.shared_part = self._part
+        core.more_slabs = self.take_empty_slabs
         ranges = (core.inodes, core.generations)
         self._numbers = [numbers for numbers in ranges if isinstance(numbers, SharedNumberRange)]
         for numbers in self._numbers:
@@ -249,6 +250,14 @@ class SlabLeases:
             if self.held.grant_count > grants or await self._wait_for_grace():
                 return True
         return self.inheritance.is_behind and await self.inheritance.settle()
+
+    async def take_empty_slabs(self) -> bool:
+        """Take free slabs of nobody that need no grace: whether there were any. EngineError."""
+        grants = self.held.grant_count
+        async with self._turn:
+            await self.supply.take_more()
+            await self.held.ripen()
+        return self.held.grant_count > grants
 
     async def _wait_for_grace(self) -> bool:
         """Until a slab or some slots have waited long enough. False: none is waiting."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,6 +174,8 @@ class Core:
     """no other client of a shared volume is known from the watch"""
     shared_part: Callable[[], Part] | None = None
     """of a shared volume: see `part`"""
+    more_slabs: Callable[[], Awaitable[bool]] | None = None
+    """takes slabs of a shared volume that nobody holds: whether there are any. EngineError"""
     places: Places = field(default_factory=Places)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)

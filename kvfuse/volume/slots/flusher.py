@@ -3,6 +3,8 @@
 One batch is written at a time; bytes staged meanwhile join the next. The journal commits a record
 only after the bytes that it refers to were written; headers (`heads`) are written with their bytes.
 
+Bytes whose servers are late go to other slots (`elsewhere`).
+
 Bytes whose write failed stay staged, and are written again. But no caller waits longer than one engine deadline:
 when a batch times out, every waiter gets EngineTimeout, also those whose bytes were to follow in the next batch.
 """
@@ -16,18 +18,19 @@ from dataclasses import dataclass, field
 
 import trio
 
-from kvfuse.checksum import GRANULE_SIZE, granule_checksums
+from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.disk.tier import DiskTier
-from kvfuse.volume.inodes.chunk import FRESH, Chunk, Extent, Staged
+from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.grace import Give
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.slots.elsewhere import Elsewhere
 from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
-from kvfuse.volume.slots.packer import Packed, Packer
+from kvfuse.volume.slots.items import Item, plan
+from kvfuse.volume.slots.packer import Packer
 from kvfuse.volume.views.demand import Demand
 from kvfuse.volume.views.fair_line import FairLine
 
@@ -44,25 +47,11 @@ BATCH_BYTES_SHARED = 8 << 20
 BESIDE_READERS = 4
 """Where callers of other namespaces read, so many fewer are made before other tasks may run."""
 OVER = "the volume is being unmounted, or lost its lease: nothing is written any more"
+WRITES_MAX = 4
+"""Times that a batch is written: what is late goes elsewhere, and the last time it is waited for."""
 PAUSE_MIN = 0.1
 PAUSE_MAX = 0.5
 """Seconds before the next attempt after a failed write: after the first failure, and at most."""
-
-
-@dataclass(slots=True)
-class _Item:
-    """One staged chunk in a batch."""
-
-    node: Node
-    chunk_index: int
-    chunk: Chunk
-    staged: Staged
-    extents: list[Extent]
-    """in which it is written"""
-    packed: Packed | None = None
-    """its bytes compressed, for a slot that is smaller than the one that it has"""
-    identity: tuple[int, bytes, int, int, int, int] | None = None
-    """of the file, as the headers describe it; see `identity_of`"""
 
 
 class _Turn:
@@ -106,6 +95,7 @@ class Flusher:
         self._lock = trio.Lock()
         self._work = trio.Event()
         self.packer = Packer(self.core)
+        self.elsewhere = Elsewhere(self.core)
         self.line = FairLine()
         """callers that wait for memory"""
         self._turn = _Turn()
@@ -302,31 +292,58 @@ class Flusher:
         """Under the lock: write the first of ``chunks``. At each await staged bytes may be replaced or dropped;
         `_install` checks that.
         """
-        items: list[_Item] = []
+        items: list[Item] = []
         try:
             await self._take(chunks, items, size_max)
-            if not items:
-                return
-            writes = await self._prepare(items)
-            segments = {transfer.segment for transfer in writes}
-            if not segments <= self.core.made_segments:
-                await self.core.make_segments(segments)
-            await self.core.segments.write(writes)
+            for left in reversed(range(WRITES_MAX)):
+                await self.elsewhere.move(items)
+                late = await self._write(items, is_last=not left or self.headers.owes_much) if items else []
+                written, items = [item for item in items if item not in late], late
+                await self._install_all(written)
+                items = self._still_wanted(items)
         except BaseException as error:
             if isinstance(error, EngineTimeout):
                 self._late = error
             for item in items:
                 self._keep_staged(item)
             raise
+
+    async def _write(self, items: Sequence[Item], *, is_last: bool) -> list[Item]:
+        """Write bytes and heads. Returns those whose bytes are late; ``is_last``: EngineTimeout where some are."""
+        writes, headers, heads = await self._prepare(items)
+        segments = {transfer.segment for transfer in (*writes, *headers)}
+        if not segments <= self.core.made_segments:
+            await self.core.make_segments(segments)
+        if is_last:
+            await self.core.segments.write(writes)
+            await self.headers.write(heads)
+            return []
+        late = await self.core.segments.write_some([*writes, *headers])
+        self.headers.wrote(heads, [headers[index - len(writes)] for index in late if index >= len(writes)])
+        return [item for item in items if not late.isdisjoint(item.transfers)] if late else []
+
+    def _still_wanted(self, late: Sequence[Item]) -> list[Item]:
+        """Those of late items that are to be written elsewhere: as they are, and not compressed."""
+        for item in late:
+            if item.staged.dropped:
+                self._keep_staged(item)
+            elif item.packed is not None:
+                self.elsewhere.rest([extent.slot for extent in item.extents])
+                item.packed = None
+            else:
+                item.staged.unsure = True
+        return [item for item in late if not item.staged.dropped]
+
+    async def _install_all(self, items: Sequence[Item]) -> None:
         with trio.CancelScope(shield=True):  # the bytes are written
             for number, item in enumerate(items):
                 if number and number % PREPARED_CHUNKS == 0:
                     await trio.lowlevel.checkpoint()
                 self._install(item)
 
-    async def _take(self, chunks: deque[tuple[Node, int]], items: list[_Item], size_max: int) -> None:
+    async def _take(self, chunks: deque[tuple[Node, int]], items: list[Item], size_max: int) -> None:
         """Begin to write the first of ``chunks``: from here on they do not change. Compresses what is to be."""
-        size, spaces, tried = 0, self.core.namespaces.all, list[_Item]()
+        size, spaces, tried = 0, self.core.namespaces.all, list[Item]()
         while chunks and size < size_max and len(items) < BATCH_CHUNKS:
             node, index = chunks.popleft()
             chunk = node.chunks.get(index)
@@ -335,7 +352,7 @@ class Flusher:
                 size += staged.length
                 staged.writing = True
                 chunk.writing = staged
-                items.append(_Item(node, index, chunk, staged, []))
+                items.append(Item(node, index, chunk, staged, []))
                 namespace = spaces.get(node.namespace) if spaces else None
                 if namespace is not None and namespace.settings.compression != "none":
                     tried.append(items[-1])
@@ -345,43 +362,30 @@ class Flusher:
             for item, found in zip(tried, packed, strict=True):
                 item.packed = found
 
-    async def _prepare(self, items: Sequence[_Item]) -> list[Transfer]:
-        """The transfers of a batch."""
+    async def _prepare(self, items: Sequence[Item]) -> tuple[list[Transfer], list[Transfer], list[Head]]:
+        """The transfers of the bytes of a batch, those of their heads, and the heads."""
         writes: list[Transfer] = []
+        headers: list[Transfer] = []
         heads: list[Head] = []
         folders: dict[int, bytes] = {}
-        prepared_size = 0
+        prepared_size, head_count = 0, 0
         of = self.core.namespaces.measures[items[0].node.namespace]
         part = BESIDE_READERS if len(of.readers) > (of in of.readers) and of.is_beside_readers() else 1
         for item in items:
-            if len(heads) * part >= PREPARED_CHUNKS or prepared_size * part >= PREPARED_BYTES:
-                writes += transfers(self.core.superblock, heads)
-                heads, folders, prepared_size = [], {}, 0
+            if (len(heads) - head_count) * part >= PREPARED_CHUNKS or prepared_size * part >= PREPARED_BYTES:
+                headers += transfers(self.core.superblock, heads[head_count:])
+                prepared_size, head_count, folders = 0, len(heads), {}
                 await trio.lowlevel.checkpoint()
             prepared_size += item.staged.length
             item.identity = identity_of(item.node)
-            packed = self._plan_packed(item, writes) if item.packed is not None else []
-            item.extents = packed or self._plan_extents(item.staged, writes)
+            plan(self.core, item, writes, self.cancel)
             offset = 0
             for extent in item.extents:
                 heads.append(self.headers.head(item.node, item.chunk_index, offset, extent, folders))
                 offset += extent.length
-        return writes + transfers(self.core.superblock, heads)
+        return writes, headers + transfers(self.core.superblock, heads[head_count:]), heads
 
-    def _plan_packed(self, item: _Item, writes: list[Transfer]) -> list[Extent]:
-        """The same as `_plan_extents` for compressed bytes; none where there is no slot for them but the larger one."""
-        assert item.packed is not None
-        data, packing = item.packed
-        slot = self.core.slabs.take(len(data), item.staged.slots[0].owner)
-        if slot is None:
-            item.packed = None
-            return []
-        generation = self.core.generations.next()
-        writes.append(Transfer(*self.core.locate(slot.addr), memoryview(data)))
-        checksums = granule_checksums(data)
-        return [Extent(slot.addr, slot.size, len(data), generation, checksums, FRESH, slot.owner, packing)]
-
-    def _keep_staged(self, item: _Item) -> None:
+    def _keep_staged(self, item: Item) -> None:
         """Keep bytes staged whose write failed, in a copy of which the failed write has no views.
 
         The write may still happen. So the slots may only get later bytes of this chunk, which the engine writes after.
@@ -398,41 +402,14 @@ class Flusher:
         if item.chunk.staged is not staged:
             self.cancel(staged, staged.slots)
 
-    def _plan_extents(self, staged: Staged, writes: list[Transfer]) -> list[Extent]:
-        """The extents that will hold the staged bytes; adds what is to be written to ``writes``."""
-        pieces = staged.pieces
-        if len(pieces) == len(staged.slots) == 1 and 0 < staged.length == len(pieces[0]) <= staged.slots[0].size:
-            return [_plan_whole(self.core, staged, pieces[0], writes)]
-        extents: list[Extent] = []
-        offset = 0
-        for slot in staged.slots:
-            length = min(slot.size, staged.length - offset)
-            if length <= 0:
-                break
-            parts = staged.parts(offset, offset + length)
-            checksums = granule_checksums(*parts)
-            generation = self.core.generations.next()
-            extents.append(Extent(slot.addr, slot.size, length, generation, checksums, FRESH, slot.owner))
-            part_addr = slot.addr
-            for part in parts:
-                segment, file_offset = self.core.locate(part_addr)
-                writes.append(Transfer(segment, file_offset, part))
-                part_addr += len(part)
-            offset += length
-        spare = staged.slots[len(extents) :]
-        if spare:
-            self.cancel(staged, spare)
-            staged.slots = staged.slots[: len(extents)]
-        return extents
-
     def cancel(self, staged: Staged, slots: list[Slot]) -> None:
-        """Free allocated slots of staged bytes; a grace later if a failed write may still reach them."""
-        cancel: Give = self.core.slabs.cancel
+        """Free allocated slots of staged bytes; later, where a failed write may still reach them."""
         if staged.unsure:
-            cancel = self.core.grace.later(cancel)
-        cancel(slots)
+            self.elsewhere.rest(slots)
+        else:
+            self.core.slabs.cancel(slots)
 
-    def _install(self, item: _Item) -> None:
+    def _install(self, item: Item) -> None:
         """Replace the chunk's extents by the written ones, unless they were dropped meanwhile."""
         node, chunk, staged = item.node, item.chunk, item.staged
         staged.writing = False
@@ -472,16 +449,7 @@ def in_fair_order(core: Core, chunks: Sequence[tuple[Node, int]]) -> list[tuple[
     return [chunks[number] for number in sorted(range(len(chunks)), key=starts.__getitem__)]
 
 
-def _plan_whole(core: Core, staged: Staged, piece: bytes | bytearray | memoryview, writes: list[Transfer]) -> Extent:
-    """As `Flusher._plan_extents`, for one piece and one slot, as blocks have."""
-    (addr, slot_size, owner), length, checked = staged.slots[0], staged.length, staged.checked
-    data = memoryview(piece)
-    checksums = checked[1] if checked is not None and checked[0] is piece else granule_checksums(data)
-    writes.append(Transfer(*core.locate(addr), data))
-    return Extent(addr, slot_size, length, core.generations.next(), checksums, FRESH, owner)
-
-
-def _keep_copies(disk: DiskTier, item: _Item) -> None:
+def _keep_copies(disk: DiskTier, item: Item) -> None:
     """Have the disk tier keep what was stored. A bytearray may change: of that, a copy."""
     pieces = [item.packed.data] if item.packed is not None else item.staged.pieces
     if len(item.extents) > 1 or any(len(piece) % GRANULE_SIZE for piece in pieces[:-1]):

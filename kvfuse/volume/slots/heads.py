@@ -2,6 +2,9 @@
 
 The description has path, owner, mode and size, so that a rebuild can restore files from the segments alone.
 `HeaderWriter` rewrites heads when files change; the flusher writes those of new slots with their bytes.
+
+Nobody who stores or renames waits for the servers of heads that are late: these heads are *owed*, and written when
+their servers answer. A daemon that is killed meanwhile leaves them as they were: `fsck --verify --repair` mends them.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ log = logging.getLogger(__name__)
 
 FINGERPRINT_SIZE = 16
 """bytes"""
+OWED_MAX = 50_000
+"""heads that may be owed, some 500 bytes each in memory"""
+OWED_SECONDS = 0.5
+"""between attempts to write them"""
+OWED_AT_ONCE = 1000
 
 
 class Description(msgspec.Struct, array_like=True, frozen=True):
@@ -161,6 +169,19 @@ class HeaderWriter:
 
     def __post_init__(self) -> None:
         self._describing = trio.Lock()
+        self._owed: dict[int, Head | Slot] = {}
+        """address of a slot -> the head that it is to have; a slot: it is free"""
+        self._owes, self._paid = trio.Event(), trio.Event()
+
+    @property
+    def owed(self) -> int:
+        """Heads whose servers are late."""
+        return len(self._owed)
+
+    @property
+    def owes_much(self) -> bool:
+        """From now on heads are waited for."""
+        return len(self._owed) >= OWED_MAX
 
     def head(
         self, node: Node, index: int, offset: int, extent: Extent, folders: dict[int, bytes] | None = None
@@ -200,7 +221,7 @@ class HeaderWriter:
             changed = [node for node in nodes if identity_of(node) != node.described and self._may_describe(node)]
             heads = [self.head(node, 0, 0, node.chunks[0].extents[0]) for node in changed]
             if heads:
-                await self._write(heads)
+                await self.write(heads)
 
     def _may_describe(self, node: Node) -> bool:
         """The header of the first extent, which is out of date, may be rewritten. Marks it as written."""
@@ -215,9 +236,61 @@ class HeaderWriter:
         extent.slot_size = slabs.slot_size(extent.addr)  # another host may have held the slab at the read
         return True
 
-    async def _write(self, heads: Sequence[Head]) -> None:
+    async def write(self, heads: Sequence[Head]) -> None:
+        """Those that are late are owed. EngineError."""
+        made = transfers(self.core.superblock, heads)
         with self.core.reads.reading():  # slots given up meanwhile are not reused yet
-            await self.core.segments.write(transfers(self.core.superblock, heads))
+            if self.owes_much:
+                await self.core.segments.write(made)
+            late = set[int]() if self.owes_much else await self.core.segments.write_some(made)
+        self.wrote(heads, [made[index] for index in late])
+
+    def wrote(self, heads: Sequence[Head], late: Sequence[Transfer]) -> None:
+        """Heads were written, but those with bytes in ``late`` are owed."""
+        for head in heads if self._owed else ():
+            self._owed.pop(head.addr, None)
+        for head in heads if late else ():
+            places = [self.core.locate(head.addr), self.core.geometry.locate_header(head.addr, head.slot_size)]
+            sizes = [head.slot_size, layout.HEADER_SIZE]
+            if any(_overlaps(one, *place, size) for one in late for place, size in zip(places, sizes, strict=True)):
+                self._owe(head)
+
+    def _owe(self, head: Head | Slot) -> None:
+        self._owed[head.addr] = head
+        self._owes.set()
+
+    async def run(self) -> None:
+        """Write what is owed, until cancelled."""
+        while True:
+            await self._owes.wait()
+            self._owes, self._paid = trio.Event(), trio.Event()
+            while self._owed:
+                await trio.sleep(OWED_SECONDS)
+                try:
+                    await self._pay()
+                except EngineError as error:
+                    log.info("%d slot heads are written later: %s", len(self._owed), error)
+            self._paid.set()
+
+    async def _pay(self) -> None:
+        answers, locate = self.core.segments.answers, self.core.geometry.locate_header
+        async with self._describing:
+            ready = [
+                one
+                for one in self._owed.values()
+                if answers(*locate(one.addr, one.slot_size if isinstance(one, Head) else one.size), layout.HEADER_SIZE)
+                is not False
+            ][:OWED_AT_ONCE]
+            await self.write([one for one in ready if isinstance(one, Head)])
+            await self._mark([one for one in ready if isinstance(one, Slot)])
+
+    async def settle(self, seconds: float) -> None:
+        """Return when nothing is owed, so many seconds later at the latest: this membership ends."""
+        if self._owed:
+            with trio.move_on_after(seconds):
+                await self._paid.wait()
+        if self._owed:
+            log.warning("the heads of %d slots were not written: 'fsck --verify --repair' does that", len(self._owed))
 
     async def settle_descriptions(self) -> None:
         """Return when no description is being written; later ones stay clear of the present reach of extents."""
@@ -226,23 +299,35 @@ class HeaderWriter:
 
     async def write_header(self, node: Node, index: int, extent: Extent) -> None:
         """Rewrite the header of an extent whose state or length changed in place. EngineError."""
-        await self._write([self.head(node, index, node.chunks[index].start_of(extent), extent)])
+        await self.write([self.head(node, index, node.chunks[index].start_of(extent), extent)])
 
     async def mark_free(self, slots: Sequence[Slot]) -> None:
         """Mark slots as free in their headers, before they may be reused.
 
         If the write fails, a rebuild may restore a removed block: a warning in the log, no error.
         """
+        try:
+            await self._mark(slots)
+        except EngineError as error:
+            log.warning("%d freed slots could not be marked, a rebuild may restore them: %s", len(slots), error)
+
+    async def _mark(self, slots: Sequence[Slot]) -> None:
         geometry = self.core.geometry
         zeros = memoryview(bytes(layout.HEADER_STRIDE_MAX))
         marks = [  # up to the next header: neighbours, as an eviction frees them, become one write
             Transfer(*geometry.locate_header(slot.addr, slot.size), zeros[: geometry.header_stride(slot.size)])
             for slot in slots
         ]
-        try:
-            await self.core.segments.write(marks)
-        except EngineError as error:
-            log.warning("%d freed slots could not be marked, a rebuild may restore them: %s", len(slots), error)
+        late = await self.core.segments.write_some(marks)
+        for slot in slots if self._owed else ():
+            self._owed.pop(slot.addr, None)
+        for index in late:
+            self._owe(slots[index])
+
+
+def _overlaps(transfer: Transfer, segment: int, offset: int, size: int) -> bool:
+    end = transfer.offset + memoryview(transfer.buffer).nbytes
+    return transfer.segment == segment and offset < end and transfer.offset < offset + size
 
 
 def identity_of(node: Node) -> tuple[int, bytes, int, int, int, int]:

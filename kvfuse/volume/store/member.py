@@ -458,5 +458,13 @@ class FencedSegments(SegmentDecorator):
     async def write(self, batch: Sequence[Transfer]) -> None:
         await self._fenced(lambda: self.inner.write(batch))
 
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        await self.member.ready(self.limits.deadline)
+        with self.member.writing():
+            return await self.inner.write_some(batch)
+
+    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
+        await self._fenced(lambda: self.inner.probe(places))
+
     async def sync(self) -> None:
         await self._fenced(self.inner.sync)

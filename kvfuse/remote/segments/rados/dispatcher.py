@@ -12,6 +12,10 @@ stopped server would else cost each call a deadline, for as long as the cluster 
 under way all the time, as librados sends it again to whoever the cluster map names then; so its answer comes, and
 the object is asked again, as soon as that can do any good. Meanwhile changes are refused at once, and reads asked of
 all replicas at once: a replica that has the bytes answers immediately.
+
+A caller that can put its bytes elsewhere (`change_some`) waits for a few times of what changes take (`lateness`), and
+not for the deadline. An object that was late by that measure is probed, too; others wait for it until it was silent for
+a deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -28,6 +32,7 @@ import trio
 from kvfuse.errors import EngineTimeout
 from kvfuse.remote.segments.api import SegmentCounters
 from kvfuse.remote.segments.rados import librados
+from kvfuse.remote.segments.rados.lateness import Lateness
 from kvfuse.remote.segments.rados.objects import ReadRequest, Request, SpareRead
 
 _T = TypeVar("_T")
@@ -53,6 +58,7 @@ class _Call:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
+        self.began = trio.current_time()
         self.unanswered = set(requests)
         self.answered = trio.Event()
         self.in_flight: dict[int, Request] = {}
@@ -103,8 +109,7 @@ class Dispatcher:
         self._spares: set[_Spare] = set()
         self._spare_bytes = 0
         self._spares_ended = trio.Event()
-        self._silent: dict[bytes, float] = {}
-        """object -> since when"""
+        self.lateness = Lateness(self.options.deadline)
         self._late_hedges = 0
         self._ended: deque[tuple[int, int]] = deque()
         self._loop = trio.lowlevel.current_trio_token()
@@ -145,25 +150,52 @@ class Dispatcher:
         Reads are filled with zeros where objects have no bytes. Requests are started in order, and those on
         one object done in that order. Nothing is started where one of them would change a silent object.
         """
-        for request in requests if self._silent else ():
-            if request.name in self._silent and not (self.options.hedge_delay and isinstance(request, ReadRequest)):
+        for request in requests if self.lateness.since else ():
+            if self._is_lost(request) and not (self.options.hedge_delay and isinstance(request, ReadRequest)):
                 raise EngineTimeout(self._what(request) + self._silence_of(request))
         for first in range(0, len(requests), self.options.in_flight_max):
             await self._perform_together(requests[first : first + self.options.in_flight_max])
 
+    async def change_some(self, requests: Sequence[Request]) -> set[bytes]:
+        """As `perform` for changes, but those of objects that are late are let go: their names. EngineError."""
+        late = {request.name for request in requests if request.name in self.lateness.since}
+        left = [request for request in requests if request.name not in late]
+        for first in range(0, len(left), self.options.in_flight_max):
+            late |= await self._change_together(left[first : first + self.options.in_flight_max])
+        return late
+
+    async def _change_together(self, requests: Sequence[Request]) -> set[bytes]:
+        call = await self._call(requests, self._wait_some)
+        late = {request.name for request in requests if request.code in (None, -errno.ECANCELED)}
+        for name in late:
+            self._watch(name, trio.current_time())
+        self.lateness.late += len(late)
+        self.counters.late_writes += len(late)
+        for request in requests:
+            if request.name not in late:
+                self._check_answer(request)
+        if not late:
+            self.lateness.took(trio.current_time() - call.began)
+        return late
+
     async def _perform_together(self, requests: Sequence[Request]) -> None:
-        call = _Call(requests)
-        try:
-            await self._sized(sum(request.copied_bytes for request in requests), lambda: self._start(call, requests))
-            with trio.move_on_after(self.options.deadline) as patience:
-                await self._wait(call)
-            call.is_late = patience.cancelled_caught
-        finally:
-            await self._let_go(call)
+        call = await self._call(requests, self._wait)
         self._check(call)
         reads = [request for request in requests if isinstance(request, ReadRequest) and request.absent_bytes]
         if reads:
             await self._sized(sum(read.absent_bytes for read in reads), lambda: _fill(reads))
+
+    async def _call(self, requests: Sequence[Request], wait: Callable[[_Call], Awaitable[None]]) -> _Call:
+        """Start requests, and ``wait`` for their answers; none is under way when this returns."""
+        call = _Call(requests)
+        try:
+            await self._sized(sum(request.copied_bytes for request in requests), lambda: self._start(call, requests))
+            with trio.move_on_after(self.options.deadline) as patience:
+                await wait(call)
+            call.is_late = patience.cancelled_caught
+        finally:
+            await self._let_go(call)
+        return call
 
     async def _sized(self, byte_count: int, work: Callable[[], object]) -> None:
         """Do what touches so many bytes: here, or in a thread when the event loop would be held up."""
@@ -185,9 +217,17 @@ class Dispatcher:
                 raise
         self.counters.operations += len(requests)
 
+    async def _wait_some(self, call: _Call) -> None:
+        """Until all is answered, or nothing more comes by and by."""
+        count = len(call.requests) + 1
+        while not call.answered.is_set() and len(call.unanswered) < count:
+            count = len(call.unanswered)
+            with trio.move_on_after(self.lateness.patience):
+                await call.answered.wait()
+
     async def _wait(self, call: _Call) -> None:
         """Until all is answered, with hedges for reads that are late. Less long where a silent object stays silent."""
-        silent = [read for read in call.requests if isinstance(read, ReadRequest) and read.name in self._silent]
+        silent = [read for read in call.requests if isinstance(read, ReadRequest) and self._is_lost(read)]
         if silent:
             self._hedge(call, silent * HEDGES_MAX)
             with trio.move_on_after(self.options.hedge_delay):
@@ -238,14 +278,16 @@ class Dispatcher:
         self._spares_ended = trio.Event()
         spare.answered(code)
 
-    def _watch(self, name: bytes) -> None:
-        """An object did not answer in time: it is silent until it does."""
-        if name not in self._silent:
-            self._start_spare(SpareRead(name, [(0, 1)]), partial(self._heard, name))
-            self._silent[name] = trio.current_time() - self.options.deadline
+    def _is_lost(self, request: Request) -> bool:
+        return self.lateness.is_lost(request.name, trio.current_time())
 
-    def _heard(self, name: bytes, code: int) -> None:
-        del self._silent[name]
+    def _watch(self, name: bytes, since: float) -> None:
+        """An object did not answer in time: it is silent until it does."""
+        if name in self.lateness.since:
+            self.lateness.since[name] = min(since, self.lateness.since[name])
+        else:
+            self._start_spare(SpareRead(name, [(0, 1)]), lambda code: self.lateness.heard(name))
+            self.lateness.silent(name, since)
 
     # -- when it is over -----------------------------------------------------------------------------
 
@@ -282,21 +324,30 @@ class Dispatcher:
         late = [request for request in call.requests if request.code in (None, -errno.ECANCELED)]
         if call.is_late:
             for request in late:
-                self._watch(request.name)
+                self._watch(request.name, trio.current_time() - self.options.deadline)
         if late:
-            request = min(late, key=lambda request: request.name not in self._silent)
+            request = min(late, key=lambda request: request.name not in self.lateness.since)
             why = f": no answer within {self.options.deadline:g} s" if call.is_late else self._silence_of(request)
             unknown = "" if isinstance(request, ReadRequest) else "; whether it was done is unknown"
             raise EngineTimeout(self._what(request) + why + unknown)
         for request in call.requests:
-            if request.failure:
-                raise librados.engine_error(request.failure, self._what(request))
+            self._check_answer(request)
+        if any(not isinstance(request, ReadRequest) for request in call.requests):
+            self.lateness.took(trio.current_time() - call.began)
+
+    def _check_answer(self, request: Request) -> None:
+        """EngineError."""
+        if request.failure:
+            raise librados.engine_error(request.failure, self._what(request))
+        if not isinstance(request, ReadRequest):
+            self.lateness.changes += 1
+            self.lateness.changed(request.name)
 
     def _what(self, request: Request) -> str:
         return f"{request.verb} object {request.name.decode()} ({self.place})"
 
     def _silence_of(self, request: Request) -> str:
-        seconds = trio.current_time() - self._silent.get(request.name, trio.current_time())
+        seconds = trio.current_time() - self.lateness.since.get(request.name, trio.current_time())
         return f": the object has not answered for {seconds:.1f} s; it is asked again when it answers a probe"
 
     def _announce(self, completion: int, tag: int) -> None:

@@ -29,6 +29,7 @@ from kvfuse.options.options import RadosOptions
 
 LIBRARY = "librados.so.2"
 CREATE_EXCLUSIVE = 1
+CREATE_OR_LEAVE = 0
 BALANCE_READS = 1
 """flag of a read: any replica may answer it"""
 FULL_TRY = 64
@@ -254,6 +255,12 @@ class Pool:
             self._lib.rados_write_op_create(operation, CREATE_EXCLUSIVE, None)
         for offset, address, length in ranges:
             self._lib.rados_write_op_write(operation, address, length, offset)
+        return self._start_change(operation, name, tag)
+
+    def start_touch(self, name: bytes, tag: int) -> int:
+        """Make an empty object, or leave the one that is there. Answered by all replicas."""
+        operation = self._lib.rados_create_write_op()
+        self._lib.rados_write_op_create(operation, CREATE_OR_LEAVE, None)
         return self._start_change(operation, name, tag)
 
     def start_remove(self, name: bytes, tag: int) -> int:

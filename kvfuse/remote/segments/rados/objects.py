@@ -188,6 +188,15 @@ class WriteRequest(Request):
         yield start, views
 
 
+class TouchRequest(Request):
+    """A change of nothing, which takes all replicas: makes an empty object where there is none."""
+
+    verb = "probing"
+
+    def start(self, pool: Pool, tag: int) -> int:
+        return pool.start_touch(self.name, tag)
+
+
 class RemoveRequest(Request):
     """An object that is not there is removed already."""
 

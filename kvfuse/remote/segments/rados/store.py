@@ -15,6 +15,8 @@
   last in that placement group. So hedges help readers of settled blocks through a short stall, and nobody else.
 * An object that was late is not waited for again until it answers a probe (`dispatcher.py`): so a stalled OSD costs
   one deadline, and not one for each call, until the cluster names another.
+* ``write_some`` does not wait for the deadline, but for a few times of what changes take (`lateness.py`). ``probe``
+  tells which other objects answer, by a change of nothing: a read would ask one replica alone.
 
 Hosts that share a volume agree elsewhere (in the record store) on who creates, removes or writes what. This
 store only promises that a segment which another host created is found.
@@ -39,9 +41,12 @@ from kvfuse.remote.segments.rados.objects import (
     Piece,
     ReadRequest,
     RemoveRequest,
+    Request,
+    TouchRequest,
     WriteRequest,
     object_name,
     pieces_by_object,
+    spans,
 )
 from kvfuse.remote.segments.users import UsedSegment, Users
 
@@ -59,9 +64,12 @@ class RadosSegments(SegmentStore):
     """The segments of one namespace. Made by ``open``; any number of hosts may have it open."""
 
     def __init__(self, place: Place) -> None:
-        super().__init__(SegmentLimits(mappable=False, durable=True, deadline=place.options.deadline))
+        options = place.options
+        super().__init__(
+            SegmentLimits(mappable=False, durable=True, deadline=options.deadline, part_size=options.object_size)
+        )
         self.place = place
-        self._object_size = place.options.object_size
+        self._object_size = options.object_size
         self._dispatcher = Dispatcher(place, self.counters)
         self._segments: dict[int, UsedSegment] = {}
         self._names_lock = trio.Lock()
@@ -135,10 +143,40 @@ class RadosSegments(SegmentStore):
 
     async def write(self, batch: Sequence[Transfer]) -> None:
         with self._working(), contextlib.ExitStack() as in_use:
-            self.counters.written_bytes += await self._use(batch, in_use)
-            self.counters.writes += len(batch)
-            pieces = pieces_by_object(batch, self._object_size, WRITE_BYTES_MAX)
-            await self._dispatcher.perform([WriteRequest(*of_object) for of_object in pieces])
+            await self._dispatcher.perform(await self._writes(batch, in_use))
+
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        with self._working(), contextlib.ExitStack() as in_use:
+            late = await self._dispatcher.change_some(await self._writes(batch, in_use))
+        if not late:
+            return set()
+        return {
+            index
+            for index, (segment, offset, buffer) in enumerate(batch)
+            if not late.isdisjoint(self._names(segment, offset, memoryview(buffer).nbytes))
+        }
+
+    async def _writes(self, batch: Sequence[Transfer], in_use: contextlib.ExitStack) -> Sequence[Request]:
+        self.counters.written_bytes += await self._use(batch, in_use)
+        self.counters.writes += len(batch)
+        return [WriteRequest(*of_object) for of_object in pieces_by_object(batch, self._object_size, WRITE_BYTES_MAX)]
+
+    def _names(self, segment: int, offset: int, length: int) -> Iterator[bytes]:
+        """Of the objects that have these bytes."""
+        return (object_name(segment, index) for index, *_ in spans(offset, length, self._object_size))
+
+    def answers(self, segment: int, offset: int, length: int) -> bool | None:
+        lateness = self._dispatcher.lateness
+        if not lateness.since:
+            return True
+        found = {lateness.answers(name) for name in self._names(segment, offset, length)}
+        return False if False in found else None if None in found else True
+
+    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
+        with self._working():
+            answers = self._dispatcher.lateness.answers
+            names = {name for place in places for name in self._names(*place) if answers(name) is None}
+            await self._dispatcher.change_some([TouchRequest(name) for name in sorted(names)])
 
     async def sync(self) -> None:
         """Nothing to wait for: a write that returned is on all replicas."""
