@@ -54,6 +54,7 @@ from kvfuse.volume.names.shared_clearing import SharedClearing
 from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.shared_sweeping import SharedSweeper
+from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
@@ -188,7 +189,7 @@ class Parts:
         elsewhere: list[Source] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
         self.space = Space(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
-        self.lookups = lookups = SharedLookup(core, journal, refresher, records)
+        self.lookups = lookups = SharedLookup(core, journal, refresher, records, Synced(core))
         memory = ApplyFirst(core, journal, self.space, lookups, nameless)
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)

@@ -15,6 +15,9 @@ from kvfuse.errors import EngineError
 from kvfuse.volume.api import KernelCache
 from kvfuse.volume.inodes.kernel_link import KernelLink
 
+TOLD_SECONDS = 0.5
+"""for which an open waits at most: the kernel may wait itself, for somebody who holds a folder"""
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,8 @@ class KernelNews:
         self._work = trio.Event()
         self._told = trio.Event()
         """set, and made anew, when the kernel was told what was gathered"""
+        self._telling: dict[int, trio.Event] = {}
+        """inodes of which the kernel is being told now, and when it was"""
 
     def content(self, ino: int) -> None:
         """Bytes, and so attributes, of an inode changed."""
@@ -49,6 +54,14 @@ class KernelNews:
             news.add(changed)
             self._work.set()
 
+    async def told_of(self, ino: int) -> None:
+        """Return when the kernel was told what changed of an inode, `TOLD_SECONDS` later at the latest."""
+        with trio.move_on_after(TOLD_SECONDS):
+            if ino in self._contents or ino in self._attributes:
+                await self._told.wait()
+            elif ino in self._telling:
+                await self._telling[ino].wait()
+
     async def told(self) -> None:
         """Return when the kernel was told all that is gathered now."""
         if self._is_running and (self._names or self._contents or self._attributes):
@@ -63,8 +76,10 @@ class KernelNews:
             news = (self._names, self._contents, self._attributes - self._contents)
             self._names, self._contents, self._attributes = set(), set(), set()
             told, self._told = self._told, trio.Event()
+            self._telling = dict.fromkeys(news[1] | news[2], told)
             if self._link.cache is not None:
                 await trio.to_thread.run_sync(_tell, self._link.cache, *news, abandon_on_cancel=True)
+            self._telling = {}
             told.set()
 
 

@@ -110,6 +110,7 @@ class Coherence:
     async def _watch(self) -> None:
         changes = self.records.watch(b"")
         self.records.lost_track()
+        self.lookup.synced.lost_track()
         self.core.nodes.handover.watches += 1
         if self.counters.watches:
             await self._renew()
@@ -124,6 +125,7 @@ class Coherence:
     async def _take(self, change: Change) -> None:
         """Waits, where a commit of our own is under way that may be this one."""
         kind = change.key[:1]
+        self.lookup.synced.heard(change)
         if kind in NAMESPACE_KINDS:
             await self.namespaces.take(*change)
             return

@@ -8,6 +8,7 @@ next read of the store checks these (`path_beliefs`). While the store does not a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,14 +19,18 @@ import trio
 from kvfuse import errors
 from kvfuse.remote.records.api import RecordLimits, Versioned
 from kvfuse.volume.api import NAME_MAX
+from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup, but_cleared, check_uncleared
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
 from kvfuse.volume.names.path_beliefs import Link, Paths
+from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
+
+log = logging.getLogger(__name__)
 
 CATCH_UP_COMMITS = 3
 """Commits to await for one inode: one may have been built before its record changed, the next one merges it."""
@@ -59,6 +64,7 @@ class SharedLookup(Lookup):
     """Finds inodes in a shared volume. ``records``: the record store, with reads that share round trips."""
 
     records: SharedRecords
+    synced: Synced
     is_memory_newest = False
 
     def __post_init__(self) -> None:
@@ -81,6 +87,8 @@ class SharedLookup(Lookup):
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {parent} was removed")
         found, asks = self.known(parent, name), self.asks(parent)
+        if found is not None and not found.change and not asks and not await self.synced.is_sure():
+            found = await self.find_shared(parent, name, is_fresh=True)
         is_believed = asks and found is not None and not found.change and self._believes(parent, name, found)
         if found is None or (asks and not found.change and not is_believed):
             above = self.paths.above(parent) if asks else ()
@@ -101,6 +109,32 @@ class SharedLookup(Lookup):
         if node.is_directory:
             return self.paths.is_sure(node, parent, name)
         return not node.handles and self.records.made(found.version)
+
+    async def to_open(self, ino: int) -> Node:
+        node = await self.current(ino)
+        if self._is_watched_alone(node) and not await self.synced.is_sure() and self._is_watched_alone(node):
+            try:
+                await self.refresher.renew(node)
+            except errors.Stale:
+                if node.handles:
+                    return node  # a descriptor goes with the inode, whatever its names are
+                self.core.dentries.forget(node.parent, node.name)
+                raise
+            except errors.EngineError as error:
+                log.info("inode %d is opened as it is known here: %s", ino, error)
+            node = await self.node(ino)
+        await self.refresher.news.told_of(ino)
+        return node
+
+    async def publish_synced(self, directory: int) -> None:
+        node = self.core.nodes.get(directory)
+        if node is None or not self.is_strict(node):
+            await self.synced.publish()
+
+    def _is_watched_alone(self, node: Node) -> bool:
+        """The watch alone says what others do with the file, and nothing is changed here."""
+        change = self.core.dentries.get(node.parent, node.name).change
+        return not self.asks(node.parent) and node.version > 0 and node.nlink > 0 and change is None and is_quiet(node)
 
     def is_doubtful(self, ino: int) -> bool:
         return self.paths.doubt(ino) is not None

@@ -96,6 +96,10 @@ COUNTER_NAMESPACES = b"nnamespaces"
 """Of a shared volume: how often a namespace was made, changed or removed. Who does so expects it as it was read before
 the settings on which the change depends."""
 
+COUNTER_SYNCED = b"nsynced"
+"""Of a shared volume: the client that synced something in a relaxed folder last. Its version says whether a host has
+heard of all that was synced."""
+
 EXACT_SIZES = b"nexact"
 """The slot sizes that the volume was formatted with, besides the geometric ones: a u64 each."""
 
