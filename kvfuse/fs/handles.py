@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from kvfuse.errors import BadHandle, EngineError, OperationError
+from kvfuse.errors import BadHandle, EngineError, OperationError, Stale
 from kvfuse.fs.rows import Rows
 from kvfuse.keeper import Keeper
 from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
@@ -242,13 +242,17 @@ class OpenFiles:
         return fh
 
     async def find(self, fh: int) -> Handle:
-        """The handle. BadHandle, where it was never given; Stale, where nothing is left of a file that was open before;
-        EngineError."""
+        """The handle. BadHandle, where it was never given; EngineError, also where nothing is left of a file that was
+        open before: it was never stored, and the daemon that had it is gone.
+        """
         while (handle := self._handles.get(fh)) is None:
             row = self._table.before.get(fh) if self._table is not None else None
             if row is None or self._table is None:
                 raise BadHandle(f"handle {fh} is not open")
-            await self._volume.left_open.load(row.ino)
+            try:
+                await self._volume.left_open.load(row.ino)
+            except Stale as error:
+                raise EngineError(f"the file was not stored when the daemon before this one ended: {error}") from error
             if self._table.before.pop(fh, None) is not None:  # nobody else was faster
                 self._handles[fh] = self._volume.left_open.take_over(row.ino, row.flags, row.caller)
                 self._inodes[fh] = row.ino

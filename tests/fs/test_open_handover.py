@@ -145,14 +145,19 @@ async def test_a_deleted_file_is_freed_when_its_handle_is_released_unused(
 
 
 @SHARED
-async def test_a_file_that_was_never_stored_is_stale(shared: bool, autojump_clock: trio.abc.Clock) -> None:
+async def test_descriptors_of_a_file_that_was_never_stored_say_eio(
+    shared: bool, autojump_clock: trio.abc.Clock
+) -> None:
+    """It is lost. The inode alone is stale: who came to it by a path looks again."""
     mount = Mount(shared=shared, keeps=False)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         mount.kill()
     async with mount.daemon() as daemon:
-        for kind, *args in (("read", fh, 0, 1), ("write", fh, 0, b"x"), ("flush", fh), ("getattr", ino, WHO)):
-            await fails(errno.ESTALE, daemon, str(kind), *args)
+        for kind, *args in (("read", fh, 0, 1), ("write", fh, 0, b"x"), ("flush", fh), ("fsync", fh, False)):
+            await fails(errno.EIO, daemon, str(kind), *args)
+        await fails(errno.ESTALE, daemon, "getattr", ino, WHO)
+        await fails(errno.ENOENT, daemon, "rename", ROOT, b"file", ROOT, b"other", 0, WHO)
         await daemon.ask("release", fh)
         assert len(daemon.operations._open) == 0
         assert not daemon.handover.still_open

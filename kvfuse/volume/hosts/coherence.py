@@ -232,6 +232,8 @@ class Coherence:
         Bytes at the start of one of which the kernel has none will be asked for.
         """
         node, places = handle.node, self.core.places
+        if not node.nlink and node.version:
+            self.hold(node)
         handle.cache_valid = places.content_version(node.ino) > 0
         if not handle.cache_valid and node.size:
             self._unsure_ends.add(node)

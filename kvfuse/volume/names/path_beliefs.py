@@ -187,14 +187,14 @@ class Paths:
         elif wrong:
             self._warned = None
             for link in wrong:
-                self._lose(link)
+                self.lose(link)
         if wrong:
             raise Moved(f"{wrong[-1].name!r} in directory {wrong[-1].parent} is not inode {wrong[-1].ino} any more")
         for link in links:
             if link.ino in self._directories:
                 self._sure_until[link.ino] = asked_at + BELIEF_SECONDS
 
-    def _lose(self, link: Link) -> None:
+    def lose(self, link: Link) -> None:
         """Forget a name that has another inode."""
         self._core.dentries.forget(link.parent, link.name)
         if len(self._contested) >= CONTESTED_MAX:

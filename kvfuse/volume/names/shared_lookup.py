@@ -25,7 +25,7 @@ from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup, but_cleared, check_uncleared
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
-from kvfuse.volume.names.path_beliefs import Link, Paths
+from kvfuse.volume.names.path_beliefs import Link, Moved, Paths
 from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
@@ -111,6 +111,36 @@ class SharedLookup(Lookup):
         return not node.handles and self.records.made(found.version)
 
     async def to_open(self, ino: int) -> Node:
+        try:
+            return await self._current_to_open(ino)
+        except Moved:
+            raise
+        except errors.Stale:
+            if (removed := await self._removed(ino)) is None:
+                raise
+            return removed
+
+    async def _removed(self, ino: int) -> Node | None:
+        """A file that lost its name after the kernel had asked for that in the same call: as if it had been open before.
+
+        The kernel walks a path twice at most, and others may replace a file between both steps each time. It asks in
+        each call in strict folders; and in its second walk, for names that were found to be wrong.
+        """
+        parent, name = self.core.places.get(ino) or (0, b"")
+        if not name:
+            return None
+        if not (self.asks(parent) or self.paths.is_contested(parent, name)):
+            self.paths.lose(Link(parent, name, ino))
+            return None
+        (row,) = await self.core.records.get([schema.orphan_key(ino)])
+        if row is None or self.core.nodes.get(ino) is not None:
+            return self.core.nodes.get(ino)
+        record = schema.decode_orphan(row.value)
+        node = self.refresher.chunks.restore_chunks(Node.from_record(record), record)
+        node.nlink, node.version, node.base = 0, row.version, record
+        return self.core.nodes.add(node)
+
+    async def _current_to_open(self, ino: int) -> Node:
         node = await self.current(ino)
         if self._is_watched_alone(node) and not await self.synced.is_sure() and self._is_watched_alone(node):
             try:
@@ -118,8 +148,8 @@ class SharedLookup(Lookup):
             except errors.Stale:
                 if node.handles:
                     return node  # a descriptor goes with the inode, whatever its names are
-                self.core.dentries.forget(node.parent, node.name)
-                raise
+                self.paths.lose(Link(node.parent, node.name, ino))
+                raise Moved(f"{node.name!r} in directory {node.parent} is not inode {ino} any more") from None
             except errors.EngineError as error:
                 log.info("inode %d is opened as it is known here: %s", ino, error)
             node = await self.node(ino)
