@@ -32,6 +32,7 @@ from outage_lab import (
     two_hosts,
     wait_adopted,
 )
+from ring_lab import stats
 
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
@@ -118,15 +119,19 @@ def test_a_daemon_and_an_osd_are_killed_at_once(cluster: Cluster, seed: int) -> 
 
 
 def test_an_osd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:
-    """Until the cluster counts it as down, calls that need it fail; then replicas serve its objects."""
+    """Stores go to objects of other OSDs. Until the cluster counts it as down, reads that need it fail; then replicas
+    serve its objects."""
     with load(cluster, seed) as work:
         start = time.monotonic()
         cluster.ceph.kill(0, signal.SIGSTOP)
         wait_until(lambda: time.monotonic() > start + STOPPED, "the deadline, many times over")
         work.wait_progress(0, 1)
         report("a stopped OSD", work, start, 0, 1)
+        refused = [row for row in work.calls if row.error and row.began > start and row.what not in ("open", "read")]
         cluster.ceph.kill(0, signal.SIGCONT)
         work.wait_progress(0, 1)
+    assert refused == []
+    assert sum(stats(mount)["segments"]["moved_slots"] for mount in cluster.mounts) > 0
 
 
 def test_the_leader_of_etcd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: int) -> None:

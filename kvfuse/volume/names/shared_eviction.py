@@ -35,8 +35,11 @@ from kvfuse.volume.store import schema
 PEERS = 4
 """commits of one eviction that wait at the same time: while one is under way the next one is read for"""
 ATTEMPTS_MAX = 4
-AHEAD_SHARE = 4
-"""At most one part in so many of a host's part of the volume is kept free ahead of need."""
+AHEAD_SHARE = 2
+"""At most one part in so many of a host's part of the volume is kept free ahead of need, or on its way: a small cache
+that is stored to fast is half at rest, and its callers seldom wait for that."""
+DOUBLED_SECONDS = 2.0
+"""after which it may double again"""
 LEAST_SHIFT = 6
 """by which a quota is divided: so much is kept free in a namespace where anybody waited"""
 AHEAD_GRACES = 8
@@ -70,9 +73,9 @@ class Ahead:
     """when it grew or shrank last"""
 
     def waited(self) -> None:
-        """A call found no room: it doubles, once in each grace."""
-        now, grace = trio.current_time(), self.core.grace.seconds
-        if not self.size or now >= self._changed + grace:
+        """A call found no room: it doubles, soon again where that is too little."""
+        now = trio.current_time()
+        if not self.size or now >= self._changed + min(self.core.grace.seconds, DOUBLED_SECONDS):
             self.size = min(max(2 * self.size, self.least), self.most() // AHEAD_SHARE)
             self._changed = now
 

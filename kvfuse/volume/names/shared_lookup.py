@@ -121,7 +121,7 @@ class SharedLookup(Lookup):
             return removed
 
     async def _removed(self, ino: int) -> Node | None:
-        """A file that lost its name after the kernel had asked for that in the same call: as if it had been open before.
+        """A file that lost its name after the kernel had asked for that in the same call: as if it was open before.
 
         The kernel walks a path twice at most, and others may replace a file between both steps each time. It asks in
         each call in strict folders; and in its second walk, for names that were found to be wrong.

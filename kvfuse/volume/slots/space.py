@@ -15,7 +15,7 @@ from typing import Protocol
 
 import trio
 
-from kvfuse.errors import QuotaExceeded
+from kvfuse.errors import EngineTimeout, QuotaExceeded
 from kvfuse.volume.inodes.core import Core
 
 ROOM_SECONDS = 3.0
@@ -62,7 +62,13 @@ class RoomWait:
 
     deadline: float
     """in trio's time; ignored in the first `ROOM_ROUNDS_MIN` rounds"""
+    seconds: float = math.inf
+    """from its begin to that"""
     round_count: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.round_count > ROOM_ROUNDS_MIN and trio.current_time() > self.deadline
 
 
 @dataclass
@@ -85,13 +91,18 @@ class Space:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
 
         ``wait``: None at first. ``namespace``: see `Source`; its files count as room, too. Returns None if no source
-        has room, or the caller's time is over. EngineError: an engine does not answer.
+        has room, or the caller's time is over. EngineError: an engine does not answer. EngineTimeout: its time is over
+        where caches have files to give, so that there is room by and by.
         """
         wait = wait or self._begin_wait()
         evictors = [evictor.make_room for evictor in self.evictors]
         is_unlucky = wait.round_count >= UNLUCKY_ROUNDS
         sources = [*evictors, *self.sources] if is_unlucky else [*self.sources, *evictors]
         if not await _ask([*sources, *self.elsewhere], wait, namespace):
+            if wait.is_over and self.core.caches and self.evictors:
+                raise EngineTimeout(
+                    f"others took all room that became free in {wait.seconds:g} s: the cache is too small"
+                )
             return None
         await self.core.reads.passed()
         return wait
@@ -131,14 +142,15 @@ class Space:
     def _begin_wait(self) -> RoomWait:
         rounds = 1 + bool(self.elsewhere)
         seconds = CACHE_ROOM_SECONDS if self.core.caches and self.evictors else ROOM_SECONDS
-        return RoomWait(trio.current_time() + rounds * (self.core.grace.seconds + seconds))
+        seconds = rounds * (self.core.grace.seconds + seconds)
+        return RoomWait(trio.current_time() + seconds, seconds)
 
 
 async def _ask(sources: Sequence[Source], wait: RoomWait, namespace: int | None = None) -> bool:
     """One round. True: a source gave up room. False: none has any, or the call's time is over."""
     wait.round_count += 1
     deadline = wait.deadline if wait.round_count > ROOM_ROUNDS_MIN else math.inf
-    if trio.current_time() <= deadline:
+    if not wait.is_over:
         for take in sources:
             if await take(deadline, namespace):
                 return True
