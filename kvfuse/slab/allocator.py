@@ -323,7 +323,6 @@ class Allocator:
         slab = self._slabs.get(index)
         if slab is None:
             slab = self._begin_slab(index, slot.size)
-            self.slab_opened()
         elif slab.slot_size != slot.size or slab.states[offset // slot.size] != FREE:
             raise ValueError(f"slot {slot.addr} of {slot.size} bytes is not free")
         slab.pool.claim(slab, offset // slot.size)
@@ -346,6 +345,7 @@ class Allocator:
         heapify(self._returned)
         slab = self._new_slab(index, slot_size)
         slab.pool.add(slab)
+        self.slab_opened()
         return slab
 
     # -- questions ---------------------------------------------------------------------------------
@@ -466,9 +466,7 @@ class Allocator:
         """The largest free slots, as many as there may be pieces, hold ``length`` bytes."""
         if self.free_slab_count:
             return True
-        if length > self.free_bytes:
-            return False
-        return length <= largest_free(self._pools.values(), PIECES_MAX)
+        return length <= self.free_bytes and length <= largest_free(self._pools.values(), PIECES_MAX)
 
     def _best_available(self, rest: int) -> int:
         """The slot size to put the next piece of ``rest`` bytes in.

@@ -111,7 +111,7 @@ class Inodes:
             directory = await self._lookups.node(ino)
             self._access.store(directory)
             await self._journal.commit(directory, *self._journal.pending.changed_in(ino), durable=True)
-            await self._lookups.publish_synced(ino)
+            await self._parts.opened.publish(ino)
 
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
         return await self._parts.xattrs.get(ino, name)
@@ -169,7 +169,7 @@ class Files:
         self._nameless, self._coherence = parts.names.nameless, parts.coherence
 
     async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
-        node = await self._lookups.to_open(ino)
+        node = await self._parts.opened.find(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         check_content(node)
@@ -331,7 +331,7 @@ class Files:
             self._access.store(node)
         await self._journal.commit(node, durable=True)
         tell_lost(node)
-        await self._lookups.publish_synced(node.parent)
+        await self._parts.opened.publish(node.parent)
 
     async def release(self, handle: FileHandle) -> None:
         node = handle.node

@@ -10,6 +10,7 @@ import trio
 from volume_lab import MIB, MemorySegments
 
 from kvfuse.errors import EngineTimeout
+from kvfuse.remote.segments import api
 from kvfuse.remote.segments.api import Transfer
 
 PATIENCE = 0.25
@@ -41,6 +42,7 @@ class Servers:
         def init(store: MemorySegments, *arguments: object) -> None:
             made(store, *arguments)  # type: ignore[arg-type]
             store.limits = replace(store.limits, part_size=self.part_size)
+            store.servers = StoppedServers(store, self)
             self._stores.append(store)
 
         async def write(store: MemorySegments, batch: Sequence[Transfer]) -> None:
@@ -51,31 +53,8 @@ class Servers:
                 await servers._wait(DEADLINE)
                 raise EngineTimeout(f"injected: a server stands still, no answer within {DEADLINE} s")
 
-        async def write_some(store: MemorySegments, batch: Sequence[Transfer]) -> set[int]:
-            late = servers._late(batch)
-            await plain(store, [one for index, one in enumerate(batch) if index not in late])
-            new = [
-                batch[index] for index in sorted(late) if not servers._silent.issuperset(servers._parts(*batch[index]))
-            ]
-            if new:
-                servers._keep(new)
-                await servers._wait(PATIENCE)
-            servers._learn([(one.segment, one.offset, len(one.buffer)) for one in batch])
-            return late
-
-        async def probe(store: MemorySegments, places: Sequence[tuple[int, int, int]]) -> None:
-            await servers._wait(PATIENCE)
-            servers._learn(places)
-
-        def answers(store: MemorySegments, segment: int, offset: int, length: int) -> bool | None:
-            parts = servers._parts(segment, offset, range(length))
-            if not servers._silent or not parts:
-                return True
-            return False if parts & servers._silent else True if parts <= servers._answering else None
-
-        for name, call in {"__init__": init, "write": write, "write_some": write_some, "probe": probe}.items():
-            monkeypatch.setattr(MemorySegments, name, call)
-        monkeypatch.setattr(MemorySegments, "answers", answers)
+        monkeypatch.setattr(MemorySegments, "__init__", init)
+        monkeypatch.setattr(MemorySegments, "write", write)
 
     def go_on(self) -> None:
         """All servers answer, and do what they were asked, in that order."""
@@ -108,3 +87,32 @@ class Servers:
         for segment, offset, length in places:
             for part in self._parts(segment, offset, range(length)):
                 (self._silent if self.is_stopped(*part) else self._answering).add(part)
+
+
+class StoppedServers(api.Servers):
+    """`api.Servers` of one store."""
+
+    def __init__(self, store: MemorySegments, servers: Servers) -> None:
+        super().__init__(store)
+        self._servers = servers
+
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        servers, late = self._servers, self._servers._late(batch)
+        await self.store.write([one for index, one in enumerate(batch) if index not in late])
+        silent = servers._silent
+        new = [batch[index] for index in sorted(late) if not silent.issuperset(servers._parts(*batch[index]))]
+        if new:
+            servers._keep(new)
+            await servers._wait(PATIENCE)
+        servers._learn([(one.segment, one.offset, len(one.buffer)) for one in batch])
+        return late
+
+    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
+        await self._servers._wait(PATIENCE)
+        self._servers._learn(places)
+
+    def answers(self, segment: int, offset: int, length: int) -> bool | None:
+        servers, parts = self._servers, self._servers._parts(segment, offset, range(length))
+        if not servers._silent or not parts:
+            return True
+        return False if parts & servers._silent else True if parts <= servers._answering else None

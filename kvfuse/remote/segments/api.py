@@ -102,7 +102,33 @@ class SegmentCounters:
     hedges: int = 0
     """reads that were late and asked of another replica"""
     late_writes: int = 0
-    """changes that servers did not answer in time (`write_some`)"""
+    """changes that servers did not answer in time (`Servers.write_some`)"""
+
+
+class Servers:
+    """Of the bytes of a store, for callers that can put bytes elsewhere. As it stands here: nothing is known of any."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self.store = store
+
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        """`SegmentStore.write`, without waiting for servers that are late by the engine's measure.
+
+        Returns the indices of transfers that are late: each may have happened, and may happen until a later write of
+        this store to the same bytes returns. All others are written.
+        """
+        await self.store.write(batch)
+        return set()
+
+    def answers(self, segment: int, offset: int, length: int) -> bool | None:
+        """Whether the servers of these bytes carry out changes. False: one is late, and still not answered.
+
+        None: not known, while servers of other bytes are late (`probe`). True, also where none is late.
+        """
+        return True
+
+    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
+        """Find out for `answers` of (segment, offset, length), without waiting for late servers. EngineError."""
 
 
 @dataclass
@@ -111,6 +137,10 @@ class SegmentStore(ABC):
 
     limits: SegmentLimits
     counters: SegmentCounters = field(default_factory=SegmentCounters, init=False)
+    servers: Servers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.servers = Servers(self)
 
     @abstractmethod
     async def create(self, segment: int, size: int) -> None:
@@ -134,25 +164,6 @@ class SegmentStore(ABC):
     @abstractmethod
     async def write(self, batch: Sequence[Transfer]) -> None:
         """Store every transfer's buffer."""
-
-    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
-        """`write`, without waiting for servers that are late by this engine's measure.
-
-        Returns the indices of transfers that are late: each may have happened, and may happen until a later write of
-        this store to the same bytes returns. All others are written. An engine without servers waits for all.
-        """
-        await self.write(batch)
-        return set()
-
-    def answers(self, segment: int, offset: int, length: int) -> bool | None:
-        """Whether the servers of these bytes carry out changes. False: one is late, and still not answered.
-
-        None: not known, while servers of other bytes are late (`probe`). True, also where none is late.
-        """
-        return True
-
-    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:  # noqa: B027 - as for `write_some`
-        """Find out for `answers` of (segment, offset, length), without waiting for late servers. EngineError."""
 
     @abstractmethod
     async def sync(self) -> None:

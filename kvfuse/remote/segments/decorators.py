@@ -21,6 +21,7 @@ class SegmentDecorator(SegmentStore):
         super().__init__(inner.limits)
         self.inner = inner
         self.counters = inner.counters
+        self.servers = inner.servers
 
     async def create(self, segment: int, size: int) -> None:
         await self.inner.create(segment, size)
@@ -33,15 +34,6 @@ class SegmentDecorator(SegmentStore):
 
     async def write(self, batch: Sequence[Transfer]) -> None:
         await self.inner.write(batch)
-
-    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
-        return await self.inner.write_some(batch)
-
-    def answers(self, segment: int, offset: int, length: int) -> bool | None:
-        return self.inner.answers(segment, offset, length)
-
-    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
-        await self.inner.probe(places)
 
     async def sync(self) -> None:
         await self.inner.sync()

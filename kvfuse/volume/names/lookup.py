@@ -115,13 +115,6 @@ class Lookup(ABC):
     async def current(self, ino: int) -> Node:
         """`node` for an inode that the kernel reached by a path. Stale; in shared volumes Moved."""
 
-    async def to_open(self, ino: int) -> Node:
-        """`current` for a file that is to be opened: with all that another host has synced before. Stale."""
-        return await self.current(ino)
-
-    async def publish_synced(self, directory: int) -> None:  # noqa: B027 - nobody else looks
-        """Return when other hosts see what is stored of the files of a directory, at their next open."""
-
     @abstractmethod
     async def current_directory(self, ino: int) -> Node:
         """`directory` for one that the kernel reached by a path. Stale, NotADirectory."""

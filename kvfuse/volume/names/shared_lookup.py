@@ -8,7 +8,6 @@ next read of the store checks these (`path_beliefs`). While the store does not a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,18 +18,15 @@ import trio
 from kvfuse import errors
 from kvfuse.remote.records.api import RecordLimits, Versioned
 from kvfuse.volume.api import NAME_MAX
-from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup, but_cleared, check_uncleared
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
-from kvfuse.volume.names.path_beliefs import Link, Moved, Paths
+from kvfuse.volume.names.path_beliefs import Link, Paths
 from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
-
-log = logging.getLogger(__name__)
 
 CATCH_UP_COMMITS = 3
 """Commits to await for one inode: one may have been built before its record changed, the next one merges it."""
@@ -109,62 +105,6 @@ class SharedLookup(Lookup):
         if node.is_directory:
             return self.paths.is_sure(node, parent, name)
         return not node.handles and self.records.made(found.version)
-
-    async def to_open(self, ino: int) -> Node:
-        try:
-            return await self._current_to_open(ino)
-        except Moved:
-            raise
-        except errors.Stale:
-            if (removed := await self._removed(ino)) is None:
-                raise
-            return removed
-
-    async def _removed(self, ino: int) -> Node | None:
-        """A file that lost its name after the kernel had asked for that in the same call: as if it was open before.
-
-        The kernel walks a path twice at most, and others may replace a file between both steps each time. It asks in
-        each call in strict folders; and in its second walk, for names that were found to be wrong.
-        """
-        parent, name = self.core.places.get(ino) or (0, b"")
-        if not name:
-            return None
-        if not (self.asks(parent) or self.paths.is_contested(parent, name)):
-            self.paths.lose(Link(parent, name, ino))
-            return None
-        (row,) = await self.core.records.get([schema.orphan_key(ino)])
-        if row is None or self.core.nodes.get(ino) is not None:
-            return self.core.nodes.get(ino)
-        record = schema.decode_orphan(row.value)
-        node = self.refresher.chunks.restore_chunks(Node.from_record(record), record)
-        node.nlink, node.version, node.base = 0, row.version, record
-        return self.core.nodes.add(node)
-
-    async def _current_to_open(self, ino: int) -> Node:
-        node = await self.current(ino)
-        if self._is_watched_alone(node) and not await self.synced.is_sure() and self._is_watched_alone(node):
-            try:
-                await self.refresher.renew(node)
-            except errors.Stale:
-                if node.handles:
-                    return node  # a descriptor goes with the inode, whatever its names are
-                self.paths.lose(Link(node.parent, node.name, ino))
-                raise Moved(f"{node.name!r} in directory {node.parent} is not inode {ino} any more") from None
-            except errors.EngineError as error:
-                log.info("inode %d is opened as it is known here: %s", ino, error)
-            node = await self.node(ino)
-        await self.refresher.news.told_of(ino)
-        return node
-
-    async def publish_synced(self, directory: int) -> None:
-        node = self.core.nodes.get(directory)
-        if node is None or not self.is_strict(node):
-            await self.synced.publish()
-
-    def _is_watched_alone(self, node: Node) -> bool:
-        """The watch alone says what others do with the file, and nothing is changed here."""
-        change = self.core.dentries.get(node.parent, node.name).change
-        return not self.asks(node.parent) and node.version > 0 and node.nlink > 0 and change is None and is_quiet(node)
 
     def is_doubtful(self, ino: int) -> bool:
         return self.paths.doubt(ino) is not None

@@ -1,7 +1,7 @@
 """Stored bytes go elsewhere where servers do not answer: to slots of the same sizes whose servers do.
 
 A stopped server has a part of all slots, and nobody knows which before one was late. So the engine is asked about the
-free slots of a size, in their order (`SegmentStore.answers`), and probes many that it does not know, at once. Only
+free slots of a size, in their order (`Servers.answers`), and probes many that it does not know, at once. Only
 segments that exist are looked at, as to make one takes a server of its own: those of free slabs are made ahead of need.
 
 A write that was late may still happen. So its slot rests: until its server has answered - a later write of this client
@@ -61,7 +61,7 @@ class Elsewhere:
             for staged in left:
                 staged.unsure = staged.unsure and not self._is_well(staged)  # what answers has done what came before
             if unknown:
-                await self.core.segments.probe(unknown)
+                await self.core.segments.servers.probe(unknown)
             elif all(map(self._is_well, left)) or not await self._has_more_slabs():
                 return
 
@@ -79,7 +79,7 @@ class Elsewhere:
     def _answers(self, addr: int, size: int) -> bool | None:
         """True without a word of segments that are to be made, while nothing is late."""
         segment, offset = self.core.locate(addr)
-        said = self.core.segments.answers(segment, offset, size)
+        said = self.core.segments.servers.answers(segment, offset, size)
         return said if said is not None or segment in self.core.made_segments else False
 
     def _exchange(self, left: Sequence[Staged]) -> list[tuple[int, int, int]]:
@@ -113,7 +113,7 @@ class Elsewhere:
 
     def rest(self, slots: Sequence[Slot]) -> None:
         """Free slots to which a write may still be on its way, when that can be no more."""
-        ledger, answers = self.core.slabs.ledger, self.core.segments.answers
+        ledger, answers = self.core.slabs.ledger, self.core.segments.servers.answers
         ready: list[Slot] = []
         for addr, size, owner in slots:
             if owner and ledger is not None:

@@ -299,7 +299,11 @@ class Flusher:
                 await self.elsewhere.move(items)
                 late = await self._write(items, is_last=not left or self.headers.owes_much) if items else []
                 written, items = [item for item in items if item not in late], late
-                await self._install_all(written)
+                with trio.CancelScope(shield=True):  # the bytes are written
+                    for number, item in enumerate(written):
+                        if number and number % PREPARED_CHUNKS == 0:
+                            await trio.lowlevel.checkpoint()
+                        self._install(item)
                 items = self._still_wanted(items)
         except BaseException as error:
             if isinstance(error, EngineTimeout):
@@ -318,7 +322,7 @@ class Flusher:
             await self.core.segments.write(writes)
             await self.headers.write(heads)
             return []
-        late = await self.core.segments.write_some([*writes, *headers])
+        late = await self.core.segments.servers.write_some([*writes, *headers])
         self.headers.wrote(heads, [headers[index - len(writes)] for index in late if index >= len(writes)])
         return [item for item in items if not late.isdisjoint(item.transfers)] if late else []
 
@@ -333,13 +337,6 @@ class Flusher:
             else:
                 item.staged.unsure = True
         return [item for item in late if not item.staged.dropped]
-
-    async def _install_all(self, items: Sequence[Item]) -> None:
-        with trio.CancelScope(shield=True):  # the bytes are written
-            for number, item in enumerate(items):
-                if number and number % PREPARED_CHUNKS == 0:
-                    await trio.lowlevel.checkpoint()
-                self._install(item)
 
     async def _take(self, chunks: deque[tuple[Node, int]], items: list[Item], size_max: int) -> None:
         """Begin to write the first of ``chunks``: from here on they do not change. Compresses what is to be."""

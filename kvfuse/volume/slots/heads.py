@@ -242,7 +242,7 @@ class HeaderWriter:
         with self.core.reads.reading():  # slots given up meanwhile are not reused yet
             if self.owes_much:
                 await self.core.segments.write(made)
-            late = set[int]() if self.owes_much else await self.core.segments.write_some(made)
+            late = set[int]() if self.owes_much else await self.core.segments.servers.write_some(made)
         self.wrote(heads, [made[index] for index in late])
 
     def wrote(self, heads: Sequence[Head], late: Sequence[Transfer]) -> None:
@@ -273,7 +273,7 @@ class HeaderWriter:
             self._paid.set()
 
     async def _pay(self) -> None:
-        answers, locate = self.core.segments.answers, self.core.geometry.locate_header
+        answers, locate = self.core.segments.servers.answers, self.core.geometry.locate_header
         async with self._describing:
             ready = [
                 one
@@ -318,7 +318,7 @@ class HeaderWriter:
             Transfer(*geometry.locate_header(slot.addr, slot.size), zeros[: geometry.header_stride(slot.size)])
             for slot in slots
         ]
-        late = await self.core.segments.write_some(marks)
+        late = await self.core.segments.servers.write_some(marks)
         for slot in slots if self._owed else ():
             self._owed.pop(slot.addr, None)
         for index in late:

@@ -40,7 +40,7 @@ from kvfuse.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
 from kvfuse.remote.records.api import ABSENT, Lease, RecordStore
 from kvfuse.remote.records.decorators import RecordDecorator
-from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.remote.segments.api import SegmentStore, Servers, Transfer
 from kvfuse.remote.segments.decorators import SegmentDecorator
 from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.schema import MemberRecord
@@ -443,6 +443,7 @@ class FencedSegments(SegmentDecorator):
     def __init__(self, inner: SegmentStore, member: Member) -> None:
         super().__init__(inner)
         self.member = member
+        self.servers = FencedServers(inner, member)
 
     async def _fenced(self, call: Callable[[], Awaitable[None]]) -> None:
         await self.member.ready(self.limits.deadline)
@@ -458,13 +459,26 @@ class FencedSegments(SegmentDecorator):
     async def write(self, batch: Sequence[Transfer]) -> None:
         await self._fenced(lambda: self.inner.write(batch))
 
-    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
-        await self.member.ready(self.limits.deadline)
-        with self.member.writing():
-            return await self.inner.write_some(batch)
-
-    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
-        await self._fenced(lambda: self.inner.probe(places))
-
     async def sync(self) -> None:
         await self._fenced(self.inner.sync)
+
+
+class FencedServers(Servers):
+    """Refuses what `FencedSegments` refuses."""
+
+    def __init__(self, inner: SegmentStore, member: Member) -> None:
+        super().__init__(inner)
+        self._inner, self._member = inner.servers, member
+
+    def answers(self, segment: int, offset: int, length: int) -> bool | None:
+        return self._inner.answers(segment, offset, length)
+
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        await self._member.ready(self.store.limits.deadline)
+        with self._member.writing():
+            return await self._inner.write_some(batch)
+
+    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
+        await self._member.ready(self.store.limits.deadline)
+        with self._member.writing():
+            await self._inner.probe(places)

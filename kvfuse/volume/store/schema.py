@@ -97,8 +97,7 @@ COUNTER_NAMESPACES = b"nnamespaces"
 the settings on which the change depends."""
 
 COUNTER_SYNCED = b"nsynced"
-"""Of a shared volume: the client that synced something in a relaxed folder last. Its version says whether a host has
-heard of all that was synced."""
+"""Of a shared volume: the client that synced something in a relaxed folder last (`names.synced`)."""
 
 EXACT_SIZES = b"nexact"
 """The slot sizes that the volume was formatted with, besides the geometric ones: a u64 each."""

@@ -151,58 +151,45 @@ class Dispatcher:
         one object done in that order. Nothing is started where one of them would change a silent object.
         """
         for request in requests if self.lateness.since else ():
-            if self._is_lost(request) and not (self.options.hedge_delay and isinstance(request, ReadRequest)):
-                raise EngineTimeout(self._what(request) + self._silence_of(request))
+            name, hedges = request.name, self.options.hedge_delay and isinstance(request, ReadRequest)
+            if self.lateness.is_lost(name) and not hedges:
+                raise EngineTimeout(self._what(request) + self.lateness.silence_of(name))
         for first in range(0, len(requests), self.options.in_flight_max):
-            await self._perform_together(requests[first : first + self.options.in_flight_max])
+            call = await self._call(requests[first : first + self.options.in_flight_max], self._wait)
+            self._check(call)
+            reads = [read for read in call.requests if isinstance(read, ReadRequest) and read.absent_bytes]
+            if reads:
+                await _sized(self.in_thread, sum(read.absent_bytes for read in reads), partial(_fill, reads))
 
     async def change_some(self, requests: Sequence[Request]) -> set[bytes]:
         """As `perform` for changes, but those of objects that are late are let go: their names. EngineError."""
-        late = {request.name for request in requests if request.name in self.lateness.since}
-        left = [request for request in requests if request.name not in late]
+        silent = {request.name for request in requests if request.name in self.lateness.since}
+        left = [request for request in requests if request.name not in silent]
         for first in range(0, len(left), self.options.in_flight_max):
-            late |= await self._change_together(left[first : first + self.options.in_flight_max])
-        return late
-
-    async def _change_together(self, requests: Sequence[Request]) -> set[bytes]:
-        call = await self._call(requests, self._wait_some)
-        late = {request.name for request in requests if request.code in (None, -errno.ECANCELED)}
-        for name in late:
-            self._watch(name, trio.current_time())
-        self.lateness.late += len(late)
-        self.counters.late_writes += len(late)
-        for request in requests:
-            if request.name not in late:
-                self._check_answer(request)
-        if not late:
-            self.lateness.took(trio.current_time() - call.began)
-        return late
-
-    async def _perform_together(self, requests: Sequence[Request]) -> None:
-        call = await self._call(requests, self._wait)
-        self._check(call)
-        reads = [request for request in requests if isinstance(request, ReadRequest) and request.absent_bytes]
-        if reads:
-            await self._sized(sum(read.absent_bytes for read in reads), lambda: _fill(reads))
+            call = await self._call(left[first : first + self.options.in_flight_max], self._wait_some)
+            late = {request.name for request in call.requests if request.code in (None, -errno.ECANCELED)}
+            for name in late:
+                self._watch(name, trio.current_time())
+            self.lateness.late += len(late)
+            self.counters.late_writes += len(late)
+            self._check_answers([request for request in call.requests if request.name not in late])
+            if not late:
+                self.lateness.took(trio.current_time() - call.began)
+            silent |= late
+        return silent
 
     async def _call(self, requests: Sequence[Request], wait: Callable[[_Call], Awaitable[None]]) -> _Call:
         """Start requests, and ``wait`` for their answers; none is under way when this returns."""
         call = _Call(requests)
         try:
-            await self._sized(sum(request.copied_bytes for request in requests), lambda: self._start(call, requests))
+            copied_bytes = sum(request.copied_bytes for request in requests)
+            await _sized(self.in_thread, copied_bytes, lambda: self._start(call, requests))
             with trio.move_on_after(self.options.deadline) as patience:
                 await wait(call)
             call.is_late = patience.cancelled_caught
         finally:
             await self._let_go(call)
         return call
-
-    async def _sized(self, byte_count: int, work: Callable[[], object]) -> None:
-        """Do what touches so many bytes: here, or in a thread when the event loop would be held up."""
-        if byte_count <= INLINE_BYTES_MAX:
-            work()
-        else:
-            await self.in_thread(work)
 
     def _start(self, call: _Call, requests: Sequence[Request]) -> None:
         """In either thread: operations that end meanwhile are taken out of ``in_flight`` by the event loop."""
@@ -227,7 +214,7 @@ class Dispatcher:
 
     async def _wait(self, call: _Call) -> None:
         """Until all is answered, with hedges for reads that are late. Less long where a silent object stays silent."""
-        silent = [read for read in call.requests if isinstance(read, ReadRequest) and self._is_lost(read)]
+        silent = [read for read in call.requests if isinstance(read, ReadRequest) and self.lateness.is_lost(read.name)]
         if silent:
             self._hedge(call, silent * HEDGES_MAX)
             with trio.move_on_after(self.options.hedge_delay):
@@ -278,9 +265,6 @@ class Dispatcher:
         self._spares_ended = trio.Event()
         spare.answered(code)
 
-    def _is_lost(self, request: Request) -> bool:
-        return self.lateness.is_lost(request.name, trio.current_time())
-
     def _watch(self, name: bytes, since: float) -> None:
         """An object did not answer in time: it is silent until it does."""
         if name in self.lateness.since:
@@ -327,28 +311,27 @@ class Dispatcher:
                 self._watch(request.name, trio.current_time() - self.options.deadline)
         if late:
             request = min(late, key=lambda request: request.name not in self.lateness.since)
-            why = f": no answer within {self.options.deadline:g} s" if call.is_late else self._silence_of(request)
+            why = (
+                f": no answer within {self.options.deadline:g} s"
+                if call.is_late
+                else self.lateness.silence_of(request.name)
+            )
             unknown = "" if isinstance(request, ReadRequest) else "; whether it was done is unknown"
             raise EngineTimeout(self._what(request) + why + unknown)
-        for request in call.requests:
-            self._check_answer(request)
+        self._check_answers(call.requests)
         if any(not isinstance(request, ReadRequest) for request in call.requests):
             self.lateness.took(trio.current_time() - call.began)
 
-    def _check_answer(self, request: Request) -> None:
-        """EngineError."""
-        if request.failure:
-            raise librados.engine_error(request.failure, self._what(request))
-        if not isinstance(request, ReadRequest):
-            self.lateness.changes += 1
-            self.lateness.changed(request.name)
+    def _check_answers(self, requests: Sequence[Request]) -> None:
+        """EngineError of the first that failed."""
+        for request in requests:
+            if request.failure:
+                raise librados.engine_error(request.failure, self._what(request))
+            if not isinstance(request, ReadRequest):
+                self.lateness.changed(request.name)
 
     def _what(self, request: Request) -> str:
         return f"{request.verb} object {request.name.decode()} ({self.place})"
-
-    def _silence_of(self, request: Request) -> str:
-        seconds = trio.current_time() - self.lateness.since.get(request.name, trio.current_time())
-        return f": the object has not answered for {seconds:.1f} s; it is asked again when it answers a probe"
 
     def _announce(self, completion: int, tag: int) -> None:
         """In a thread of librados."""
@@ -359,6 +342,16 @@ class Dispatcher:
         while self._ended:
             completion, tag = self._ended.popleft()
             self._under_way.pop(tag)(self._pool.code(completion))
+
+
+async def _sized(
+    in_thread: Callable[[Callable[[], object]], Awaitable[object]], byte_count: int, work: Callable[[], object]
+) -> None:
+    """Do what touches so many bytes: here, or in a thread when the event loop would be held up."""
+    if byte_count <= INLINE_BYTES_MAX:
+        work()
+    else:
+        await in_thread(work)
 
 
 def _fill(reads: Sequence[ReadRequest]) -> None:

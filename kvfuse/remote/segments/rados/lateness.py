@@ -7,6 +7,8 @@ are tried. Where much is late the whole cluster is slow, and more work is no rem
 
 from __future__ import annotations
 
+import trio
+
 TIMES = 4
 LATE_MIN, LATE_MAX = 0.25, 0.6
 """seconds"""
@@ -55,6 +57,7 @@ class Lateness:
 
     def changed(self, name: bytes) -> None:
         """A change of an object was answered."""
+        self.changes += 1
         if self.since:
             self._answering.add(name)
 
@@ -66,7 +69,12 @@ class Lateness:
             return False
         return True if name in self._answering else None
 
-    def is_lost(self, name: bytes, now: float) -> bool:
+    def is_lost(self, name: bytes) -> bool:
         """The object has been silent for longer than anybody waits for it."""
         since = self.since.get(name)
-        return since is not None and now >= since + self._deadline
+        return since is not None and trio.current_time() >= since + self._deadline
+
+    def silence_of(self, name: bytes) -> str:
+        """In words, for errors."""
+        seconds = trio.current_time() - self.since.get(name, trio.current_time())
+        return f": the object has not answered for {seconds:.1f} s; it is asked again when it answers a probe"

@@ -15,8 +15,8 @@
   last in that placement group. So hedges help readers of settled blocks through a short stall, and nobody else.
 * An object that was late is not waited for again until it answers a probe (`dispatcher.py`): so a stalled OSD costs
   one deadline, and not one for each call, until the cluster names another.
-* ``write_some`` does not wait for the deadline, but for a few times of what changes take (`lateness.py`). ``probe``
-  tells which other objects answer, by a change of nothing: a read would ask one replica alone.
+* ``servers.write_some`` does not wait for the deadline, but for a few times of what changes take (`lateness.py`).
+  ``servers.probe`` tells which other objects answer, by a change of nothing: a read would ask one replica alone.
 
 Hosts that share a volume agree elsewhere (in the record store) on who creates, removes or writes what. This
 store only promises that a segment which another host created is found.
@@ -32,7 +32,7 @@ from typing import Self
 import trio
 
 from kvfuse.errors import EngineError, EngineFull
-from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
+from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Servers, Transfer
 from kvfuse.remote.segments.rados.dispatcher import Dispatcher
 from kvfuse.remote.segments.rados.librados import Place
 from kvfuse.remote.segments.rados.objects import (
@@ -41,7 +41,6 @@ from kvfuse.remote.segments.rados.objects import (
     Piece,
     ReadRequest,
     RemoveRequest,
-    Request,
     TouchRequest,
     WriteRequest,
     object_name,
@@ -75,6 +74,7 @@ class RadosSegments(SegmentStore):
         self._names_lock = trio.Lock()
         self._closed = False
         self._calls = Users()
+        self.servers = RadosServers(self)
 
     @classmethod
     async def open(cls, place: Place) -> Self:
@@ -141,42 +141,17 @@ class RadosSegments(SegmentStore):
             pieces = pieces_by_object(batch, self._object_size, READ_BYTES_MAX)
             await self._dispatcher.perform([ReadRequest(*of_object) for of_object in pieces])
 
-    async def write(self, batch: Sequence[Transfer]) -> None:
+    async def write(self, batch: Sequence[Transfer], late: set[bytes] | None = None) -> None:
+        """``late``: gets the names of objects that are late, for which this does not wait then."""
         with self._working(), contextlib.ExitStack() as in_use:
-            await self._dispatcher.perform(await self._writes(batch, in_use))
-
-    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
-        with self._working(), contextlib.ExitStack() as in_use:
-            late = await self._dispatcher.change_some(await self._writes(batch, in_use))
-        if not late:
-            return set()
-        return {
-            index
-            for index, (segment, offset, buffer) in enumerate(batch)
-            if not late.isdisjoint(self._names(segment, offset, memoryview(buffer).nbytes))
-        }
-
-    async def _writes(self, batch: Sequence[Transfer], in_use: contextlib.ExitStack) -> Sequence[Request]:
-        self.counters.written_bytes += await self._use(batch, in_use)
-        self.counters.writes += len(batch)
-        return [WriteRequest(*of_object) for of_object in pieces_by_object(batch, self._object_size, WRITE_BYTES_MAX)]
-
-    def _names(self, segment: int, offset: int, length: int) -> Iterator[bytes]:
-        """Of the objects that have these bytes."""
-        return (object_name(segment, index) for index, *_ in spans(offset, length, self._object_size))
-
-    def answers(self, segment: int, offset: int, length: int) -> bool | None:
-        lateness = self._dispatcher.lateness
-        if not lateness.since:
-            return True
-        found = {lateness.answers(name) for name in self._names(segment, offset, length)}
-        return False if False in found else None if None in found else True
-
-    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
-        with self._working():
-            answers = self._dispatcher.lateness.answers
-            names = {name for place in places for name in self._names(*place) if answers(name) is None}
-            await self._dispatcher.change_some([TouchRequest(name) for name in sorted(names)])
+            self.counters.written_bytes += await self._use(batch, in_use)
+            self.counters.writes += len(batch)
+            pieces = pieces_by_object(batch, self._object_size, WRITE_BYTES_MAX)
+            requests = [WriteRequest(*of_object) for of_object in pieces]
+            if late is None:
+                await self._dispatcher.perform(requests)
+            else:
+                late |= await self._dispatcher.change_some(requests)
 
     async def sync(self) -> None:
         """Nothing to wait for: a write that returned is on all replicas."""
@@ -305,3 +280,40 @@ class RadosSegments(SegmentStore):
         request = ReadRequest(TABLE_NAME, [Piece(offset, memoryview(buffer))])
         await self._dispatcher.perform([request])
         return bytes(buffer[: request.lengths[0]])
+
+
+class RadosServers(Servers):
+    """Those of the objects of a store."""
+
+    def __init__(self, store: RadosSegments) -> None:
+        super().__init__(store)
+        self._store = store
+
+    def _names(self, segment: int, offset: int, length: int) -> Iterator[bytes]:
+        """Of the objects that have these bytes."""
+        return (object_name(segment, index) for index, *_ in spans(offset, length, self.store.limits.part_size))
+
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        late: set[bytes] = set()
+        await self._store.write(batch, late)
+        if not late:
+            return set()
+        return {
+            index
+            for index, (segment, offset, buffer) in enumerate(batch)
+            if not late.isdisjoint(self._names(segment, offset, memoryview(buffer).nbytes))
+        }
+
+    def answers(self, segment: int, offset: int, length: int) -> bool | None:
+        lateness = self._store._dispatcher.lateness
+        if not lateness.since:
+            return True
+        found = {lateness.answers(name) for name in self._names(segment, offset, length)}
+        return False if False in found else None if None in found else True
+
+    async def probe(self, places: Sequence[tuple[int, int, int]]) -> None:
+        names = {name for place in places for name in self._names(*place)}
+        with self._store._working():
+            dispatcher = self._store._dispatcher
+            unknown = sorted(name for name in names if dispatcher.lateness.answers(name) is None)
+            await dispatcher.change_some([TouchRequest(name) for name in unknown])

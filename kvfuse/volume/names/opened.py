@@ -1,0 +1,99 @@
+"""Files that are opened by their inode, after the kernel looked for their name; and what others see at an open."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvfuse import errors
+from kvfuse.volume.content.refresh import is_quiet
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.names.path_beliefs import Link, Moved
+from kvfuse.volume.names.shared_lookup import SharedLookup
+from kvfuse.volume.store import schema
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Opened:
+    """Of a volume that one host has. Each membership has one."""
+
+    lookups: Lookup
+
+    async def find(self, ino: int) -> Node:
+        """The node of a file that is to be opened, with all that another host has synced before. Stale, EngineError."""
+        return await self.lookups.current(ino)
+
+    async def publish(self, directory: int) -> None:
+        """Return when other hosts see what is stored of the files of a directory, at their next open."""
+
+
+@dataclass
+class SharedOpened(Opened):
+    """Of a volume that hosts share."""
+
+    lookups: SharedLookup
+
+    async def find(self, ino: int) -> Node:
+        try:
+            return await self._current(ino)
+        except Moved:
+            raise
+        except errors.Stale:
+            if (removed := await self._removed(ino)) is None:
+                raise
+            return removed
+
+    async def _removed(self, ino: int) -> Node | None:
+        """A file that lost its name after the kernel had asked for that in the same call: as if it was open before.
+
+        The kernel walks a path twice at most, and others may replace a file between both steps each time. It asks in
+        each call in strict folders; and in its second walk, for names that were found to be wrong.
+        """
+        parent, name = self.lookups.core.places.get(ino) or (0, b"")
+        if not name:
+            return None
+        if not (self.lookups.asks(parent) or self.lookups.paths.is_contested(parent, name)):
+            self.lookups.paths.lose(Link(parent, name, ino))
+            return None
+        (row,) = await self.lookups.core.records.get([schema.orphan_key(ino)])
+        if row is None or self.lookups.core.nodes.get(ino) is not None:
+            return self.lookups.core.nodes.get(ino)
+        record = schema.decode_orphan(row.value)
+        node = self.lookups.refresher.chunks.restore_chunks(Node.from_record(record), record)
+        node.nlink, node.version, node.base = 0, row.version, record
+        return self.lookups.core.nodes.add(node)
+
+    async def _current(self, ino: int) -> Node:
+        node = await self.lookups.current(ino)
+        if self._is_watched_alone(node) and not await self.lookups.synced.is_sure() and self._is_watched_alone(node):
+            try:
+                await self.lookups.refresher.renew(node)
+            except errors.Stale:
+                if node.handles:
+                    return node  # a descriptor goes with the inode, whatever its names are
+                self.lookups.paths.lose(Link(node.parent, node.name, ino))
+                raise Moved(f"{node.name!r} in directory {node.parent} is not inode {ino} any more") from None
+            except errors.EngineError as error:
+                log.info("inode %d is opened as it is known here: %s", ino, error)
+            node = await self.lookups.node(ino)
+        await self.lookups.refresher.news.told_of(ino)
+        return node
+
+    async def publish(self, directory: int) -> None:
+        node = self.lookups.core.nodes.get(directory)
+        if node is None or not self.lookups.is_strict(node):
+            await self.lookups.synced.publish()
+
+    def _is_watched_alone(self, node: Node) -> bool:
+        """The watch alone says what others do with the file, and nothing is changed here."""
+        change = self.lookups.core.dentries.get(node.parent, node.name).change
+        return (
+            not self.lookups.asks(node.parent)
+            and node.version > 0
+            and node.nlink > 0
+            and change is None
+            and is_quiet(node)
+        )
