@@ -26,6 +26,7 @@ from kvfuse.volume.inodes.handle import FileHandle, check_content, tell_lost
 from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import DOTS
+from kvfuse.volume.names.opened import opened_by
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
@@ -46,6 +47,7 @@ class Inodes:
         self._parts = parts
         self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
         self._access = parts.mapper.access
+        self._opened = opened_by(parts.lookups)
 
     def may_keep_attributes(self, ino: int) -> bool:
         return not self._lookups.is_doubtful(ino)
@@ -111,7 +113,7 @@ class Inodes:
             directory = await self._lookups.node(ino)
             self._access.store(directory)
             await self._journal.commit(directory, *self._journal.pending.changed_in(ino), durable=True)
-            await self._parts.opened.publish(ino)
+            await self._opened.publish(ino)
 
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
         return await self._parts.xattrs.get(ino, name)
@@ -167,9 +169,10 @@ class Files:
         self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
         self._reader, self._writer, self._access = parts.reader, parts.writer, parts.mapper.access
         self._nameless, self._coherence = parts.names.nameless, parts.coherence
+        self._opened = opened_by(parts.lookups)
 
     async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
-        node = await self._parts.opened.find(ino)
+        node = await self._opened.find(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         check_content(node)
@@ -331,7 +334,7 @@ class Files:
             self._access.store(node)
         await self._journal.commit(node, durable=True)
         tell_lost(node)
-        await self._parts.opened.publish(node.parent)
+        await self._opened.publish(node.parent)
 
     async def release(self, handle: FileHandle) -> None:
         node = handle.node

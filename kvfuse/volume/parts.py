@@ -50,7 +50,6 @@ from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.namespace_attributes import NamespaceAttributes
 from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.namespace_records import NamespaceRecords, OwnNamespaceRecords, SharedNamespaceRecords
-from kvfuse.volume.names.opened import Opened, SharedOpened
 from kvfuse.volume.names.shared_clearing import SharedClearing
 from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.names.shared_lookup import SharedLookup
@@ -134,7 +133,6 @@ class Parts:
         self.space: Space
         self.lookups: Lookup
         self.names: Names
-        self.opened: Opened
         if member is not None and isinstance(core.records, SharedRecords) and isinstance(extents, SharedExtents):
             namespaces = self._make_shared(member, core.records, extents, refresher)
         else:
@@ -164,7 +162,6 @@ class Parts:
         sources = [nameless.free_unnamed_files, journal.free_given_up]
         self.space = Space(core, sources, [], nameless.store_removals)
         self.lookups = OwnLookup(core, journal, refresher)
-        self.opened = Opened(self.lookups)
         memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
         self.names = Names(core, journal, self.lookups, nameless, memory, memory)
         self.space.evictors.append(Evictor(core, journal, self.lookups, self.names, refresher.news))
@@ -193,7 +190,6 @@ class Parts:
         record_sources = [orphans.free_removed_files]
         self.space = Space(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
         self.lookups = lookups = SharedLookup(core, journal, refresher, records, Synced(core))
-        self.opened = SharedOpened(lookups)
         memory = ApplyFirst(core, journal, self.space, lookups, nameless)
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Opened:
-    """Of a volume that one host has. Each membership has one."""
+    """Of a volume that one host has."""
 
     lookups: Lookup
 
@@ -97,3 +97,8 @@ class SharedOpened(Opened):
             and change is None
             and is_quiet(node)
         )
+
+
+def opened_by(lookups: Lookup) -> Opened:
+    """Those of one membership."""
+    return SharedOpened(lookups) if isinstance(lookups, SharedLookup) else Opened(lookups)

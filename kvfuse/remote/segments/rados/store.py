@@ -209,7 +209,11 @@ class RadosSegments(SegmentStore):
                 in_use.enter_context(self._segments[segment])
         for segment, offset, buffer in batch:
             length = memoryview(buffer).nbytes
-            self._check_range(segment, offset, length)
+            known = self._segments.get(segment)
+            if known is None or known.removed:
+                raise ValueError(f"{self.place} has no segment {segment}")
+            if offset < 0 or length < 0 or offset + length > known.size:
+                raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
             byte_count += length
         return byte_count
 
@@ -221,14 +225,6 @@ class RadosSegments(SegmentStore):
             size = await self._stored_size(segment)
             if size:
                 self._segments.setdefault(segment, UsedSegment(size))
-
-    def _check_range(self, segment: int, offset: int, length: int) -> None:
-        """ValueError where no known segment holds the range."""
-        known = self._segments.get(segment)
-        if known is None or known.removed:
-            raise ValueError(f"{self.place} has no segment {segment}")
-        if offset < 0 or length < 0 or offset + length > known.size:
-            raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
 
     async def _check_room(self, segment: int, size: int) -> None:
         available = await self._dispatcher.available_bytes()
