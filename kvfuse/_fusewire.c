@@ -1,8 +1,13 @@
 /* What stands between pyfuse3 and libfuse; see fusewire.py.
 
 pyfuse3 asks the dynamic linker for libfuse's functions. Loaded before it, for all to see, this module is asked first:
-it has four of them, under their own names, and each ends in a call of libfuse's. All are called with Python's lock held, by
-the one thread that answers the kernel; that lock also guards the state here. */
+it has five of them, under their own names. All but the one that reads requests end in a call of libfuse's. All are called
+with Python's lock held, by the one thread that answers the kernel; that lock also guards the state here.
+
+*A kill is no error.* The kernel copies requests and answers page by page. Where a page is not in the daemon's page tables
+it takes the way of a page fault, which a fatal signal ends at once; then the kernel fails the request with EIO, and nobody
+can answer it again. So each request is read into the same memory, which is populated once, locked, and no child's; and the
+pages of an answer are populated before the kernel copies it: a daemon that is killed in there has not answered. */
 
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
@@ -17,7 +22,9 @@ the one thread that answers the kernel; that lock also guards the state here. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #define CAPABILITY "security.capability"
@@ -31,11 +38,18 @@ the one thread that answers the kernel; that lock also guards the state here. */
 #define NO_FLUSH (1u << 5)
 #define PARALLEL_DIRECT_WRITES (1u << 6)
 #define INIT_EXT (1u << 30)
+#define HEADER_SIZE 4096         /* room for all of a WRITE that is not content, as libfuse has it */
+#define CONTENT_SIZE_MIN 131072  /* attributes have 64 KiB, and INIT wants 8 KiB */
+#define POPULATED_SECONDS 1
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22    /* Linux 5.14; an older one does not send requests again anyway */
+#endif
 
-static int (*receive_buf)(struct fuse_session *, struct fuse_buf *);
 static void (*process_buf)(struct fuse_session *, const struct fuse_buf *);
 static int (*reply_buf)(fuse_req_t, const char *, size_t);
 static int (*session_fd)(struct fuse_session *);
+static int (*session_exited)(struct fuse_session *);
+static void (*session_exit)(struct fuse_session *);
 
 static struct {
     uint64_t wanted, unwanted;     /* flags of INIT's answer, flags2 in the upper half */
@@ -56,9 +70,22 @@ static struct {
     size_t size;
     int fd;          /* of the connection; -1: no INIT came */
     int is_replayed; /* the kernel has its answer */
-    int is_due;      /* libfuse is to read it next */
-    void *lent;      /* what it was read into: libfuse would take that for as large as its own buffers */
+    int is_due;      /* it is the next request */
 } init = {.fd = -1};
+
+/* Where requests are read to. pyfuse3 handles one, or copies what it needs of it, before it asks for the next one. */
+static struct {
+    char *bytes;
+    size_t size;
+    size_t size_wanted; /* since the kernel knows how much a WRITE may have */
+} request_room = {.size_wanted = CONTENT_SIZE_MIN + HEADER_SIZE};
+
+/* Answers whose pages are in the page tables. Pages that were used so lately are not reclaimed. */
+static struct populated {
+    const char *bytes;
+    size_t size;
+    time_t second;
+} populated[1 << 12];
 
 static uint64_t *place_of(uint64_t ino)
 {
@@ -74,19 +101,37 @@ static void forget_plain(uint64_t ino)
 
 /* -- requests ---------------------------------------------------------------------------------- */
 
-static const struct fuse_in_header *header_of(const struct fuse_buf *buf, size_t size)
+static const struct fuse_in_header *header_of(size_t size)
 {
-    return buf->flags & FUSE_BUF_IS_FD || size < sizeof(struct fuse_in_header) ? NULL : buf->mem;
+    return size < sizeof(struct fuse_in_header) ? NULL : (const void *)request_room.bytes;
+}
+
+/* 0: there is no memory. */
+static int make_room(void)
+{
+    if (request_room.size >= request_room.size_wanted)
+        return 1;
+    size_t size = request_room.size_wanted;
+    char *bytes = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (bytes == MAP_FAILED)
+        return 0;
+    madvise(bytes, size, MADV_DONTFORK); /* a fork would have the kernel copy each page at its next write */
+    mlock(bytes, size);                  /* where it may be swapped all the same, a kill finds it there most likely */
+    if (request_room.bytes)
+        munmap(request_room.bytes, request_room.size);
+    request_room.bytes = bytes;
+    request_room.size = size;
+    return 1;
 }
 
 /* The kernel asks for this attribute before each write. What pyfuse3 needs 20 us for takes 1 us here. */
-static int answers_itself(struct fuse_session *se, const struct fuse_buf *buf, size_t size)
+static int answers_itself(struct fuse_session *se, size_t size)
 {
-    const struct fuse_in_header *in = header_of(buf, size);
+    const struct fuse_in_header *in = header_of(size);
     const size_t name_at = sizeof(*in) + sizeof(struct fuse_getxattr_in);
     if (!in || in->opcode != FUSE_GETXATTR || size < name_at + sizeof(CAPABILITY) || *place_of(in->nodeid) != in->nodeid)
         return 0;
-    if (memcmp((const char *)buf->mem + name_at, CAPABILITY, sizeof(CAPABILITY)) != 0)
+    if (memcmp(request_room.bytes + name_at, CAPABILITY, sizeof(CAPABILITY)) != 0)
         return 0;
     struct fuse_out_header out = {.len = sizeof(out), .error = -ENODATA, .unique = in->unique};
     if (write(session_fd(se), &out, sizeof(out)) < 0 && errno != ENOENT) /* who asked was killed */
@@ -95,23 +140,39 @@ static int answers_itself(struct fuse_session *se, const struct fuse_buf *buf, s
     return 1;
 }
 
+/* As libfuse has it: its size, 0 where the mount is gone, or an error. */
+static int receive(struct fuse_session *se)
+{
+    ssize_t size;
+    do
+        size = read(session_fd(se), request_room.bytes, request_room.size);
+    while (size < 0 && errno == ENOENT); /* who asked was killed */
+    if (session_exited(se))
+        return 0;
+    if (size < 0 && errno == ENODEV) {
+        session_exit(se);
+        return 0;
+    }
+    if (size < 0)
+        return -errno;
+    return size < (ssize_t)sizeof(struct fuse_in_header) ? -EIO : (int)size;
+}
+
 __attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
-    if (init.is_due && (init.lent = malloc(init.size))) {
-        free(buf->mem);
-        buf->mem = memcpy(init.lent, init.bytes, init.size);
-        buf->size = init.size;
-        buf->flags = 0;
+    if (!make_room())
+        return -ENOMEM;
+    int size;
+    if (init.is_due) {
+        memcpy(request_room.bytes, init.bytes, init.size);
+        size = (int)init.size;
         init.is_due = 0;
-        return (int)init.size;
-    }
-    if (init.lent && buf->mem == init.lent) {
-        free(init.lent);
-        buf->mem = init.lent = NULL;
-    }
-    int size = receive_buf(se, buf);
-    if (size == -EAGAIN || (size > 0 && answers_itself(se, buf, size)))
+    } else
+        size = receive(se);
+    if (size == -EAGAIN || (size > 0 && answers_itself(se, size)))
         return -EINTR; /* pyfuse3 waits for the next one */
+    buf->size = size > 0 ? size : 0;
+    buf->flags = 0;
     return size;
 }
 
@@ -142,6 +203,8 @@ static void change_answer(const struct fuse_init_in *asked, char *answer, size_t
         out->congestion_threshold = (uint16_t)(wire.background / 4 * 3);
     }
     wire.answered = flags;
+    size_t content_size = out->max_write > CONTENT_SIZE_MIN ? out->max_write : CONTENT_SIZE_MIN;
+    request_room.size_wanted = content_size + HEADER_SIZE;
 }
 
 static int keep_init(const struct fuse_in_header *in, size_t size)
@@ -194,9 +257,11 @@ static void process_seek(struct fuse_session *se, const struct fuse_in_header *i
     process_buf(se, &(struct fuse_buf){.mem = &request, .size = sizeof(request)});
 }
 
-__attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *buf)
+__attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *asked)
 {
-    const struct fuse_in_header *in = header_of(buf, buf->size);
+    struct fuse_buf request = *asked, *buf = &request; /* pyfuse3 frees what its own has */
+    buf->mem = request_room.bytes;
+    const struct fuse_in_header *in = header_of(buf->size);
     seek.whence = 0;
     unique = in ? in->unique : 0;
     is_from_the_cache = in && in->opcode == FUSE_WRITE && buf->size >= sizeof(*in) + sizeof(struct fuse_write_in)
@@ -214,6 +279,28 @@ __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse
 }
 
 /* -- answers ----------------------------------------------------------------------------------- */
+
+/* An answer may be a view of a segment's file, of which the page tables have nothing yet. Not touched here: a medium that
+fails would be a signal, and is EFAULT where the kernel copies. What was populated just now still is: it costs a fifth of
+the copy. */
+static void populate(const char *bytes, size_t size)
+{
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t begin = (uintptr_t)bytes / page * page, end = ((uintptr_t)bytes + size + page - 1) / page * page;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    struct populated *before = &populated[(((uintptr_t)bytes ^ size) * 0x9E3779B97F4A7C15ull) >> 52];
+    if (before->bytes == bytes && before->size == size && now.tv_sec <= before->second + POPULATED_SECONDS)
+        return;
+    if (size && madvise((void *)begin, end - begin, MADV_POPULATE_READ) == 0)
+        *before = (struct populated){bytes, size, now.tv_sec};
+}
+
+__attribute__((visibility("default"))) int fuse_reply_buf(fuse_req_t req, const char *bytes, size_t size)
+{
+    populate(bytes, size);
+    return reply_buf(req, bytes, size);
+}
 
 static struct fuse_open_out opened(const struct fuse_file_info *fi)
 {
@@ -380,8 +467,9 @@ PyMODINIT_FUNC PyInit__fusewire(void)
         PyErr_SetString(PyExc_ImportError, "there is no libfuse3");
         return NULL;
     }
-    if (!find(library, "fuse_session_receive_buf", &receive_buf) || !find(library, "fuse_session_process_buf", &process_buf)
-        || !find(library, "fuse_reply_buf", &reply_buf) || !find(library, "fuse_session_fd", &session_fd))
+    if (!find(library, "fuse_session_process_buf", &process_buf) || !find(library, "fuse_reply_buf", &reply_buf)
+        || !find(library, "fuse_session_fd", &session_fd) || !find(library, "fuse_session_exited", &session_exited)
+        || !find(library, "fuse_session_exit", &session_exit))
         return NULL;
     return PyModule_Create(&module);
 }

@@ -1,6 +1,6 @@
 """Between pyfuse3 and the kernel: what libfuse of this machine does not say, or says too slowly.
 
-``_fusewire.c`` has four of libfuse's functions, and is loaded before pyfuse3: so the dynamic linker finds it first.
+``_fusewire.c`` has some of libfuse's functions, and is loaded before pyfuse3: so the dynamic linker finds it first.
 With it the daemon
 
 * answers INIT with flags of its own: requests in the background, no guesses of the kernel's when content changed (it is
@@ -9,6 +9,8 @@ With it the daemon
   side (`DIRECT`): `marks` go with the handle as far as ``_fusewire``;
 * lets a daemon take over a connection that another one began (`replay`): libfuse gets the kernel's INIT, which came
   once, from here, and its answer goes nowhere;
+* reads each request into the same memory, of which every page is there, and populates the pages of an answer: the
+  kernel fails a request with EIO whose copy meets a page fault in a daemon that is being killed;
 * answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
   made here and never got an attribute has none. On shared volumes that holds in relaxed folders, until this host hears
   that another one changed the file (`forget`);

@@ -55,6 +55,37 @@ def test_it_is_there_where_the_tests_run(point: Path) -> None:
     assert not flags & fusewire.AUTO_INVAL_DATA
 
 
+def areas_of(pid: int) -> Iterator[tuple[int, dict[str, str]]]:
+    """(address, what the kernel says) of each mapping of a process."""
+    address, facts = 0, dict[str, str]()
+    for line in [*Path(f"/proc/{pid}/smaps").read_text().splitlines(), "0-0 end"]:
+        name, _, value = line.partition(":")
+        if " " in name:
+            if facts:
+                yield address, facts
+            address, facts = int(line.split("-")[0], 16), {}
+        else:
+            facts[name] = value.strip()
+
+
+def test_a_kill_finds_no_page_fault_in_the_copy_of_a_request(point: Path) -> None:
+    """The kernel copies a request into pages that are there, and goes on with a kill behind that. At a fault it would
+    give up: the request would fail with EIO, and no next daemon could do it."""
+    content = mmap.mmap(-1, 1 << 20)
+    content[:] = os.urandom(mmap.PAGESIZE) * (len(content) // mmap.PAGESIZE)
+    with opened(point / "large", os.O_CREAT | os.O_WRONLY | os.O_DIRECT) as fd:
+        os.pwrite(fd, content, 0)
+    pid = int(json.loads((point / ".kvfuse/stats").read_text())["pid"])
+    # No child may have them: after a fork each next write to a page would be a fault again.
+    found = [(address, facts) for address, facts in areas_of(pid) if {"lo", "dc"} <= set(facts["VmFlags"].split())]
+    ((address, facts),) = found
+    assert int(facts["Size"].split()[0]) << 10 == len(content) + mmap.PAGESIZE
+    assert facts["Rss"] == facts["Locked"] == facts["Size"]
+    with opened(Path(f"/proc/{pid}/mem"), os.O_RDONLY) as memory:
+        middle = os.pread(memory, 2 * mmap.PAGESIZE, address + len(content) // 2)
+    assert content[: mmap.PAGESIZE] in middle, "the request was read to somewhere else"
+
+
 def test_what_was_just_written_is_read_from_the_kernels_pages(point: Path) -> None:
     content = os.urandom(SIZE)
     paths = [point / f"written{number}" for number in range(8)]
