@@ -17,9 +17,13 @@ from kvfuse.errors import MountError
 from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.mounttable import FILE_SYSTEM, top_mount
 from kvfuse.options.options import MountOptions
+from kvfuse.sizes import MIB
+from kvfuse.usrbio.daemon.machine_memory import free_memory_size, memory_size
 
 FUSE_DEVICE = Path("/dev/fuse")
 FUSE_CONF = Path("/etc/fuse.conf")
+STANDBY_MEMORY_SIZE, STANDBY_FREE_SIZE = 512 * MIB, 256 * MIB
+"""bytes, see `stands_by`"""
 
 
 def check_mountpoint(point: Path) -> Path:
@@ -86,6 +90,17 @@ def outlives(options: MountOptions) -> bool:
     if options.outlive is None:
         return problem is None
     return options.outlive and not (problem is not None and problem.is_final)
+
+
+def stands_by(options: MountOptions, root: Path = Path("/")) -> bool:
+    """A process is to stand by that forks the daemons of a mount with these options.
+
+    By default where this process may have `STANDBY_MEMORY_SIZE` and the machine has `STANDBY_FREE_SIZE` to spare: the
+    16 MB for it are then of no account. ``root``: where /proc and what it names are found.
+    """
+    if options.standby is None:
+        return memory_size(root) >= STANDBY_MEMORY_SIZE and free_memory_size(root) >= STANDBY_FREE_SIZE
+    return options.standby
 
 
 def users_may_allow_other(conf: Path = FUSE_CONF) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvfuse.cli import Failure, describe
-from kvfuse.cli.checks import outliving_problem
+from kvfuse.cli.checks import outliving_problem, stands_by
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError
@@ -192,7 +192,7 @@ def hold(effective: Effective, point: Path, words: Sequence[str], report: int | 
         "command": [sys.executable, "-P", "-m", "kvfuse.cli", *words],  # -P: not from where the command was begun
         "folder": os.getcwd(),
         "point": os.fspath(point),
-        "standby": effective.options.mount.standby,
+        "standby": stands_by(effective.options.mount),
         "log": None if report is None else os.fspath(effective.options.log_file),
         "report": report,
     }
@@ -212,7 +212,7 @@ def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, i
     except ConfigError as error:
         problem = error
     preload(effective.options if effective is not None else None)
-    standby = effective.options.mount.standby if effective is not None else None
+    standby = stands_by(effective.options.mount) if effective is not None else None
     is_first = holding.wait(str(problem) if problem is not None else "", standby)
     if not holding.is_afresh and (kept := holding.take(KEPT)) is not None:
         effective = load(text=kept.content.decode())

@@ -97,6 +97,7 @@ UNSET: dict[str, str] = {
     "publish.mode": "strict where the record store is shared, else relaxed",
     "mount.default_permissions": "where users other than root may come in",
     "mount.outlive": "where the machine has all that takes",
+    "mount.standby": "where there is memory for it: 512MiB in all, and 256MiB free",
     "usrbio.user_iov_size": "128 times the memory that the daemon may have",
     "usrbio.user_charged_size": "an eighth of the memory that the daemon may have",
     "peer.listen": "nowhere",

@@ -316,8 +316,9 @@ class MountOptions(_Section, frozen=True):
     outlive_size: TierBytes = 64 * MIB
     """bytes of shared memory for bytes that were written and not stored, so that the next daemon has them; 0: neither
     they nor names are kept. One host's volumes"""
-    standby: bool = False
-    """another process forks daemons, which begin at once when one was killed: 16 MB of memory for half a second"""
+    standby: bool | None = None
+    """another process forks daemons, which begin at once when one was killed: 16 MB of memory for half a second; None:
+    where the memory for it is there"""
     flags: tuple[KernelFlag, ...] = ()
     """further flags for the kernel, as in mount(8)"""
 

@@ -18,7 +18,7 @@ from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_unti
 
 from kvfuse.fs.takeover import libc
 
-OUTLIVE = ("outlive=true",)
+OUTLIVE = ("outlive=true", "standby=false")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import trio
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
 from outlive_guest import daemon_of
 from places import ROOT
-from test_outlive import settle
+from test_outlive import OUTLIVE, settle
 from test_upgrade import other_python
 
 from kvfuse.options import config
@@ -197,7 +197,7 @@ def test_a_holder_that_sees_the_processes_of_another_place(place: Path) -> None:
     """Its children have other numbers in /proc."""
     shutil.rmtree(place)
     place.mkdir()
-    mount = KvfuseMount(place, ("outlive=true", "capacity=64MiB"), ["unshare", "--pid", "--fork", *FOREGROUND])
+    mount = KvfuseMount(place, (*OUTLIVE, "capacity=64MiB"), ["unshare", "--pid", "--fork", *FOREGROUND])
     try:
         mount.mount()
         (mount.point / "file").write_bytes(b"x")

@@ -16,7 +16,9 @@ from test_outlive import OUTLIVE, children_of, daemon_of, kill_daemon, settle
 from test_upgrade import FAILING, Users, holder_says, other_python, refused, upgrade
 
 import kvfuse
+from kvfuse.cli.checks import stands_by
 from kvfuse.fs.holder_things import GUARD_SECONDS
+from kvfuse.options.options import MountOptions
 
 STANDBY = (*OUTLIVE, "standby")
 
@@ -75,6 +77,31 @@ def test_daemons_are_forks_of_one_process(mount: KvfuseMount) -> None:
     assert named(mount, "kvfuse-standby") == [standby]
     assert named(mount, "kvfuse-daemon") == [daemon_of(mount)]
     assert holder_says(mount)["deaths"] == 5
+
+
+def test_there_is_one_by_default() -> None:
+    with temporary_mount(("outlive=true",)) as mount:
+        assert stands_by(MountOptions()), "the machine that runs the tests has memory for it"
+        standby = standby_of(mount)
+        kill_daemon(mount)
+        assert standby_of(mount) == standby
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "expected"), [("max", 256, True), ("max", 255, False), (512, 256, True), (511, 256, False)]
+)
+def test_by_default_there_is_one_where_memory_allows(
+    tmp_path: Path, limit: str | int, free: int, expected: bool
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 16777216 kB\nMemAvailable: {free * 1024} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/self/mountinfo").write_text("35 25 0:31 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{limit if limit == 'max' else int(limit) << 20}\n")
+    assert stands_by(MountOptions(), tmp_path) is expected
+    assert stands_by(MountOptions(standby=True), tmp_path)
+    assert not stands_by(MountOptions(standby=False), tmp_path)
 
 
 def test_what_forks_has_one_thread(mount: KvfuseMount) -> None:
@@ -236,7 +263,7 @@ def test_an_upgrade_brings_it_and_takes_it_away(tmp_path: Path) -> None:
     conf = tmp_path / "mount.conf"
     text = f'volume.path = "{tmp_path / "volume"}"\nvolume.capacity = "1GiB"\nmount.standby = '
     conf.write_text(text + "false\n")
-    with temporary_mount(OUTLIVE, source=conf) as mount:
+    with temporary_mount(("outlive=true",), source=conf) as mount:
         kill_daemon(mount)
         assert not named(mount, "kvfuse-standby")
         conf.write_text(text + "true\n")

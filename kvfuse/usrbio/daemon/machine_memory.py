@@ -9,11 +9,7 @@ from pathlib import Path, PurePosixPath
 
 def memory_size(root: Path = Path("/")) -> int:
     """Bytes. ``root``: where /proc and what it names are found."""
-    size = next(
-        int(line.split()[1]) << 10
-        for line in (root / "proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal:")
-    )
+    size = _of_machine(root, "MemTotal:")
     for top, folder, limit in _groups(root):
         for part in (folder, *folder.parents):
             with suppress(OSError, ValueError):  # no such file in the root; "max": no limit
@@ -21,6 +17,17 @@ def memory_size(root: Path = Path("/")) -> int:
             if part == top:
                 break
     return size
+
+
+def free_memory_size(root: Path = Path("/")) -> int:
+    """Bytes that the machine can give to processes without swapping. What a control group uses is not counted: the most
+    of that is pages of files."""
+    return _of_machine(root, "MemAvailable:")
+
+
+def _of_machine(root: Path, name: str) -> int:
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 def own_group(root: Path = Path("/")) -> Path:
