@@ -2,8 +2,9 @@
 
     daemon                                     holder
     started, with one end of a socket pair ->
-    HELLO {version, problem, forks, standby} -> all is imported; ``problem``: with mount.conf
+    HELLO {version, problem, forks, standby, many} -> all is imported; ``problem``: with mount.conf
                                             <- KEPT name, content, descriptors (for each thing, oldest first)
+                                            <- or MANY {things} (to one that says ``many``: calls wait meanwhile)
                                             <- START {afresh: what was read of mount.conf counts, not what is kept;
                                                       deaths: of daemons of this mount, by cause}
     KEEP name, content, descriptors         ->  what was kept under that name is replaced
@@ -35,8 +36,9 @@ import os
 import select
 import signal
 import socket
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -47,11 +49,15 @@ else:
 
 MESSAGE_SIZE_MAX = 1 << 17
 DESCRIPTORS_MAX = 64
-HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS, FORK, BORN, SPEAK, ASK, ALIVE, DIED = (
-    b"HKSPDREVLYFBOAIX"
+HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS, FORK, BORN, SPEAK, ASK, ALIVE, DIED, MANY = (
+    b"HKSPDREVLYFBOAIXM"
 )
 DIED_STATUS = 70
 """exit status of a daemon that ends for an error of its own (EX_SOFTWARE)"""
+_ONE_OF_MANY = struct.Struct("<HIH")
+"""before each thing of a MANY: bytes of its name and of its content, how many descriptors"""
+MANY_SIZE, MANY_DESCRIPTORS = 64 << 10, 32
+"""a MANY with so much is full"""
 VARIABLE = "KVFUSE_HOLDER"
 """of the daemon's environment: the descriptor of its end"""
 ERRORS_VARIABLE = "KVFUSE_HOLDER_ERRORS"
@@ -88,7 +94,7 @@ class Child:
         self.socket, self.pid, self.pidfd, self.said = socket, pid, pidfd, said
         self.begun = time.monotonic()
         self.has_said_hello = self.is_ready = self.has_ended = self.has_left = self.is_silent = False
-        self.may_fork = False
+        self.may_fork = self.takes_many = False
         self.pulse = Pulse()
         self.standby: bool | None = None
         """what its mount.conf says of one that stands by, if it says so"""
@@ -113,6 +119,7 @@ class Child:
         child = Child(ours, int(data[1:].partition(b"\0")[2]), descriptors[0], said)
         child.has_said_hello, child.version, child.problem = True, self.version, self.problem
         child.standby, child.pulse.answers = self.standby, self.pulse.answers
+        child.takes_many = self.takes_many
         return child
 
     def speaks_to(self, descriptor: int) -> None:
@@ -148,6 +155,7 @@ class Child:
         self.version, self.problem = str(said["version"]), str(said["problem"] or "")
         self.may_fork, self.standby = bool(said.get("forks")), said.get("standby")
         self.pulse.answers = bool(said.get("answers"))
+        self.takes_many = bool(said.get("many"))
         self.has_said_hello = True
 
     def is_lost(self) -> bool:
@@ -244,6 +252,36 @@ def receive(end: socket.socket) -> tuple[bytes, list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
     return data, descriptors.tolist()
+
+
+Thing = tuple[str, bytes, list[int]]
+"""name, content, descriptors"""
+
+
+def packed(things: Iterable[Thing]) -> Iterator[tuple[bytes, list[int]]]:
+    """(content, descriptors) of messages MANY with all of these things, in that order."""
+    parts, size, passed = list[bytes](), 0, list[int]()
+    for name, content, descriptors in things:
+        if parts and (size + len(content) > MANY_SIZE or len(passed) + len(descriptors) > MANY_DESCRIPTORS):
+            yield b"".join(parts), passed
+            parts, size, passed = [], 0, []
+        words = name.encode()
+        parts += _ONE_OF_MANY.pack(len(words), len(content), len(descriptors)), words, content
+        size += _ONE_OF_MANY.size + len(words) + len(content)
+        passed = [*passed, *descriptors]
+    if parts:
+        yield b"".join(parts), passed
+
+
+def unpacked(content: bytes, descriptors: Sequence[int]) -> Iterator[Thing]:
+    """The things of a MANY."""
+    at = passed = 0
+    while at < len(content):
+        name_size, size, count = _ONE_OF_MANY.unpack_from(content, at)
+        at += _ONE_OF_MANY.size
+        end = at + name_size
+        yield content[at:end].decode(), content[end : end + size], list(descriptors[passed : passed + count])
+        at, passed = end + size, passed + count
 
 
 def is_dead(pid: int) -> bool:

@@ -9,10 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.fs.holder_child import KEPT, Child
+    from kvfuse.fs.holder_child import KEPT, MANY, Child, packed
     from kvfuse.fs.holder_store import Store
 else:
-    from holder_child import KEPT, Child
+    from holder_child import KEPT, MANY, Child, packed
     from holder_store import Store
 
 SWITCH = "fuse/switch"
@@ -48,8 +48,13 @@ class Things:
 
     def give_to(self, child: Child) -> None:
         """Tell a daemon of all that is kept. OSError: it is dead, or does not take it."""
-        for name, (content, descriptors) in list(self._kept.items()):
-            child.send(KEPT, name, content, descriptors)
+        things = [(name, content, descriptors) for name, (content, descriptors) in self._kept.items()]
+        if child.takes_many:
+            for message, passed in packed(things):
+                child.send(MANY, "", message, passed)
+        else:
+            for thing in things:
+                child.send(KEPT, *thing)
 
     def abort(self) -> None:
         """End the connection: whoever waits gets an error."""

@@ -95,7 +95,8 @@ class Holding:
         upgrade. A process that is to stand by waits on, and this returns in its forks: at the call there is one
         thread, and nothing that a fork could not go on with.
         """
-        hello = {"version": kvfuse.__version__, "problem": problem, "forks": True, "standby": standby, "answers": True}
+        hello: dict[str, object] = {"version": kvfuse.__version__, "problem": problem, "standby": standby}
+        hello |= dict.fromkeys(("forks", "answers", "many"), True)
         self._send(holder_child.HELLO, "", _json(hello))
         while True:
             kind, name, content, descriptors = self._receive()
@@ -110,9 +111,12 @@ class Holding:
                 self._fork(*descriptors)
             elif kind == holder_child.SPEAK:
                 self._speak_to(*descriptors)
-            elif kind == holder_child.KEPT:
-                self._left[name] = Kept(content, tuple(descriptors))
-                self._names[name] = None
+            elif kind in (holder_child.KEPT, holder_child.MANY):
+                is_one = kind == holder_child.KEPT
+                things = [(name, content, descriptors)] if is_one else holder_child.unpacked(content, descriptors)
+                for thing, kept, passed in things:
+                    self._left[thing] = Kept(kept, tuple(passed))
+                    self._names[thing] = None
             else:
                 for descriptor in descriptors:
                     os.close(descriptor)

@@ -15,6 +15,7 @@ from stuck_daemon import NAME, STUCK_DAEMON
 from kvfuse.fs import holder_child, holding
 from kvfuse.fs.guarding import open_switch
 from kvfuse.fs.holding import Holding
+from kvfuse.keeper import CONTENT_SIZE_MAX
 
 MESSAGES = 2000
 LOOK_UPS = (262, 332) if os.uname().machine == "x86_64" else (79, 291)
@@ -38,6 +39,36 @@ def test_what_was_taken_is_named_until_it_is_dropped_or_replaced() -> None:
         keeper.keep("ring/b")
         assert keeper.names("ring/") == ["ring/c"]
         keeper._socket.close()
+
+
+def test_many_things_come_in_few_messages() -> None:
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptors = [os.memfd_create(f"thing-{number}") for number in range(3)]
+    things = [(f"ring/{number}", b"x" * (number % 50), descriptors[: number % 4]) for number in range(400)]
+    things[200] = "ring/200", bytes(CONTENT_SIZE_MAX), []
+    with theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        messages = list(holder_child.packed(things))
+        assert len(messages) < len(things) / 10
+        for content, passed in messages:
+            assert len(content) < holder_child.MESSAGE_SIZE_MAX
+            socket.send_fds(theirs, [bytes([holder_child.MANY]), b"\0", content], passed)
+        theirs.send(bytes([holder_child.START]))
+        keeper = Holding(ours.detach())
+        assert keeper.wait()
+        assert keeper.names("") == [name for name, _, _ in things]
+        for name, content, passed in things:
+            taken = keeper.take(name)
+            assert taken is not None
+            assert taken.content == content
+            assert [os.readlink(f"/proc/self/fd/{one}") for one in taken.descriptors] == [
+                os.readlink(f"/proc/self/fd/{one}") for one in passed
+            ]
+            for one in taken.descriptors:
+                os.close(one)
+        keeper._socket.close()
+    for one in descriptors:
+        os.close(one)
 
 
 def test_what_has_no_room_is_passed_on_although_nothing_more_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

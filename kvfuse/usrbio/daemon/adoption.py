@@ -1,5 +1,8 @@
 """A connection that a daemon before this one left goes on here, with the same handles; and how one is left.
 
+One user may have registered very much. So what it takes to register that again is work of that user, as its messages
+were: it waits for turns at the desk, between which the mount's calls and all other users' are answered.
+
 Things that are gone - a file, a folder - are not registered any more: entries that name them are answered with EBADF or
 EFAULT. A ring that cannot go on ends the connection, as nobody would answer its entries.
 """
@@ -21,6 +24,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.keeper import Kept
+from kvfuse.usrbio.daemon.audience import CONNECT_COST, TURN_COST
 from kvfuse.usrbio.daemon.charges import Charge
 from kvfuse.usrbio.daemon.client_memory import map_memory
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov, let_go
@@ -38,6 +42,9 @@ from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.ring_files import KeptFile
 
 log = logging.getLogger(__name__)
+
+COSTS = {"file": 4, "iov": 4, "device": 16, "namespace": 4, "ring": 16}
+"""of a thing that is registered again, in calls"""
 
 _left_pins: list[Pins] = []
 """what clients hold that were left to the next daemon: nothing may take its place until this process has ended"""
@@ -139,9 +146,10 @@ class _Adoption:
 
 
 async def adopt(
-    left: Left, things: Registered, volume: RingApi, calls: Calls, memories: Memories, remembered: Remembered
-) -> Message | None:
-    """Register again what was registered.
+    left: Left, things: Registered, volume: RingApi, calls: Calls, memories: Memories, remembered: Remembered,
+    pause: Callable[[float], Awaitable[None]],
+) -> Message | None:  # fmt: skip
+    """Register again what was registered. ``pause``: waits for the user's turn for work of a cost, in calls.
 
     What is to be replied to the request that nobody has answered, if there is one. KvfuseError, OSError: a ring cannot
     go on.
@@ -152,11 +160,15 @@ async def adopt(
     adoption = _Adoption(things, volume, calls, memories, remembered)
     request, number, added = keeping.unanswered()
     is_waiting = request != 0 and _is_next(left.socket, number)
-    rows = keeping.left_names()
+    rows, owed = keeping.left_names(), CONNECT_COST
     for rings in (False, True):
         for name, kind, handle in rows:
             if (kind == "ring") is not rings:
                 continue
+            owed += COSTS[kind]
+            if owed >= TURN_COST:
+                await pause(owed)
+                owed = 0
             if handle == added and (is_waiting or not request):  # nobody has heard of it, and it is asked for again
                 keeping.drop(kind, handle)
                 continue

@@ -124,8 +124,9 @@ class Connection:
         """Go on with a connection of the daemon before this one."""
         things, volume = self.registered, self._limits.volume
         memories = adoption.Memories(self._charge, self._limits.device_memories, self._usher)
+        pause = self._audience.pause
         try:
-            reply = await adoption.adopt(left, things, volume, self._calls, memories, self._remembered)
+            reply = await adoption.adopt(left, things, volume, self._calls, memories, self._remembered, pause)
         except (errors.KvfuseError, OSError):
             raise
         except Exception as error:

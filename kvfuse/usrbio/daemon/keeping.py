@@ -18,11 +18,13 @@ A daemon of a version with another `FORM`, or another protocol of rings, ends th
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -101,8 +103,10 @@ class Left(NamedTuple):
     said: KeptWords
     socket: int
     page: Page
+    names: dict[str, None]
+    """of all that is kept of it; `Keeping` takes out what it drops"""
     files: list[str]
-    """names of registered files that the volume counts as open"""
+    """those of registered files that the volume counts as open"""
     pins: dict[int, TierBlock]
     """blocks that the client holds"""
 
@@ -141,14 +145,14 @@ class KeptFiles:
     """Where the registered files of all connections are. Event loop only."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[tuple[Keeping, int]]] = {}
+        self._rows = defaultdict[int, dict[tuple[Keeping, int], None]](dict)
         """inode -> whose they are, and their handles"""
 
     def add(self, ino: int, keeping: Keeping, handle: int) -> None:
-        self._rows.setdefault(ino, []).append((keeping, handle))
+        self._rows[ino][keeping, handle] = None
 
     def remove(self, ino: int, keeping: Keeping, handle: int) -> None:
-        self._rows[ino].remove((keeping, handle))
+        del self._rows[ino][keeping, handle]
         if not self._rows[ino]:
             del self._rows[ino]
 
@@ -165,6 +169,8 @@ class Page:
         mapping = mmap.mmap(descriptor, PAGE_SIZE)
         self.words = memoryview(mapping)[:PAGE].cast("Q")
         self._rows = memoryview(mapping)[PAGE:].cast("Q")
+        self._kept_end = _data_end(descriptor) - PAGE
+        """bytes of rows that a daemon before this one may have used"""
         self._places: dict[int, int] = {}
         """pin -> first word of its row"""
         self._free: list[int] = []
@@ -194,7 +200,8 @@ class Page:
 
     def adopt_pins(self, tier: SharedTier) -> dict[int, TierBlock]:
         """Blocks that the client of the daemon before this one holds, by pin."""
-        table = np.frombuffer(self._rows, np.uint64).reshape(-1, _PIN_WORDS)
+        # A look at what was never used would make memory of it: 2 MiB for each connection.
+        table = np.frombuffer(self._rows[: self._kept_end // 8], np.uint64).reshape(-1, _PIN_WORDS)
         found: dict[int, TierBlock] = {}
         used = np.flatnonzero(table[:, 0])
         self._end = int(used[-1] + 1) * _PIN_WORDS if len(used) else 0
@@ -208,6 +215,17 @@ class Page:
             else:
                 found[pin] = block
         return found
+
+
+def _data_end(descriptor: int) -> int:
+    """Where the memory behind the page's words ends that exists: rows are used from the first one on."""
+    try:
+        if os.lseek(descriptor, PAGE, os.SEEK_DATA) == PAGE:
+            return os.lseek(descriptor, PAGE, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+    return PAGE
 
 
 class Keeping:
@@ -227,8 +245,7 @@ class Keeping:
         if left is not None:
             self._name, self._said, self.page = left.name, left.said, left.page
             self._handle = left.page.words[_LAST_HANDLE]
-            prefix = f"{PREFIX}{left.name}/"
-            self._names = dict.fromkeys([prefix + _SOCKET, prefix + _SAID, *keeper.names(prefix), *left.files])
+            self._names = left.names
 
     def __iter__(self) -> Keeping:
         return self
@@ -383,33 +400,41 @@ class Keeping:
         return taken >> 32, taken & 0xFFFFFFFF, added
 
 
+def _client_of(name: str) -> str:
+    return name.split("/", 2)[1]
+
+
 def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[list[Left], list[Arrival]]:
     """The connections that a daemon before this one left. What they hold of the tier is held when this returns.
 
     ``files``: names of registered files that the volume counts as open.
     """
     found, arrivals = list[Left](), list[Arrival]()
-    for name in keeper.names(PREFIX):
-        if not name.endswith(f"/{_SOCKET}") or (kept := keeper.take(name)) is None:
+    things, own_files = defaultdict[str, dict[str, None]](dict), defaultdict[str, list[str]](list)
+    for name in [*keeper.names(PREFIX), *files]:
+        things[_client_of(name)][name] = None
+    for name in files:
+        own_files[_client_of(name)].append(name)
+    for client, names in things.items():
+        name = f"{PREFIX}{client}/{_SOCKET}"
+        if (kept := keeper.take(name)) is None:
             continue
         stream, *pages = kept.descriptors
         if not pages:
-            arrivals.append(Arrival(name.split("/")[1], stream))
+            arrivals.append(Arrival(client, stream))
             continue
         (page_descriptor,) = pages
-        client = name.removesuffix(_SOCKET)
         try:
             peer, page = msgspec.json.decode(kept.content, type=KeptConnection).peer(), Page(page_descriptor)
-            words = keeper.take(name.replace(_SOCKET, _SAID))
+            words = keeper.take(f"{PREFIX}{client}/{_SAID}")
             said = KeptWords() if words is None else msgspec.json.decode(words.content, type=KeptWords)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.warning("a client of the daemon before this one is lost: %s", error)
             os.close(stream)
-            for thing in [*keeper.names(client), name]:
+            for thing in names:
                 keeper.drop(thing)
         else:
-            own = [file for file in files if file.startswith(client)]
-            found.append(Left(name.split("/")[1], peer, said, stream, page, own, page.adopt_pins(tier)))
+            found.append(Left(client, peer, said, stream, page, names, own_files[client], page.adopt_pins(tier)))
         finally:
             os.close(page_descriptor)
     tier.pins_are_known()

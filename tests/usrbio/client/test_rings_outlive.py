@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from mounting import KvfuseMount, temporary_mount, wait_until
 from places import LABS
+from posix_calls import as_user
 from ring_calls import PATIENCE_S, SIZE, done
 from ring_lab import stats
 from ring_load import BLOCK, Load, blocks, load_of_rings
@@ -29,6 +30,7 @@ from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, SOCKET_PATH, VERSION, 
 T = TypeVar("T")
 
 KILLS = 4
+MANY = 3000
 
 
 @pytest.fixture
@@ -108,6 +110,26 @@ def test_what_is_under_way_is_done(mount: KvfuseMount) -> None:
         ring.prep_writes(iov, offsets, file, offsets, 4096, user_data=1)
         assert done(ring, 30) == {1: 4096}
         assert (mount.point / "written").read_bytes() == bytes(iov.buffer[: 30 * 4096])
+
+
+def test_what_one_user_registered_keeps_nobody_else_waiting() -> None:
+    """The next daemon registers it again by and by, as work of that user."""
+    with temporary_mount(("outlive=true", "allow_other")) as mount, ExitStack() as ends:
+        stored(mount, "file", b"x")
+        mount.point.chmod(0o755)
+        (mount.point / "many").mkdir()
+        with as_user():
+            theirs = ends.enter_context(connect(mount.point))
+            for _ in range(MANY):
+                theirs.namespace("many")
+        ours = ends.enter_context(connect(mount.point))
+        file, ring = ours.file(mount.point / "file", "rw"), ends.enter_context(ours.ring(8))
+        os.kill(stats(mount)["pid"], signal.SIGKILL)
+        ring.prep_fsync(file)
+        assert done(ring) == {0: 0}
+        again = registered(mount, "namespaces")
+        assert 0 <= again < MANY, "all were registered again before that"
+        wait_until(lambda: registered(mount, "namespaces") == MANY, "the other user's namespaces")
 
 
 def test_a_lost_write_is_told_once(mount: KvfuseMount) -> None:
