@@ -54,6 +54,9 @@ What is appended to more than one page comes in two parts"""
 TOLD = 16
 """mark: an fsync was about to say that bytes are lost. The number is that of its request: it may be sent again"""
 
+NEW = 32
+"""mark: the file was made and not stored yet; so no host can have given it another name"""
+
 
 class Row(NamedTuple):
     """What is known of a handle."""
@@ -66,6 +69,10 @@ class Row(NamedTuple):
     marks: int
     places: list[tuple[int, bytes]]
     """where the file may be, the newest first"""
+
+    @property
+    def is_new(self) -> bool:
+        return bool(self.marks & NEW)
 
     @property
     def writable(self) -> bool:
@@ -118,7 +125,9 @@ class HandleTable:
                 places.append((parent, memory[start : start + length]))
         return Row(ino, unique, flags, Caller(uid, gid, pid), marks, places) if ino else None
 
-    def add(self, ino: int, flags: int, caller: Caller, place: tuple[int, bytes], unique: int) -> int:
+    def add(
+        self, ino: int, flags: int, caller: Caller, place: tuple[int, bytes], unique: int, *, is_new: bool = False
+    ) -> int:
         """A file is opened: its fh."""
         self._serial = serial = self._serial + 1 if self._serial < SERIAL_MAX else 1
         offset = self._rows.take()
@@ -127,8 +136,9 @@ class HandleTable:
         memory, (parent, name), length = self._rows.memory, place, len(place[1])
         memory[offset + _NAMES_AT : offset + _NAMES_AT + length] = name
         uid, gid, pid = caller[:3]
+        marks = NEW if is_new else 0
         ROW.pack_into(
-            memory, offset, ino, unique, flags & KEPT_FLAGS, uid, gid, pid, 0, length, 0, parent, 0, serial
+            memory, offset, ino, unique, flags & KEPT_FLAGS, uid, gid, pid, marks, length, 0, parent, 0, serial
         )  # fmt: skip
         rows = self._offsets.get(ino)
         if rows is None:
@@ -164,6 +174,13 @@ class HandleTable:
             _PARENT.pack_into(memory, offset + _PARENTS_AT + number * _PARENT.size, parent)
             _LENGTH.pack_into(memory, offset + _LENGTHS_AT + number * _LENGTH.size, len(name))
             self._mark(offset, row.marks ^ SECOND)
+
+    def stored(self, ino: int) -> None:
+        """A file that was new is in the store."""
+        for offset in self._offsets.get(ino, ()):
+            row = self._read(offset)
+            if row is not None:
+                self._mark(offset, row.marks & ~NEW)
 
     def _mark(self, offset: int, marks: int) -> None:
         _MARKS.pack_into(self._rows.memory, offset + _MARKS_AT, marks)
@@ -236,7 +253,7 @@ class OpenFiles:
         if self._table is None:
             fh = handle.id
         else:
-            fh = self._table.add(ino, flags, caller, handle.place, unique)
+            fh = self._table.add(ino, flags, caller, handle.place, unique, is_new=handle.is_new)
             self._inodes[fh] = ino
         self._handles[fh] = handle
         return fh

@@ -45,7 +45,7 @@ class KeptHandover(Handover):
         self._changed = set[int]()
         """those of them that were changed since"""
         for fh, row in self.handles.before.items():
-            self.was_open(row.ino, row.places, writable=row.writable)
+            self.was_open(row.ino, row.places, writable=row.writable, is_new=row.is_new)
             if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
                 self.handles.lose(fh)
         for ino in self.lost:
@@ -72,6 +72,9 @@ class KeptHandover(Handover):
 
     def moved(self, ino: int, parent: int, name: bytes) -> None:
         self.handles.moved(ino, parent, name)
+
+    def stored(self, ino: int) -> None:
+        self.handles.stored(ino)
 
     def unsaved(self, ino: int) -> None:
         if ino in self.lost:

@@ -136,6 +136,10 @@ class Handle(Protocol):
         """Of the file, now."""
 
     @property
+    def is_new(self) -> bool:
+        """The file was made here and is not stored yet."""
+
+    @property
     def place(self) -> tuple[int, bytes]:
         """(directory, name) of the file, or what they were last."""
 

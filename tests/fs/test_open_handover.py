@@ -17,6 +17,7 @@ from kvfuse.fs.handles import ROW_SIZE, HandleTable
 from kvfuse.fs.rows import COUNT_MIN
 from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.api import Caller
+from kvfuse.volume.names import open_before
 
 SHARED = pytest.mark.parametrize("shared", [False, True])
 
@@ -146,14 +147,17 @@ async def test_a_deleted_file_is_freed_when_its_handle_is_released_unused(
 
 @SHARED
 async def test_descriptors_of_a_file_that_was_never_stored_say_eio(
-    shared: bool, autojump_clock: trio.abc.Clock
+    shared: bool, autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is lost. The inode alone is stale: who came to it by a path looks again."""
+    """It is lost, and nobody reads all names of the volume to find that. The inode alone is stale: who came to it by a
+    path looks again."""
+    monkeypatch.delattr(open_before, "search_names")
     mount = Mount(shared=shared, keeps=False)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
         mount.kill()
     async with mount.daemon() as daemon:
+        assert daemon.handover.still_open[ino].is_new
         for kind, *args in (("read", fh, 0, 1), ("write", fh, 0, b"x"), ("flush", fh), ("fsync", fh, False)):
             await fails(errno.EIO, daemon, str(kind), *args)
         await fails(errno.ESTALE, daemon, "getattr", ino, WHO)
@@ -161,6 +165,20 @@ async def test_descriptors_of_a_file_that_was_never_stored_say_eio(
         await daemon.ask("release", fh)
         assert len(daemon.operations._open) == 0
         assert not daemon.handover.still_open
+    await mount.check()
+
+
+@SHARED
+async def test_a_file_that_was_stored_since_it_was_opened_is_searched_for(
+    shared: bool, autojump_clock: trio.abc.Clock
+) -> None:
+    mount = Mount(shared=shared, keeps=False)
+    async with mount.daemon() as daemon:
+        _, ino = await daemon.create(b"file")
+        await stored(daemon)
+        mount.kill()
+    async with mount.daemon() as daemon:
+        assert not daemon.handover.still_open[ino].is_new
     await mount.check()
 
 

@@ -221,7 +221,9 @@ class Settling:
         epoch = pending.epoch
         for node in draft.nodes:
             node.committing = False
-            node.stored = True
+            if not node.stored:
+                node.stored = True
+                self.core.nodes.handover.stored(node.ino)
             node.stored_epoch = epoch
             if node.unsaved and not node.changed and node.nlink:
                 self.core.nodes.note_saved(node)

@@ -115,6 +115,7 @@ class Merger:
                 self.core.namespaces.moves_border(node.ino)
                 node.namespace = record.namespace
         node.base, node.version, node.stored = record, version, True
+        self.core.nodes.handover.stored(node.ino)
 
     # -- reading: this may wait ----------------------------------------------------------------------
 

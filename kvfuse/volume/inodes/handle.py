@@ -38,6 +38,10 @@ class FileHandle:
         return self.node.size
 
     @property
+    def is_new(self) -> bool:
+        return not self.node.stored
+
+    @property
     def place(self) -> tuple[int, bytes]:
         return self.node.parent, self.node.name
 

@@ -2,6 +2,7 @@
 
 Where hosts share a volume, another one may have renamed such a file while no daemon was here that would have heard of
 it. Then all names are read, once for all of these files; what becomes of them afterwards the watch tells.
+A file that was never stored, as is kept with its handles, no other host can have renamed: nobody searches for it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ async def find_open_before(
         if ino not in handover.still_open:  # it was closed meanwhile
             return None
         if orphan is None:
-            if core.client and await _search(core, ino):
+            if core.client and not before.is_new and await _search(core, ino):
                 continue
             return None
         record = schema.decode_inode(orphan.value)

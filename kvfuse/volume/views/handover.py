@@ -25,7 +25,7 @@ PLACES_MAX = 4
 class OpenBefore:
     """A file that was open when the daemon before this one ended."""
 
-    __slots__ = ("handles", "places", "writers")
+    __slots__ = ("handles", "is_new", "places", "writers")
 
     def __init__(self) -> None:
         self.handles = 0
@@ -34,6 +34,8 @@ class OpenBefore:
         """of them, those for writing"""
         self.places: list[Place] = []
         """where it may be, the likeliest first; none has one with a record of its own"""
+        self.is_new = True
+        """it was not stored, as far as that daemon knew: where it is at none of its places, it is at no other"""
 
 
 class Handover:
@@ -65,11 +67,12 @@ class Handover:
         """This daemon, which nobody shares the volume with, gives new inodes numbers from here on."""
         self.known_below = min(self.known_below, number)
 
-    def was_open(self, ino: int, places: Iterable[Place], *, writable: bool) -> None:
+    def was_open(self, ino: int, places: Iterable[Place], *, writable: bool, is_new: bool = False) -> None:
         """A handle of the daemon before this one. Before the volume is opened."""
         before = self.still_open.setdefault(ino, OpenBefore())
         before.handles += 1
         before.writers += writable
+        before.is_new &= is_new
         before.places += [place for place in places if place not in before.places]
 
     def is_at(self, ino: int, parent: int, name: bytes) -> None:
@@ -112,6 +115,9 @@ class Handover:
 
     def moved(self, ino: int, parent: int, name: bytes) -> None:
         """A file, which may be open, is under this name now. Often it was before, too."""
+
+    def stored(self, ino: int) -> None:
+        """A file that was new is in the store: other hosts may rename it from now on."""
 
     def unsaved(self, ino: int) -> None:
         """From now on the file has content, or a size, that a crash would lose: the next daemon does not find it."""
