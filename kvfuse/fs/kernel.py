@@ -63,7 +63,7 @@ class Kept:
 
 
 class FuseKernelCache:
-    """`volume.api.KernelCache` of the mount of this process. ``knows``: whether the kernel holds an inode."""
+    """`views.kernel_cache.KernelCache` of the mount of this process. ``knows``: whether the kernel holds an inode."""
 
     def __init__(self, knows: Callable[[int], bool], names: Kept, absences: Kept) -> None:
         self._knows = knows

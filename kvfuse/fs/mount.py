@@ -37,8 +37,8 @@ from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
 from kvfuse.mounttable import top_mount
 from kvfuse.options.options import MountOptions, Options
-from kvfuse.volume.api import KernelCache
 from kvfuse.volume.running import open_volume
+from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
 
 log = logging.getLogger(__name__)

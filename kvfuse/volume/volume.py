@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from kvfuse.volume.api import ROOT_INODE, KernelCache, NearApi, SearchApi, Space
+from kvfuse.volume.api import ROOT_INODE, NearApi, SearchApi, Space
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.left_open import LeftOpen
 from kvfuse.volume.namespaces.cache import SegmentsTier
@@ -19,6 +19,7 @@ from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.operations import Files, Inodes, Tree
 from kvfuse.volume.parts import Parts
+from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.views.neighbours import Neighbours
 
 

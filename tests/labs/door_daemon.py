@@ -25,7 +25,8 @@ from kvfuse.cli.volumes import ensure_volume
 from kvfuse.fs.doors import Door
 from kvfuse.fs.mount import serve
 from kvfuse.options.config import load
-from kvfuse.volume.api import Caller, Changes, KernelCache
+from kvfuse.volume.api import Caller, Changes
+from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
 
 DOOR_DAEMON = (sys.executable, __file__)

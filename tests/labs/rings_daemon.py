@@ -19,7 +19,7 @@ from mounting import KvfuseMount, wait_until
 
 from kvfuse.keeper import Keeper, MemoryKeeper
 from kvfuse.usrbio.daemon import listener as rings
-from kvfuse.volume.api import KernelCache
+from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
 
 RINGS_DAEMON = (sys.executable, __file__)

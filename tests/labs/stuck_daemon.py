@@ -14,8 +14,8 @@ from door_daemon import main
 
 from kvfuse.fs import mount
 from kvfuse.usrbio.daemon.listener import serve_rings
-from kvfuse.volume.api import KernelCache
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
 
 STUCK_DAEMON = (sys.executable, __file__)

@@ -13,7 +13,8 @@ from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.keeping import KeptFiles
 from kvfuse.usrbio.daemon.pins import Pinned
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
-from kvfuse.volume.api import KernelCache, RingApi
+from kvfuse.volume.api import RingApi
+from kvfuse.volume.views.kernel_cache import KernelCache
 
 MEMORY_SIZE = LENGTH_MAX + (64 << 20)
 """Bytes that calls in flight may hold."""

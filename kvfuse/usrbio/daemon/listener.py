@@ -32,7 +32,8 @@ from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
 from kvfuse.usrbio.daemon.passing import Usher, Ushers, open_ushers, turn_away
 from kvfuse.usrbio.daemon.peer import Peer, credentials
 from kvfuse.usrbio.daemon.ring_thread import THREAD_NAME
-from kvfuse.volume.api import KernelCache, RingApi
+from kvfuse.volume.api import RingApi
+from kvfuse.volume.views.kernel_cache import KernelCache
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,8 @@ from kvfuse.usrbio.daemon.put_batches import PutBatch, PutBatches, complete
 from kvfuse.usrbio.daemon.registry import OpenFile
 from kvfuse.usrbio.daemon.write_batches import Batch, WriteBatches
 from kvfuse.usrbio.protocol.wire import Op
-from kvfuse.volume.api import KernelCache, RingApi
+from kvfuse.volume.api import RingApi
+from kvfuse.volume.views.kernel_cache import KernelCache
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Invalidates what the kernel of this host caches, where other hosts changed it.
 
 A thread tells the kernel, as the kernel may wait for an answer of the event loop before it takes the news
-(`api.KernelCache`). Changes are gathered meanwhile: of many changes of one inode the kernel hears once.
+(`views.kernel_cache`). Changes are gathered meanwhile: of many changes of one inode the kernel hears once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TypeVar
 import trio
 
 from kvfuse.errors import EngineError
-from kvfuse.volume.api import KernelCache
 from kvfuse.volume.inodes.kernel_link import KernelLink
+from kvfuse.volume.views.kernel_cache import KernelCache
 
 TOLD_SECONDS = 0.5
 """for which an open waits at most: the kernel may wait itself, for somebody who holds a folder"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from kvfuse import errors
-from kvfuse.volume.api import KernelCache
+from kvfuse.volume.views.kernel_cache import KernelCache
 
 
 class KernelLink:
