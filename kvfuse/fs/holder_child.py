@@ -58,6 +58,7 @@ _ONE_OF_MANY = struct.Struct("<HIH")
 """before each thing of a MANY: bytes of its name and of its content, how many descriptors"""
 MANY_SIZE, MANY_DESCRIPTORS = 64 << 10, 32
 """a MANY with so much is full"""
+SKILLS = "forks", "many"
 VARIABLE = "KVFUSE_HOLDER"
 """of the daemon's environment: the descriptor of its end"""
 ERRORS_VARIABLE = "KVFUSE_HOLDER_ERRORS"
@@ -94,7 +95,8 @@ class Child:
         self.socket, self.pid, self.pidfd, self.said = socket, pid, pidfd, said
         self.begun = time.monotonic()
         self.has_said_hello = self.is_ready = self.has_ended = self.has_left = self.is_silent = False
-        self.may_fork = self.takes_many = False
+        self.skills: frozenset[str] = frozenset()
+        """what it knows of later versions of the messages, by the words of its HELLO"""
         self.pulse = Pulse()
         self.standby: bool | None = None
         """what its mount.conf says of one that stands by, if it says so"""
@@ -119,7 +121,7 @@ class Child:
         child = Child(ours, int(data[1:].partition(b"\0")[2]), descriptors[0], said)
         child.has_said_hello, child.version, child.problem = True, self.version, self.problem
         child.standby, child.pulse.answers = self.standby, self.pulse.answers
-        child.takes_many = self.takes_many
+        child.skills = self.skills
         return child
 
     def speaks_to(self, descriptor: int) -> None:
@@ -150,12 +152,19 @@ class Child:
             self.pulse.cause, self.pulse.reason = "exception", content.decode("utf-8", "replace")
         return data[0], name.decode(), content, descriptors
 
+    @property
+    def may_fork(self) -> bool:
+        return "forks" in self.skills
+
+    @property
+    def takes_many(self) -> bool:
+        return "many" in self.skills
+
     def said_hello(self, content: bytes) -> None:
         said = json.loads(content)
         self.version, self.problem = str(said["version"]), str(said["problem"] or "")
-        self.may_fork, self.standby = bool(said.get("forks")), said.get("standby")
+        self.skills, self.standby = frozenset(word for word in SKILLS if said.get(word)), said.get("standby")
         self.pulse.answers = bool(said.get("answers"))
-        self.takes_many = bool(said.get("many"))
         self.has_said_hello = True
 
     def is_lost(self) -> bool:
