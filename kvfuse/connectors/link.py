@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import select
 import threading
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic
+from errno import ETIMEDOUT
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +16,7 @@ import numpy.typing as npt
 from kvfuse.errors import KvfuseError
 from kvfuse.usrbio.client import BlockStore, Disconnected, Iov, connect
 from kvfuse.usrbio.client.iov import bytes_of
+from kvfuse.usrbio.client.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +24,6 @@ Bytes = npt.NDArray[np.uint8]
 
 RETRY_S, RETRY_S_MAX = 0.02, 1.0
 """between attempts to connect"""
-SETTLING_S = 1.0
-"""from a new connection on, in which the daemon ends what it did for the one before"""
 DAEMON_SHARE = 0.8
 """of a deadline: the rest is for the daemon to say that it passed"""
 
@@ -48,27 +44,6 @@ class Region:
 
     def part(self, offset: int, size: int) -> Bytes:
         return self.array[offset : offset + size]
-
-
-class Daemon:
-    """The process that serves a connection, known even when it has ended and its number is another's."""
-
-    def __init__(self, pid: int) -> None:
-        """``pid``: 0 where it is in no sight, as from another container."""
-        self._descriptor = -1
-        with suppress(OSError):
-            self._descriptor = os.pidfd_open(pid) if pid else -1
-        if self._descriptor >= 0:
-            weakref.finalize(self, os.close, self._descriptor)
-
-    @property
-    def has_ended(self) -> bool:
-        """False, too, where nobody can say."""
-        if self._descriptor < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(0))
 
 
 @dataclass(frozen=True)
@@ -109,10 +84,6 @@ class Link:
         self.mismatch: DescriptorMismatch | None = None
         self._last: BlockStore | None = None
         """what connected last, with all that is registered"""
-        self._daemon: Daemon | None = None
-        """that of the connection; without one the last that was lost"""
-        self._silent_at = 0.0
-        """when nobody writes any more on account of calls of connections that were lost"""
         self._lock = threading.Lock()
         self.tried, self._lost = threading.Event(), threading.Event()
         threading.Thread(target=self._keep_connected, name="kvfuse-connect", daemon=True).start()
@@ -130,25 +101,28 @@ class Link:
             region.iov.close()
 
     def lose(self, store: BlockStore, reason: str) -> None:
-        """A call found that there is no daemon any more."""
+        """A call found that the daemon is gone, or answers nothing."""
         if self.store is store:
-            self.store, self.reason, self._silent_at = None, reason, math.inf
-            log.warning("%s: the daemon is gone (%s): misses until it is back", self.target.mount, reason)
+            self.store, self.reason = None, reason
+            log.warning("%s: no daemon answers (%s): misses until one does", self.target.mount, reason)
             self._lost.set()
 
     @property
     def is_silent(self) -> bool:
         """See `SteadyStore.is_silent`."""
-        if self._silent_at <= monotonic():
-            return True
-        daemon = self._daemon
-        return self.store is None and daemon is not None and daemon.has_ended
+        store = self._last
+        return store is None or store.is_silent
+
+    @property
+    def _daemon(self) -> Session | None:
+        """The connection to it, whichever process it is now."""
+        return None if self._last is None else self._last.client.session
 
     def close(self) -> None:
         self._closed = True
         self._lost.set()
         with self._lock:
-            store, self._last, self.store = self._last, None, None
+            store, self.store = self._last, None
         if store is not None:
             store.client.close()  # ends the calls under way
             store.close()
@@ -175,12 +149,13 @@ class Link:
                 pause = min(2 * pause, RETRY_S_MAX)
 
     def _connect(self) -> None:
-        """Have a connection with all memory registered, or raise."""
-        store = self._last
+        """Have a connection with all memory registered, whose daemon answers, or raise."""
+        store, daemon = self._last, self._daemon
+        is_new = daemon is None or daemon.has_ended
         try:
             if store is None:
                 store = self._new_store()
-            else:
+            elif is_new:
                 _reconnect(store)
         except FileExistsError as error:
             target = self.target
@@ -190,16 +165,15 @@ class Link:
                 store.client.close()
                 return
             self._last = store
+        late = store.lanes.late_calls
         store.prefetch([b"\0"])  # has a ring ready, and sees that it is served
+        if store.lanes.late_calls != late:
+            raise TimeoutError(ETIMEDOUT, f"{self.target.mount}: the daemon left calls unanswered")
         with self._lock:
             for region in self._regions:
                 _register(store, region)
             self.mismatch = None
-            self.connections += 1
-            if self._silent_at == math.inf:
-                ended = self._daemon is not None and self._daemon.has_ended
-                self._silent_at = 0.0 if ended else monotonic() + SETTLING_S
-            self._daemon = Daemon(store.client.session.daemon_pid)
+            self.connections += is_new
             self.store = None if self._closed else store
 
     def _new_store(self) -> BlockStore:

@@ -85,8 +85,8 @@ class SteadyStore:
     def is_silent(self) -> bool:
         """Nobody writes into registered memory any more, or stores from it, on account of calls that are over.
 
-        False after a daemon left a `get` or `put` unanswered, until it has ended or serves this store again: one that
-        hung in the middle of copying goes on where it was.
+        False after a daemon left a `get` or `put` unanswered, until it, or the next one, has answered, or no process is
+        left that could: one that hung in the middle of copying goes on where it was. See `BlockStore.is_silent`.
         """
         return self._link.is_silent
 
@@ -203,7 +203,10 @@ class SteadyStore:
             self._fail("away", count)
             return nothing
         try:
-            return call(store)
+            late = store.lanes.late_calls
+            answer = call(store)
+            if store.lanes.late_calls != late:
+                link.lose(store, "it left calls unanswered beyond their deadline")
         except Disconnected as error:
             link.lose(store, str(error))
             self._fail("away", count)
@@ -212,6 +215,8 @@ class SteadyStore:
         except Exception:  # whatever it is, the engine goes on: for it the blocks are not there
             log.exception("a call to %s failed", link.target.namespace)
             self._fail("error", count)
+        else:
+            return answer
         return nothing
 
     def _count(self, **counts: int) -> None:

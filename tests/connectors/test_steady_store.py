@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engine_host import DEADLINE_S
 from mounting import KvfuseMount, stop_process, stopped, temporary_mount, wait_until
+from ring_lab import stats
 
 from kvfuse.connectors.link import Region
 from kvfuse.connectors.staging import Staging
@@ -156,8 +157,32 @@ def test_a_daemon_that_hangs_is_silent_when_it_is_over_with_it(mount: KvfuseMoun
     else:
         mount.kill()
     wait_until(lambda: store.is_silent, "the end of what the daemon did")
+    if goes_on:
+        wait_until(lambda: store.is_up, "the store to be up again, on the same connection")
+        assert store._link.connections == 1
     assert store.is_up is goes_on
     store.close()
+
+
+def test_a_successor_that_hangs_is_not_silent() -> None:
+    """The connection stands as the next daemon takes over: who was known of it is not who writes."""
+    with temporary_mount([*WORDS, "outlive=true"]) as mount:
+        store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
+        region = store.register(shared_memory(COUNT * SIZE))
+        wait_until(lambda: store.is_up, "the store to connect")
+        former = stats(mount)["pid"]
+        os.kill(former, signal.SIGKILL)
+        wait_until(lambda: stats(mount)["pid"] != former, "the next daemon")
+        successor = stats(mount)["pid"]
+        wait_until(lambda: store.prefetch(KEYS) is not None and store.is_up, "an answer of that")
+        assert store._link.connections == 1
+        with stopped(successor):
+            assert store.get(KEYS, region, OFFSETS, SIZES).tolist() == [-1] * COUNT
+            assert not store.is_up
+            assert not store.is_silent
+        wait_until(lambda: store.is_silent, "the end of what it did")
+        wait_until(lambda: store.is_up, "the store to be up again")
+        store.close()
 
 
 def test_the_child_of_a_fork_connects_by_itself(mount: KvfuseMount) -> None:

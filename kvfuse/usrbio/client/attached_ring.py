@@ -10,13 +10,14 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from errno import EAGAIN, ECANCELED, EIO
+from errno import EAGAIN, ECANCELED, EIO, ETIMEDOUT
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.files import File, Namespace
 from kvfuse.usrbio.client.gpu.memory import GpuIov, Landing, is_staged, staging
 from kvfuse.usrbio.client.gpu.prepared import DeviceEntries, Ending
@@ -89,12 +90,32 @@ class AttachedRing:
         self._on_devices = DeviceEntries(self._endings)
 
     def close(self) -> None:
-        """Returns when the daemon touches no iov for this ring any more. What was under way is forgotten."""
-        self.let_go()
+        """Returns when the daemon touches no iov for this ring any more. Forgets what was under way. TimeoutError."""
         self.session.drop(Request.DROP_RING, self._handle)
         if not self.session.has_ended:  # else the daemon may yet touch them
-            for ending in self._endings.values():
-                ending(-ECANCELED, False)
+            self._forget()
+        self._endings.clear()
+        self.let_go()
+
+    def settle(self) -> bool:
+        """Drop the completions of entries that nobody waits for any more: call it when all waits were given up.
+
+        True: nobody touches their buffers from here on. All of them have completed, or no process serves the ring any
+        more, nor keeps it for the next daemon. It waits for nothing, and also answers when the connection has ended.
+        """
+        with suppress(Disconnected):  # it completes nothing that was under way
+            self._reap(self._given(), None, is_late=True)
+        if self.tickets.free + self._prepared == self._shape.entries:
+            return True
+        if self._waiter.is_served:
+            return False
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        """Nobody completes what is under way, nor touches its memory."""
+        for ending in self._endings.values():
+            ending(-ECANCELED, False)
         self._endings.clear()
 
     # -- placing entries -----------------------------------------------------------------------------
@@ -337,7 +358,8 @@ class AttachedRing:
             raise self.session.broken("it completed entries that nobody gave")
         return count
 
-    def _reap(self, given: int, max_results: int | None) -> Entries:
+    def _reap(self, given: int, max_results: int | None, *, is_late: bool = False) -> Entries:
+        """``is_late``: nobody waits for them any more: their views are given back, and nothing is copied."""
         count = given if max_results is None else min(given, max_results)
         if not count:
             return np.zeros(0, CQE)
@@ -354,6 +376,9 @@ class AttachedRing:
                 tickets = numbers.tolist() if self._endings else []
         except ValueError as error:
             raise self.session.broken(str(error)) from error
+        if is_late:
+            self.session.unpins.extend(rows["pin"][rows["arena"] != 0].tolist())
+            rows["result"], rows["arena"] = -ETIMEDOUT, 0
         if self._endings:
             self._end(tickets, rows)
         if not self._prepared and len(self.session.unpins) > self._shape.entries // 2:
@@ -382,6 +407,7 @@ def _add_ring(session: Session, shape: Shape) -> tuple[int, RingMemory, list[int
         if memory.layout != Layout.of(shape.places, shape.aux_size):
             raise ValueError(f"a ring of {shape.places} entries was asked for, another one came")
         descriptors.append(session.hangup_descriptor())
+        session.heed(memory.words)
     except ValueError as error:
         close_all(descriptors)
         raise session.broken(str(error)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from errno import ECANCELED, EDQUOT, EIO, EMSGSIZE, ENOENT, ENOSPC, ETIMEDOUT
 from functools import partial
 from time import monotonic
@@ -12,6 +12,7 @@ from time import monotonic
 import numpy as np
 
 from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
+from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.gpu.blocks import DeviceBlocks, raise_failure, range_of
 from kvfuse.usrbio.client.gpu.memory import GpuIov, GpuRange
 from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of
@@ -41,8 +42,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     """Blocks of one namespace: a folder of the mount, in which the block of a key is the file of that name.
 
     A block is put whole and got whole. A get that the daemon cannot answer within ``deadline`` seconds, or at all, is a
-    miss; Disconnected is raised only when the daemon is gone or answers nothing. What is wrong with a call itself -
-    no permission, a buffer that is too small, a bad key - is raised, once every block of the batch has been served.
+    miss; Disconnected is raised only when the connection is lost. What is wrong with a call itself - no permission, a
+    buffer that is too small, a bad key - is raised, once every block of the batch has been served.
 
     Buffers that lie in an iov of the client are used in place; others are copied once more. Safe to use from any number
     of threads: each call takes a ring that is idle, or makes one.
@@ -58,7 +59,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         ``token``: see `connect`; a client that is given shows it, too. FileNotFoundError for no such mount or, without
         ``create``, folder, or where it needs another token; FileExistsError where its blocks have another
         ``descriptor`` (see `Client.namespace`); Disconnected."""
-        self.client = mount if isinstance(mount, Client) else connect(mount, token=token)
+        patience = min(DEADLINE_S, deadline + grace)
+        self.client = mount if isinstance(mount, Client) else connect(mount, deadline=patience, token=token)
         self._owns_client = self.client is not mount
         if token is not None and not self._owns_client:
             for shown in find_tokens(token):
@@ -66,7 +68,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         self._deadline = deadline
         self._entries = entries
         self._terms = Terms(priority=priority, timeout=deadline)
-        self._lanes = Lanes(self.client, entries, grace)
+        self.lanes = Lanes(self.client, entries, grace)
+        """its rings, and what the daemon left unanswered on them"""
         try:
             self.namespace = self.client.namespace(namespace, create, descriptor=descriptor)
         except BaseException:
@@ -74,7 +77,17 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 self.client.close()
             raise
         self._resident = ResidentBlocks(self.client, self.namespace)
-        self._on_devices = DeviceBlocks(self._lanes, self._resident, self.namespace, self._bring)
+        self._on_devices = DeviceBlocks(self.lanes, self._resident, self.namespace, self._bring)
+
+    @property
+    def is_silent(self) -> bool:
+        """Nobody writes into buffers any more, or stores from them, on account of calls that are over.
+
+        False after the daemon left a call unanswered beyond its deadline, until it, or the next one, has answered, or
+        no process is left that could: one that hung in the middle of copying goes on where it was. Buffers that
+        lie in no iov are never touched after the call.
+        """
+        return self.lanes.settle()
 
     # -- one block -----------------------------------------------------------------------------------
 
@@ -87,7 +100,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             results = self._on_devices.put(_encode([key]), [place], self._terms)
             raise_failure(results, [place])
         else:
-            results = self._move(Op.PUT, [key], [buffer])
+            results = self._move(Op.PUT, _encode([key]), [bytes_of(buffer)], self._terms)
         (result,) = results.tolist()
         if result < 0 and result != -ECANCELED:
             raise OSError(-result, os.strerror(-result))
@@ -128,7 +141,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 return np.where(self.put_many(keys, buffers), 0, -1)
 
             return self._move_some(self._on_devices.put, keys, buffers, places, put_others, NOT_STORED) >= 0
-        results = self._move(Op.PUT, keys, buffers)
+        results = self._move(Op.PUT, _encode(keys), list(map(bytes_of, buffers)), self._terms)
         _raise_unless(results, NOT_STORED)
         return results >= 0
 
@@ -143,9 +156,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         rooms = np.fromiter((len(array) if array.flags.writeable else -1 for array in arrays), np.int64, len(arrays))
 
         def ask(rows: list[int], seconds: float) -> Sizes:
-            with self._lanes.take() as lane:
-                asked, rest = [encoded[row] for row in rows], [arrays[row] for row in rows]
-                return lane.move(Op.GET, self.namespace, asked, rest, _within(self._terms, seconds))
+            asked, rest = [encoded[row] for row in rows], [arrays[row] for row in rows]
+            return self._move(Op.GET, asked, rest, _within(self._terms, seconds))
 
         results = self._get(encoded, targets, rooms, ask, self._deadline)
         _raise_unless(results, MISSES)
@@ -159,12 +171,14 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         found: list[memoryview | None] = [None] * len(encoded)
         left = list(range(len(encoded)))
         give_up = monotonic() + self._deadline
-        with self._lanes.take() as lane:
+        with suppress(TimeoutError), self.lanes.take() as lane:
             while left and monotonic() < give_up:
                 elsewhere: dict[int, int] = {}
                 for start in range(0, len(left), self._entries):
                     self._get_views(lane, encoded, left[start : start + self._entries], found, elsewhere)
-                left = self._get_copies(lane, encoded, elsewhere, found)
+                    if lane.is_late:
+                        return found
+                left = _get_copies(lane, self.namespace, self._terms, encoded, elsewhere, found)
         return found
 
     def exists(self, keys: Sequence[Key]) -> Found:
@@ -200,7 +214,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         if encoded and (known := self._resident.longest_prefix(encoded)) is not None:
             return known
         total = 0
-        with self._lanes.take() as lane:
+        with suppress(TimeoutError), self.lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 window = encoded[start : start + KEYS_MAX]
                 lane.ring.prep_exists(self.namespace, window, prefix=True, **self._terms)
@@ -252,11 +266,13 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         deadline: float | None,
     ) -> Sizes:  # fmt: skip
         terms = _within(self._terms, deadline)
-        with self._lanes.take() as lane:
-            if isinstance(memory, Iov):
-                return lane.move_at(op, self.namespace, keys, memory, offsets, sizes, terms)
+        if not isinstance(memory, Iov):
             arrays = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-            return lane.move(op, self.namespace, list(keys), arrays, terms)
+            return self._move(op, list(keys), arrays, terms)
+        results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
+        with suppress(TimeoutError), self.lanes.take() as lane:
+            results = lane.move_at(op, self.namespace, keys, memory, offsets, sizes, terms)
+        return results
 
     def _get(
         self, keys: Sequence[bytes], targets: Addresses, rooms: Sizes, ask: Callable[[list[int], float], Sizes],
@@ -288,23 +304,28 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     def _bring(self, keys: Sequence[bytes], deadline: float) -> bool:
         """Have other hosts' blocks brought into shared memory, in half of these seconds; whether any came."""
         came, terms = False, _within(self._terms, deadline / 2)
-        with self._lanes.take() as lane:
+        with suppress(TimeoutError), self.lanes.take() as lane:
             for start in range(0, len(keys), KEYS_MAX):
                 found = lane.ring.prep_prefetch(self.namespace, keys[start : start + KEYS_MAX], near=True, **terms)
                 lane.finish(1, terms["timeout"])
                 came |= bool(found.any())
+                if lane.is_late:
+                    break
         return came
 
     # -- how -----------------------------------------------------------------------------------------
 
     def _ask(self, keys: Sequence[Key], prepare: Callable[..., Found], expected: frozenset[int] = MISSES) -> Found:
-        encoded = _encode(keys)
-        answers: list[Found] = []
-        with self._lanes.take() as lane:
+        encoded, found = _encode(keys), np.zeros(len(keys), np.bool_)
+        with suppress(TimeoutError) if ETIMEDOUT in expected else nullcontext(), self.lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
-                answers.append(prepare(lane.ring, self.namespace, encoded[start : start + KEYS_MAX], **self._terms))
+                part = encoded[start : start + KEYS_MAX]
+                answers = prepare(lane.ring, self.namespace, part, **self._terms)
                 _raise_unless(lane.finish(1, self._deadline)["result"], expected)
-        return np.concatenate(answers)
+                if lane.is_late:
+                    break
+                found[start : start + len(part)] = answers
+        return found
 
     def _get_views(
         self, lane: Lane, keys: list[bytes], numbers: list[int], found: list[memoryview | None],
@@ -324,18 +345,6 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 elsewhere[number] = int(completions[place]["offset"])
         _raise_unless(completions["result"], MISSES | {EMSGSIZE})
 
-    def _get_copies(
-        self, lane: Lane, keys: list[bytes], sizes: dict[int, int], found: list[memoryview | None]
-    ) -> list[int]:
-        """Fill in blocks of these sizes. The numbers of those that a larger one has taken the place of by now."""
-        buffers = [np.empty(size, np.uint8) for size in sizes.values()]
-        results = lane.move(Op.GET, self.namespace, [keys[number] for number in sizes], buffers, self._terms)
-        _raise_unless(results, MISSES | {EMSGSIZE})
-        for number, buffer, result in zip(sizes, buffers, results.tolist(), strict=True):
-            if result >= 0:
-                found[number] = buffer[:result].data.toreadonly()
-        return [number for number, result in zip(sizes, results.tolist(), strict=True) if result == -EMSGSIZE]
-
     def _move_some(
         self, move: Callable[[list[bytes], list[GpuRange], Terms], Sizes], keys: Sequence[Key],
         buffers: Sequence[object], places: Sequence[GpuRange | None],
@@ -353,21 +362,40 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         _raise_unless(moved, expected)
         return results
 
-    def _move(self, op: Op, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
-        with self._lanes.take() as lane:
-            return lane.move(op, self.namespace, _encode(keys), list(map(bytes_of, buffers)), self._terms)
+    def _move(self, op: Op, keys: list[bytes], arrays: list[Bytes], terms: Terms) -> Sizes:
+        """Results as of the completions; -ETIMEDOUT, too, where the daemon gives no ring or memory in time."""
+        results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
+        with suppress(TimeoutError), self.lanes.take() as lane:
+            results = lane.move(op, self.namespace, keys, arrays, terms)
+        return results
 
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back rings and memory; the client, too, if the store made it. Calls under way end first."""
-        self._lanes.close()
-        self.namespace.close()
-        if self._owns_client:
-            self.client.close()
+        """Give back rings and memory; the client, too, if the store made it. TimeoutError: no daemon answers."""
+        try:
+            self.lanes.close()
+            self.namespace.close()
+        finally:
+            if self._owns_client:
+                self.client.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _get_copies(
+    lane: Lane, namespace: Namespace, terms: Terms, keys: list[bytes], sizes: dict[int, int],
+    found: list[memoryview | None],
+) -> list[int]:  # fmt: skip
+    """Fill in blocks of these sizes. The numbers of those that a larger one has taken the place of by now."""
+    buffers = [np.empty(size, np.uint8) for size in sizes.values()]
+    results = lane.move(Op.GET, namespace, [keys[number] for number in sizes], buffers, terms)
+    _raise_unless(results, MISSES | {EMSGSIZE})
+    for number, buffer, result in zip(sizes, buffers, results.tolist(), strict=True):
+        if result >= 0:
+            found[number] = buffer[:result].data.toreadonly()
+    return [number for number, result in zip(sizes, results.tolist(), strict=True) if result == -EMSGSIZE]
 
 
 def _encode(keys: Sequence[Key]) -> list[bytes]:

@@ -1,17 +1,22 @@
-"""Rings of a block store, and how a batch goes through one. See `Lanes`."""
+"""Rings of a block store, and how a batch goes through one. See `Lanes`.
+
+The daemon ends each entry at its deadline. One that is stopped, dead or very busy does not: after a grace the caller
+gets ETIMEDOUT and goes on, but the entry is still under way. Then its lane is *late*. It takes no other call before
+the ring has settled (`AttachedRing.settle`): until then the daemon, or the next one, may write into the call's buffers.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from errno import ETIMEDOUT
 from time import monotonic
 from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.client import Client
 from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.iov import Iov
@@ -60,29 +65,31 @@ class Lane:
         if self._scratch is not None:
             self._scratch.close()
 
+    @property
+    def is_late(self) -> bool:
+        """Between two submissions of a call: the daemon left some of the first unanswered."""
+        return self.ring.in_flight > 0
+
     def finish(self, count: int, deadline: float) -> Entries:
-        """Submit, and the completions of all ``count`` entries by their number. Disconnected."""
+        """Submit, and the completions of all ``count`` entries by their number. Disconnected.
+
+        Those that the daemon has not answered in time have the result -ETIMEDOUT, and the lane is late: the call ends.
+        """
         ring = self.ring
+        assert ring.in_flight == count, "numbers of a submission are its own"
         ring.submit()
         completions = np.zeros(count, CQE)
+        completions["result"] = -ETIMEDOUT
         missing = count
         give_up = monotonic() + deadline + self._grace
-        while missing:
-            rows = self._reap(missing, give_up, deadline)
+        while missing and len(rows := ring.wait(missing, max(give_up - monotonic(), 0))):
             completions[rows["user_data"]] = rows
             missing -= len(rows)
         return completions
 
     def reap(self, deadline: float) -> Entries:
-        """Some completions of what was submitted. Disconnected where none comes within ``deadline`` seconds."""
-        return self._reap(1, monotonic() + deadline + self._grace, deadline)
-
-    def _reap(self, wanted: int, give_up: float, deadline: float) -> Entries:
-        rows = self.ring.wait(wanted, max(give_up - monotonic(), 0))
-        if not len(rows):
-            self._client.session.close()  # the daemon may still write: nobody may take it for silent
-            raise Disconnected(f"the daemon left calls unanswered beyond their deadline of {deadline:g} s")
-        return rows
+        """Some completions of what was submitted; none where the daemon is late. Disconnected."""
+        return self.ring.wait(1, deadline + self._grace)
 
     def move_at(
         self, op: Op, namespace: Namespace, keys: Sequence[bytes], iov: Iov, offsets: Sequence[int],
@@ -100,9 +107,9 @@ class Lane:
             raise ValueError(f"{len(keys)} keys and {len(arrays)} buffers")
         if op is Op.GET and not all(array.flags.writeable for array in arrays):
             raise ValueError("a block cannot be got into a read-only buffer")
-        results: Sizes = np.zeros(len(keys), np.int64)
+        results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
         start = 0
-        while start < len(keys):
+        while start < len(keys) and not self.is_late:
             parts = self._plan(arrays[start : start + self._entries])
             end = start + len(parts)
             results[start:end] = self._move_parts(op, namespace, keys[start:end], parts, terms)
@@ -154,37 +161,75 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one store: those that are idle, and those that callers have. For any number of threads."""
+    """The lanes of one store: those that are idle or late, and those that callers have. For any number of threads."""
 
     def __init__(self, client: Client, entries: int, grace: float) -> None:
         self._client = client
         self._entries = entries
         self._grace = grace
         self.idle: list[Lane] = []
+        self._late: list[Lane] = []
         self._lock = threading.Lock()
         self._closed = False
+        self.late_calls = 0
+        """calls that the daemon left unanswered beyond their deadline"""
 
     @contextmanager
     def take(self) -> Iterator[Lane]:
-        """An idle lane, or a new one. It is idle again afterwards, unless something of it is still under way."""
+        """An idle lane, or a new one; late afterwards if it has something under way. TimeoutError, Disconnected."""
+        self.settle()
         try:
             lane = self.idle.pop()
         except IndexError:
-            lane = Lane(self._client, self._entries, self._grace)
+            lane = self._new()
         try:
             yield lane
         finally:
-            with self._lock:
-                is_usable = not self._closed and lane.ring.in_flight == 0
-                if is_usable:
-                    self.idle.append(lane)
-            if not is_usable:
-                lane.close()
+            if lane.is_late:
+                with self._lock:
+                    self._late.append(lane)
+                    self.late_calls += 1
+            else:
+                self._give_back(lane)
+
+    def _new(self) -> Lane:
+        try:
+            return Lane(self._client, self._entries, self._grace)
+        except TimeoutError:
+            self.late_calls += 1
+            raise
+
+    def _give_back(self, lane: Lane) -> None:
+        """A lane of which nothing is under way."""
+        with self._lock:
+            is_usable = not self._closed
+            if is_usable:
+                self.idle.append(lane)
+        if not is_usable:
+            lane.close()
+
+    def settle(self) -> bool:
+        """Drop completions that came late. True: nobody touches buffers any more on account of calls that are over."""
+        if not self._late:
+            return True
+        with self._lock:
+            settled = [lane for lane in self._late if lane.ring.attached.settle()]
+            self._late = [lane for lane in self._late if lane not in settled]
+        for lane in settled:
+            if lane.is_late:  # its ring has ended
+                with suppress(OSError):
+                    lane.close()
+            else:
+                self._give_back(lane)
+        return not self._late
 
     def close(self) -> None:
-        """Give back rings and memory. Calls under way end first."""
+        """Give back rings and memory. Late lanes of a connection that has ended stay late, until nobody serves them."""
         with self._lock:
             self._closed = True
-            lanes, self.idle = self.idle, []
-        for lane in lanes:
+            idle, self.idle = self.idle, []
+            late = [] if self._client.session.has_ended else list(self._late)
+        for lane in idle + late:
             lane.close()
+        with self._lock:
+            self._late = [lane for lane in self._late if lane not in late]

@@ -38,18 +38,19 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         self.entries = entries
         self._shape = Shape.of(entries, aux_size, ops)
         self._client = client
-        self._attached = AttachedRing(client.session, self._shape)
+        self.attached = AttachedRing(client.session, self._shape)
+        """the daemon's, of the connection on which this one was used last"""
         self._closed = False
 
     def _present(self) -> AttachedRing:
         """The daemon's ring on the client's present connection. ValueError where this one is closed."""
         session = self._client.session
-        if self._attached.session is not session or self._closed:
+        if self.attached.session is not session or self._closed:
             if self._closed:
                 raise ValueError("the ring is closed")
-            self._attached.let_go()
-            self._attached = AttachedRing(session, self._shape)
-        return self._attached
+            self.attached.let_go()
+            self.attached = AttachedRing(session, self._shape)
+        return self.attached
 
     # -- files ---------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
     @property
     def in_flight(self) -> int:
         """Entries prepared or submitted, and not reaped yet."""
-        return self.entries - self._attached.tickets.free
+        return self.entries - self.attached.tickets.free
 
     def prep_cancel(
         self, target_user_data: int,
@@ -182,11 +183,11 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         _, size, offset, arena, pin = completion.item()
         if not arena:
             raise ValueError("the completion is not one with a view")
-        return self._attached.session.view(arena, offset, size, pin)
+        return self.attached.session.view(arena, offset, size, pin)
 
     def release(self, pin: int) -> None:
         """Give back, with the next `submit`, the pin of a completion for which `view` is not called."""
-        self._attached.session.unpins.append(pin)
+        self.attached.session.unpins.append(pin)
 
     # -- submitting and reaping ----------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         """Returns when the daemon touches no iov for this ring any more. What was under way is forgotten."""
         if not self._closed:
             self._closed = True
-            self._attached.close()
+            self.attached.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

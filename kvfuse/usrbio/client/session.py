@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import EINTR, EINVAL, ENOENT, EOPNOTSUPP
+from errno import EAGAIN, EINTR, EINVAL, ENOENT, EOPNOTSUPP, ETIMEDOUT
 from functools import partial
 from itertools import count
 from mmap import PROT_READ, mmap
@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.errors import Disconnected
+from kvfuse.usrbio.protocol.queues import daemon_of
 from kvfuse.usrbio.protocol.wire import (
     DESCRIPTORS_MAX,
     MESSAGE_SIZE_MAX,
@@ -34,13 +35,22 @@ from kvfuse.usrbio.protocol.wire import (
     SOCKET_PATH,
     VERSION,
     Ability,
+    DaemonId,
     Message,
     Request,
+    pid_namespace,
 )
 
 Bytes = npt.NDArray[np.uint8]
 _TIMEVAL = struct.Struct("ll")
-_PEER = struct.Struct("iII")  # ucred: pid, uid, gid
+_DROPS = {
+    Request.ADD_FILE: Request.DROP_FILE,
+    Request.ADD_IOV: Request.DROP_IOV,
+    Request.ADD_DMABUF: Request.DROP_IOV,
+    Request.ADD_RING: Request.DROP_RING,
+    Request.OPEN_NAMESPACE: Request.CLOSE_NAMESPACE,
+}
+"""by what a request registers something: how that is let go of"""
 
 
 def find_mount(path: str | os.PathLike[str]) -> Path:
@@ -79,15 +89,15 @@ class Session:
         self._closing = False
         self.has_tokens = False
         """it has shown some"""
-        self.abilities = Ability(0)
-        self._lacks_adapter: str | None = None
-        """what the daemon said; None: it was not asked"""
+        self._unanswered: set[int] = set()
+        """numbers of requests that were given up"""
+        self._rings: list[weakref.ref[memoryview]] = []
+        """words of rings"""
         self._socket = _connect(mount, deadline)
         try:
             reply, _ = self.request(Request.HELLO, VERSION)
             if reply.values[0] != VERSION:
                 raise Disconnected(f"the daemon speaks version {reply.values[0]} of the ring protocol, not {VERSION}")
-            self.abilities = Ability(reply.values[3])
             for token in tokens:
                 self.show_token(token)
         except BaseException:
@@ -107,15 +117,13 @@ class Session:
 
     @property
     def lacks_adapter(self) -> str:
-        """Why the daemon can register no memory of a GPU; "" where it may be able to. Disconnected."""
-        if Ability.DMABUF in self.abilities:
-            return ""
-        if self._lacks_adapter is None:
-            self._lacks_adapter = self._ask_for_adapter()
-        return self._lacks_adapter
+        """Why the daemon can register no memory of a GPU; "" where it may be able to. TimeoutError, Disconnected.
 
-    def _ask_for_adapter(self) -> str:
-        """What the daemon answers for memory that is none of a device."""
+        It is asked each time: the next daemon may be another version, or live on with other devices.
+        """
+        reply, _ = self.request(Request.HELLO, VERSION)
+        if Ability.DMABUF in Ability(reply.values[3]):
+            return ""
         descriptor = os.memfd_create("kvfuse-probe", os.MFD_CLOEXEC)
         try:
             self.request(Request.ADD_DMABUF, 0, PAGE, descriptors=[descriptor])
@@ -139,9 +147,12 @@ class Session:
                     message = Message(request, next(self._numbers), values=values, text=text)
                     self._socket.settimeout(self._deadline)
                     socket.send_fds(self._socket, [message.pack()], list(descriptors))
+                    self._unanswered.add(message.number)
                     reply, received = self._reply_to(message.number)
+                    self._unanswered.discard(message.number)
             except TimeoutError:
-                raise TimeoutError(f"the daemon did not answer within {self._deadline:g} s") from None
+                text = f"the daemon did not answer {request.name} within {self._deadline:g} s"
+                raise TimeoutError(ETIMEDOUT, text) from None
             except (OSError, ValueError) as error:
                 self.close()
                 raise Disconnected(f"the daemon is gone: {error}") from error
@@ -151,12 +162,12 @@ class Session:
         return reply, received
 
     def drop(self, request: Request, handle: int) -> None:
-        """Have the daemon let go of something. If the connection has ended, it has already."""
+        """Have the daemon let go of something. If the connection has ended, it has already. TimeoutError."""
         with suppress(Disconnected):
             self.request(request, handle)
 
     def _reply_to(self, number: int) -> tuple[Message, list[int]]:
-        """The reply with that number; those of requests that were given up are thrown away."""
+        """The reply with that number. What a reply that came too late registered is let go of: nobody knows it."""
         give_up = time.monotonic() + self._deadline
         while True:
             self._socket.settimeout(max(give_up - time.monotonic(), 1e-6))
@@ -169,6 +180,10 @@ class Session:
             if reply.number == number:
                 return reply, list(received)
             close_all(received)
+            if reply.number in self._unanswered:  # else the next daemon answered once more
+                self._unanswered.discard(reply.number)
+                if reply.status == 0 and (drop := _DROPS.get(Request(reply.request))) is not None:
+                    self._socket.send(Message(drop, next(self._numbers), values=reply.values[:1]).pack())
 
     def next_message(self, size: int) -> bytes:
         """The next message, of a daemon that sends them unasked. Waits without a limit. Disconnected."""
@@ -189,14 +204,35 @@ class Session:
         except OSError:
             raise Disconnected("the connection is closed") from None
 
+    # -- who serves it -------------------------------------------------------------------------------
+
+    def heed(self, words: memoryview) -> None:
+        """A ring of the connection says from here on which daemon serves it, as long as somebody has its words."""
+        self._rings = [ring for ring in self._rings if ring() is not None] + [weakref.ref(words)]
+
+    @property
+    def daemon(self) -> DaemonId:
+        """That serves the connection now, or did last: another one after it was killed, or upgraded.
+
+        As a ring says, without a call; where there is none the daemon is asked: TimeoutError, Disconnected.
+        """
+        found = [daemon_of(words) for ring in self._rings if (words := ring()) is not None]
+        if found:
+            return max(found)
+        reply, _ = self.request(Request.HELLO, VERSION)
+        return DaemonId(reply.values[4], reply.values[1], reply.values[5])
+
     @property
     def daemon_pid(self) -> int:
-        """The process that listens; 0 where it cannot be seen from here, or the connection is closed."""
+        """The number of that process; 0 where it says none, or lives in another pid namespace, or the connection ended.
+
+        Not whether it lives: which processes may write into memory, `BlockStore.is_silent` knows.
+        """
         try:
-            credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        except OSError:
+            daemon = self.daemon
+        except (OSError, Disconnected):
             return 0
-        return int(_PEER.unpack(credentials)[0])
+        return daemon.pid if daemon.namespace and daemon.namespace == pid_namespace() else 0
 
     # -- pinned views --------------------------------------------------------------------------------
 
@@ -298,6 +334,8 @@ def _connect(mount: Path, deadline: float) -> socket.socket:
             os.close(folder)
     except OSError as error:
         connection.close()
+        if error.errno == EAGAIN:  # many wait to be accepted
+            raise TimeoutError(ETIMEDOUT, f"{mount}: the daemon accepted no connection within {deadline:g} s") from None
         raise Disconnected(f"{mount}: no daemon answers: {error.strerror or error}") from error
     return connection
 

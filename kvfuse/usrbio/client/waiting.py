@@ -64,6 +64,16 @@ class Waiter:
         if any(event & HANGUP for _, event in self._poll.poll(0)):
             raise Disconnected("the daemon ended the connection")
 
+    @property
+    def is_served(self) -> bool:
+        """A process has the other end of the bell: it serves the ring, or keeps it for the next daemon.
+
+        Also after the connection has ended: the daemon lets go of the bell when it is over with the ring.
+        """
+        poll = select.poll()
+        poll.register(self._bell.descriptor, 0)
+        return not poll.poll(0)
+
     def _spin(self, tail: int, started: int, deadline: int | None) -> bool:
         is_trial = self._usual_ns > 2 * SPIN_NS
         if is_trial:

@@ -34,7 +34,17 @@ from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
-from kvfuse.usrbio.protocol.wire import ENTRIES_MAX, IOV_SIZE_MAX, VERSION, Ability, Access, Layout, Message, Request
+from kvfuse.usrbio.protocol.wire import (
+    ENTRIES_MAX,
+    IOV_SIZE_MAX,
+    VERSION,
+    Ability,
+    Access,
+    Layout,
+    Message,
+    Request,
+    own_id,
+)
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +218,8 @@ class Connection:
             self._stream.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
         self.registered.keeping.greet(self._stream, self.peer)
         abilities = Ability(0) if self._limits.device_memories.lacks else Ability.DMABUF
-        return (VERSION, os.getpid(), ENTRIES_MAX, abilities), []
+        epoch, pid, namespace = own_id()
+        return (VERSION, pid, ENTRIES_MAX, abilities, epoch, namespace), []
 
     async def _add_file(self, values: tuple[int, ...]) -> Answer:
         if not 0 < values[0] <= Access.READ | Access.WRITE:

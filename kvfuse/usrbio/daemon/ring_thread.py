@@ -26,7 +26,7 @@ from kvfuse.usrbio.daemon.lines import TURN_ENTRIES
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
-from kvfuse.usrbio.protocol.wire import SQE, Layout, Op, Word
+from kvfuse.usrbio.protocol.wire import SQE, Layout, Op, Word, own_id
 
 log = logging.getLogger(__name__)
 
@@ -307,6 +307,7 @@ class OwnedRing:
             undo.callback(os.close, bell)
             undo.callback(os.close, client_bell)
             memory = RingMemory(memory_descriptor, layout)
+            memory.sign(own_id())
             journal = Journal(journal_descriptor, layout.entries)
             self.loop = RingThread(registered, memory, bell, client_bell, op_mask, journal)
             self._end = undo.pop_all()

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.errors import EngineError
-from kvfuse.usrbio.protocol.wire import CQE, SQE, Layout, Word
+from kvfuse.usrbio.protocol.wire import CQE, SQE, DaemonId, Layout, Word
 
 Entries = npt.NDArray[np.void]
 
@@ -202,6 +202,11 @@ class Bell:
         self._words[self._sleeps] = 0
 
 
+def daemon_of(words: memoryview) -> DaemonId:
+    """The daemon that serves the ring with these words, or did last."""
+    return DaemonId(words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE])
+
+
 class RingMemory:
     """The mapping of a ring. ``sq`` and ``cq`` are queues, of each of which a side uses one end."""
 
@@ -240,6 +245,11 @@ class RingMemory:
         if os.fstat(descriptor).st_size != layout.size:
             raise ValueError("the ring's memory has another size than its header says")
         return cls(descriptor, layout)
+
+    def sign(self, daemon: DaemonId) -> None:
+        """For the daemon, before it takes an entry: this process serves the ring from here on."""
+        words = self.words
+        words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE] = daemon
 
     def header_is_whole(self) -> bool:
         """The header is as `create` wrote it."""

@@ -11,9 +11,12 @@ it is unchanged, and it copies indices, entries and keys before it checks them.
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from collections.abc import Sequence
 from enum import IntEnum, IntFlag
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +45,7 @@ HEADER = struct.Struct("<QIIIIQQQQ")
 
 
 class Word(IntEnum):
-    """Index of each shared 64-bit word, in words from the start of the mapping: one cache line each.
+    """Index of each shared 64-bit word, in words from the start of the mapping: a cache line for each writer.
 
     Head: entries taken by the consumer; tail: entries given by the producer. Both only grow; an
     index masked with ``entries - 1`` is a place in the queue. A sleep word is 0 while that side is awake.
@@ -56,6 +59,49 @@ class Word(IntEnum):
     CQ_HEAD = 32
     CQ_TAIL = 40
     CLIENT_SLEEPS = 48
+    DAEMON_EPOCH = 56
+    """when the daemon that serves the ring began, in ns of CLOCK_MONOTONIC; 0: an older version, which says nothing"""
+    DAEMON_PID = 57
+    """its number in its own pid namespace"""
+    DAEMON_NAMESPACE = 58
+    """the inode of that namespace: /proc/self/ns/pid"""
+
+
+PID_NAMESPACE = "/proc/self/ns/pid"
+
+
+class DaemonId(NamedTuple):
+    """Which process serves, as the head of a ring says, and the reply to HELLO. All 0: an older version says nothing.
+
+    What a client remembers of a daemon holds while the epoch is the same. It outlives no connection: the next daemon
+    goes on with that.
+    """
+
+    epoch: int = 0
+    """when it began, in ns of CLOCK_MONOTONIC: of two daemons of a mount the later one has the larger"""
+    pid: int = 0
+    """in its own pid namespace"""
+    namespace: int = 0
+    """inode of that"""
+
+
+def own_id() -> DaemonId:
+    """Of this process."""
+    return _id_of(os.getpid())
+
+
+@cache
+def _id_of(pid: int) -> DaemonId:
+    """By number, as a daemon may be a fork of a process that stood by."""
+    return DaemonId(time.monotonic_ns(), pid, pid_namespace())
+
+
+def pid_namespace() -> int:
+    """Inode of the one that this process lives in; 0: nobody can say."""
+    try:
+        return os.stat(PID_NAMESPACE).st_ino
+    except OSError:
+        return 0
 
 
 class Op(IntEnum):
@@ -214,7 +260,8 @@ class Request(IntEnum):
     """What a client asks on the control socket (SOCK_SEQPACKET, one message each, answered in order)."""
 
     HELLO = 1
-    """(version) -> (version, daemon's pid, entries_max, abilities); the first message of a connection"""
+    """(version) -> (version, daemon's pid, entries_max, abilities, its epoch, its pid namespace: see `DaemonId`); the
+    first message of a connection, and whenever one asks again"""
     ADD_FILE = 2
     """(access), an open descriptor of a regular file of this mount -> (handle, inode, size)"""
     DROP_FILE = 3

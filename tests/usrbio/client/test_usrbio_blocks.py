@@ -308,7 +308,7 @@ def test_threads_share_a_store(store: BlockStore) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert 1 <= len(store._lanes.idle) <= 6
+    assert 1 <= len(store.lanes.idle) <= 6
 
 
 def test_past_its_deadline_a_get_is_a_miss(client: Client) -> None:
@@ -341,25 +341,32 @@ def test_past_its_deadline_a_delete_does_not_say_that_nothing_was_there(client: 
                 hasty.delete_many(keys)
 
 
-def test_a_daemon_that_says_nothing_is_no_hang(mount: KvfuseMount) -> None:
+def test_a_daemon_that_says_nothing_is_no_hang_and_no_lost_connection(mount: KvfuseMount) -> None:
     """Little time is given to the silent daemon alone: what a store of many hosts takes is another matter."""
     with (
-        connect(mount.point) as client,
+        connect(mount.point, deadline=2.0) as client,
         BlockStore(client, "silent") as store,
         BlockStore(client, "silent", deadline=0.1) as hasty,
     ):
+        session = client.session
         store.put("key", b"x" * 1000)
         hasty.get_into("key", bytearray(1000))  # it has the block's arena
         hasty.get_into("absent", bytearray(1000))  # it has its ring, and memory, from here on
         with stopped(mount.pid):
             started = time.monotonic()
             assert hasty.get_into("key", bytearray(1000)) == 1000  # nobody is asked
-            with pytest.raises(Disconnected):
-                hasty.get_into("absent", bytearray(1000))
+            assert hasty.get_into("absent", bytearray(1000)) is None
             assert time.monotonic() - started < 5
-            with pytest.raises(Disconnected):
-                hasty.get("key")
-        client.reconnect()
+            assert not hasty.is_silent
+            assert hasty.get("key") is None
+            assert not hasty.put_many(["other"], [b"x"]).any()
+            for call in (lambda: hasty.put("other", b"x"), lambda: hasty.delete("other")):
+                with pytest.raises(TimeoutError) as caught:
+                    call()
+                assert caught.value.errno == errno.ETIMEDOUT
+        wait_until(lambda: hasty.is_silent, "what came late")
+        assert client.session is session
+        assert not session.has_ended
         assert bytes(store.get("key") or b"") == b"x" * 1000
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from errno import EFAULT, EIO, EMSGSIZE, ETIMEDOUT
 from time import monotonic
 
@@ -84,9 +85,9 @@ class DeviceBlocks:
         """By the daemon's adapter. EIO also where that failed."""
         if self._resident.brings() and (missing := self._resident.missing(keys)):
             self._bring(missing, terms["timeout"])  # together; else each is asked for alone
-        results: Sizes = np.zeros(len(keys), np.int64)
+        results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
         iovs, offsets, sizes = zip(*ranges, strict=True)
-        with self._lanes.take() as lane:
+        with suppress(TimeoutError), self._lanes.take() as lane:
             step = lane.ring.entries
             for start in range(0, len(keys), step):
                 part = slice(start, start + step)
@@ -95,6 +96,8 @@ class DeviceBlocks:
                     iovs[part], offsets[part], self._namespace, keys[part], sizes[part], numbers, **terms
                 )
                 results[part] = lane.finish(len(numbers), terms["timeout"])["result"]
+                if lane.is_late:
+                    break
         results[results == -EFAULT] = -EIO  # another thread has given the adapter up meanwhile
         for row in np.flatnonzero(results >= 0).tolist():
             ranges[row].iov.note_adapter(failed=False)
@@ -116,8 +119,10 @@ class DeviceBlocks:
         return self._move(Op.PUT, keys, ranges, terms)
 
     def _move(self, op: Op, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: Terms) -> Sizes:
-        with self._lanes.take() as lane:
-            return _Moving(lane, op, self._namespace, keys, ranges, terms).run()
+        results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
+        with suppress(TimeoutError), self._lanes.take() as lane:
+            results = _Moving(lane, op, self._namespace, keys, ranges, terms).run()
+        return results
 
     def _get_resident(self, keys: Sequence[bytes], ranges: Sequence[GpuRange]) -> Sizes:
         """The size of each block that was in shared memory, below 0 for others."""
@@ -149,7 +154,7 @@ class _Moving:
         self._sizes = [self._expected(range_) for range_ in ranges]
         """what the daemon is asked to move"""
         self._left = deque(range(len(keys)))
-        self._results: Sizes = np.zeros(len(keys), np.int64)
+        self._results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
         self._under_way = 0
 
     def _expected(self, range_: GpuRange) -> int:
@@ -166,10 +171,13 @@ class _Moving:
                 self._under_way += placed
                 give_up = monotonic() + self._terms["timeout"]
             if self._under_way and not (placed and self._left):
-                self._take(self._lane.reap(self._terms["timeout"]))
+                completions = self._lane.reap(self._terms["timeout"])
+                if not len(completions):
+                    break
+                self._take(completions)
             elif not placed and not self._wait(give_up):
-                while self._left:
-                    self._results[self._left.popleft()] = -ETIMEDOUT
+                break
+        self._results[list(self._left)] = -ETIMEDOUT
         return self._results
 
     def _place(self) -> int:
