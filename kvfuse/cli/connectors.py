@@ -7,12 +7,11 @@ import json
 import os
 import pkgutil
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar, cast
 
@@ -24,6 +23,7 @@ from kvfuse import __version__
 from kvfuse.cli import Failure
 from kvfuse.cli.console import print_table
 from kvfuse.cli.mounts import ask_health, kvfuse_mounts, mount_of
+from kvfuse.connectors.engine import version_of
 from kvfuse.connectors.steady_store import DescriptorMismatch, SteadyStore
 from kvfuse.errors import KvfuseError, MountError
 from kvfuse.sizes import KIB, MIB, format_size
@@ -33,6 +33,21 @@ OK, ADVICE, FAILED = "ok", "advice", "failed"
 NAMESPACE = "user.kvfuse.namespace"
 BLOCK_SIZE, BLOCK_COUNT = 64 * KIB, 16
 DEADLINE_S = 5.0
+LOAD_SECONDS = 120.0
+"""some engines take half a minute on a busy machine"""
+LOAD_CLASSES = """
+import importlib, json, sys
+import kvfuse.connectors
+kvfuse.connectors.__path__ = sys.argv[2:]
+found, module = {}, importlib.import_module(sys.argv[1])
+for name in getattr(module, "__all__", ()):
+    try:
+        getattr(module, name)
+        found[name] = ""
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
 CHECK_DESCRIPTOR = {"made by": "kvfuse connectors check"}
 
 T = TypeVar("T")
@@ -42,7 +57,9 @@ class Config(Protocol):
     """What ``kvfuse.connectors.ENGINE.config`` has."""
 
     PACKAGE: str
-    """the engine's distribution"""
+    """the engine's distribution, as its makers call it; vendors' have other names"""
+    ENGINE: str
+    """its top module, of which the version is asked"""
     VERSIONS: str
     """those that the adapter is for, as people read it"""
 
@@ -63,21 +80,17 @@ class Step(NamedTuple):
 
 def engine_names() -> list[str]:
     """The engines that this installation has adapters for."""
-    packages = (found.name for found in pkgutil.iter_modules(installed.__path__) if found.ispkg)
-    return sorted(name for name in packages if find_spec(f"{installed.__name__}.{name}.config"))
+    packages = {found.name for found in pkgutil.iter_modules(installed.__path__) if found.ispkg}
+    folders = map(Path, installed.__path__)
+    return sorted(packages & {found.parent.name for folder in folders for found in folder.glob("*/config.py")})
 
 
 def load_config(name: str) -> Config:
-    """Needs no engine."""
-    return cast(Config, importlib.import_module(f"{installed.__name__}.{name}.config"))
-
-
-def installed_version(package: str) -> str | None:
-    """In this Python environment; None: it is not there."""
+    """Needs no engine. Failure where the adapter itself is broken."""
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+        return cast(Config, importlib.import_module(f"{installed.__name__}.{name}.config"))
+    except Exception as error:  # it may be somebody else's
+        raise Failure(f"the adapter for {name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 class EngineName(click.ParamType[str]):
@@ -118,10 +131,12 @@ def list_command() -> None:
     """Which engines there are adapters for, and what is installed in this Python environment."""
     rows = []
     for name in engine_names():
-        config = load_config(name)
-        found = installed_version(config.PACKAGE)
-        module = f"{installed.__name__}.{name}"
-        rows.append((name, config.PACKAGE, config.VERSIONS, found or "-", module, f"docs/engines-{name}.md"))
+        module, page = f"{installed.__name__}.{name}", f"docs/engines-{name}.md"
+        try:
+            config = load_config(name)
+            rows.append((name, config.PACKAGE, config.VERSIONS, version_of(config.ENGINE) or "-", module, page))
+        except Failure as failure:
+            rows.append((name, "-", str(failure), "-", module, page))
     print_table(("engine", "package", "versions", "installed", "module path", "page"), rows)
 
 
@@ -179,7 +194,7 @@ def _only_mount() -> Path:
 
 
 def _check(engine: str, mount: Path | None, namespace: str) -> Iterator[Step]:
-    yield from _check_engine(load_config(engine))
+    yield from _check_engine(engine, load_config(engine))
     try:
         point = mount_of(mount).point if mount else _only_mount()
         seconds = ask_health(point)
@@ -191,14 +206,35 @@ def _check(engine: str, mount: Path | None, namespace: str) -> Iterator[Step]:
     yield from _check_round_trip(point, point / namespace)
 
 
-def _check_engine(config: Config) -> Iterator[Step]:
-    found = installed_version(config.PACKAGE)
+def _check_engine(engine: str, config: Config) -> Iterator[Step]:
+    found = version_of(config.ENGINE)
     if found is None:
         yield Step(config.PACKAGE, ADVICE, f"not installed for {sys.executable}; the adapter is for {config.VERSIONS}")
         return
     yield Step(config.PACKAGE, OK, f"{found}; the adapter is for {config.VERSIONS}")
     for advice in config.check_engine():
         yield Step(config.PACKAGE, ADVICE, advice)
+    failures = _load_classes(f"{installed.__name__}.{engine}")
+    for name, failure in failures.items():
+        if failure:
+            yield Step("adapter", ADVICE if "" in failures.values() else FAILED, f"{name}: {failure}")
+
+
+def _load_classes(module: str) -> dict[str, str]:
+    """What an engine would load of the adapter, and why it cannot: in a process of its own, as that may do anything."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD_CLASSES, module, *installed.__path__],
+            capture_output=True,
+            text=True,
+            timeout=LOAD_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return {module: f"it was not loaded within {LOAD_SECONDS:g} s"}
+    with suppress(ValueError, IndexError):
+        return cast(dict[str, str], json.loads(done.stdout.splitlines()[-1]))
+    said = done.stderr.strip().splitlines()
+    return {module: f"the process that loaded it ended with {done.returncode}: {said[-1] if said else 'no word'}"}
 
 
 def _check_namespace(folder: Path) -> Iterator[Step]:

@@ -15,7 +15,7 @@ from kvfuse.cli import cli, connectors
 from kvfuse.cli.connectors import engine_names, load_config
 
 TOY = """
-PACKAGE = "click"
+PACKAGE = ENGINE = "click"
 VERSIONS = "8 and newer"
 def configuration(mount, namespace):
     return f"--kv-store {mount} --kv-namespace {namespace}\\n"

@@ -1,4 +1,4 @@
-"""Parts of vLLM's tier by themselves: look-ups ahead of need, news of blocks, advice."""
+"""Parts of vLLM's tier by themselves: look-ups ahead of need, news of blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from mounting import wait_until
 
-from kvfuse.connectors.vllm import config
 from kvfuse.connectors.vllm.lookups import Lookups
 from kvfuse.connectors.vllm.news import BlockNews
 from kvfuse.usrbio.client import News, NewsKind
@@ -110,12 +109,3 @@ def test_news_of_a_new_connection_are_the_difference(tmp_path: Path) -> None:
         assert last == [(True, [b"a"]), (False, [b"c"])]
     finally:
         news.close()
-
-
-@pytest.mark.parametrize(
-    ("version", "advice"), [("0.33.0", ""), ("0.26.1", ""), ("0.24.0", "update to 0.25"), ("dev", "no release")]
-)
-def test_advice_about_versions(monkeypatch: pytest.MonkeyPatch, version: str, advice: str) -> None:
-    monkeypatch.setattr(config, "version", lambda package: version)
-    assert advice in "".join(config.check_engine())
-    assert config.finds_modules() is (version != "0.26.1")

@@ -12,12 +12,9 @@ __all__ = ["KvfuseConnector", "KvfuseConnectorAdapter", "KvfuseL2Adapter"]
 
 def __getattr__(name: str) -> Any:
     """The classes, which need LMCache."""
-    if name == "KvfuseL2Adapter":
-        from kvfuse.connectors.lmcache.server import KvfuseL2Adapter
+    if name not in __all__:
+        raise AttributeError(f"{__name__} has no {name}")
+    from kvfuse.connectors.engine import load_class
 
-        return KvfuseL2Adapter
-    if name in ("KvfuseConnector", "KvfuseConnectorAdapter"):
-        from kvfuse.connectors.lmcache import remote
-
-        return getattr(remote, name)
-    raise AttributeError(f"{__name__} has no {name}")
+    module = "server" if name == "KvfuseL2Adapter" else "remote"
+    return load_class("lmcache", f"kvfuse.connectors.lmcache.{module}", name)

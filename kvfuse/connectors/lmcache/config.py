@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from importlib.metadata import PackageNotFoundError, version
 
-PACKAGE = "lmcache"
+from kvfuse.connectors.engine import release, version_of
+
+PACKAGE = ENGINE = "lmcache"
 VERSIONS = "0.5.6 (older ones with L2 adapters of type 'plugin' may do)"
 TESTED = (0, 5, 6)
 
@@ -68,13 +69,11 @@ lmcache server --l1-size-gb 20 --eviction-policy LRU \\
 
 def check_engine() -> list[str]:
     """Advice about the installed engine."""
-    try:
-        found = version(PACKAGE)
-    except PackageNotFoundError:
+    found = version_of(ENGINE)
+    if found is None:
         return []
     advice = []
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    if numbers < TESTED:
+    if () < release(found) < TESTED:
         advice.append(f"{found} is older than what the adapter is tested with ({VERSIONS})")
     if "PYTHONHASHSEED" not in os.environ:
         advice.append("Set PYTHONHASHSEED to the same number for all engines if chunks are hashed with 'builtin'")

@@ -10,7 +10,7 @@ __all__ = ["KvfuseHiCache"]
 def __getattr__(name: str) -> Any:
     """The backend's class, which needs SGLang."""
     if name == "KvfuseHiCache":
-        from kvfuse.connectors.sglang.backend import KvfuseHiCache
+        from kvfuse.connectors.engine import load_class
 
-        return KvfuseHiCache
+        return load_class("sglang", "kvfuse.connectors.sglang.backend", name)
     raise AttributeError(f"{__name__} has no {name}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 
-PACKAGE = "sglang"
+from kvfuse.connectors.engine import release, version_of
+
+PACKAGE = ENGINE = "sglang"
 VERSIONS = "0.5.10 and newer, tested with 0.5.23"
 OLDEST = (0, 5, 10)
 """that has batch_exists_v2"""
@@ -41,9 +42,7 @@ def configuration(mount: str, namespace: str) -> str:
 
 def check_engine() -> list[str]:
     """Advice about the installed engine."""
-    try:
-        found = version(PACKAGE)
-    except PackageNotFoundError:
+    found = version_of(ENGINE)
+    if found is None:
         return []
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    return [f"{found} is too old for the adapter, which is for {VERSIONS}"] if numbers < OLDEST else []
+    return [f"{found} is too old for the adapter, which is for {VERSIONS}"] if () < release(found) < OLDEST else []

@@ -10,7 +10,7 @@ __all__ = ["KvfuseStore"]
 def __getattr__(name: str) -> Any:
     """The store's class, which needs UCM."""
     if name == "KvfuseStore":
-        from kvfuse.connectors.ucm.store import KvfuseStore
+        from kvfuse.connectors.engine import load_class
 
-        return KvfuseStore
+        return load_class("ucm", "kvfuse.connectors.ucm.store", name)
     raise AttributeError(f"{__name__} has no {name}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 
-PACKAGE = "uc-manager"
+from kvfuse.connectors.engine import release, version_of
+
+PACKAGE, ENGINE = "uc-manager", "ucm"
 VERSIONS = "0.5 and newer (UcmKVStoreBaseV1 with lookup_on_prefix and load_data)"
 TESTED = (0, 5)
 
@@ -44,9 +45,11 @@ enable_event_sync: false
 
 def check_engine() -> list[str]:
     """Advice about the installed engine."""
-    try:
-        found = version(PACKAGE)
-    except PackageNotFoundError:
+    found = version_of(ENGINE)
+    if found is None:
         return []
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    return [f"{found} has no UcmKVStoreBaseV1 as the adapter needs it ({VERSIONS})"] if numbers < TESTED else []
+    return (
+        [f"{found} has no UcmKVStoreBaseV1 as the adapter needs it ({VERSIONS})"]
+        if () < release(found) < TESTED
+        else []
+    )

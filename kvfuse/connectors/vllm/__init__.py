@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
 __all__ = ["KvfuseTier", "register"]
+
+log = logging.getLogger("vllm.kvfuse")  # vLLM shows what its own loggers and those below say
 
 
 def __getattr__(name: str) -> Any:
     """Loaded when vLLM asks for it: everything else in this package needs no vLLM."""
     if name != "KvfuseTier":
         raise AttributeError(name)
-    from kvfuse.connectors.vllm.tier import KvfuseTier
+    from kvfuse.connectors.engine import load_class
 
-    return KvfuseTier
+    return load_class("vllm", "kvfuse.connectors.vllm.tier", name)
 
 
 def register() -> None:
-    """A plug-in of vLLM, called in each of its processes: before 0.28 tiers were found by their names alone."""
-    from kvfuse.connectors.vllm.config import MODULE, TIER, finds_modules
+    """A plug-in of vLLM, called in each of its processes, whether kvfuse is used or not: it never raises.
 
-    if not finds_modules():
-        factory = import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
-        if TIER not in factory._registry:
-            factory.register_tier(TIER, MODULE, TIER)
+    Before 0.28 vLLM found tiers by their names alone; for others there is nothing to do.
+    """
+    try:
+        _register()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what imports of a broken installation raise: SystemExit, too
+        log.warning(
+            "kvfuse registers nothing with vLLM, which goes on without it: %s: %s. Where KvfuseTier is to be used, "
+            "run 'kvfuse connectors check vllm' in this environment.", type(error).__name__, error,
+        )  # fmt: skip
+
+
+def _register() -> None:
+    from kvfuse.connectors.vllm.config import MODULE, TIER, check_engine, finds_modules
+
+    if finds_modules():
+        for advice in check_engine():
+            log.warning("kvfuse registers nothing with vLLM: %s", advice)
+        return
+    factory = import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
+    if TIER not in factory._registry:
+        factory.register_tier(TIER, MODULE, TIER)

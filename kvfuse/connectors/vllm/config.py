@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
+import sys
 
-PACKAGE = "vllm"
+from kvfuse.connectors.engine import release, version_of
+
+PACKAGE = ENGINE = "vllm"
 VERSIONS = "0.25 and newer"
 MODULE = "kvfuse.connectors.vllm"
 TIER = "KvfuseTier"
@@ -23,24 +25,18 @@ def configuration(mount: str, namespace: str) -> str:
     return f"--kv-transfer-config '{json.dumps(transfer_config(mount, namespace), indent=2)}'\n"
 
 
-def installed() -> tuple[int, int]:
-    """Of vLLM; (0, 0): a version that is made otherwise."""
-    try:
-        major, minor = version(PACKAGE).split(".")[:2]
-        return int(major), int(minor)
-    except ValueError:
-        return 0, 0
-
-
 def finds_modules() -> bool:
-    """This vLLM loads tiers by ``module_path``; otherwise they are registered."""
-    return not (0, 25) <= installed() < (0, 28)
+    """This vLLM loads tiers by ``module_path``, as all do of which nothing is known; otherwise they are registered."""
+    return not (0, 25) <= release(version_of(ENGINE)) < (0, 28)
 
 
 def check_engine() -> list[str]:
     """Advice about the vLLM that is installed."""
-    if installed() == (0, 0):
-        return [f"vLLM {version(PACKAGE)} is no release that this adapter knows; it was tried with 0.33."]
-    if installed() < (0, 25):
-        return [f"vLLM {version(PACKAGE)} has no secondary tiers as this adapter is one: update to 0.25 or newer."]
+    found = version_of(ENGINE)
+    if found is None:
+        return [f"there is no vLLM for {sys.executable}."]
+    if not release(found):
+        return [f"vLLM {found} is no release that this adapter knows; it is taken for one of 0.28 or newer."]
+    if release(found) < (0, 25):
+        return [f"vLLM {found} has no secondary tiers as this adapter is one: update to 0.25 or newer."]
     return []
