@@ -53,7 +53,7 @@ class Transfers:
     """Loads and stores of one engine: each kind has threads of its own, so that no load waits for a store.
 
     Jobs are over at ``deadline`` seconds after they were submitted; what is not moved by then is not moved at all. The
-    one exception: a load whose daemon hung in the middle of it is over when that can write no more.
+    one exception: a job whose daemon hung in the middle of it is over when that can write, or store, no more.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Transfers:
         return loaded
 
     def _wait_for_silence(self) -> None:
-        """Until nobody writes on account of a load that is over: its slots may be used for something else then."""
+        """Until nobody moves on account of a job that is over: its slots may be used for something else then."""
         with self._changed:
             while not (self._store.is_silent or self._closed):
                 self._changed.wait(SETTLING_PAUSE_S)
@@ -197,6 +197,8 @@ class Transfers:
             stored[rows] = self._store.put(keys, self._region, offsets, sizes, deadline=left)
             if not self._store.is_up:
                 break
+        if not stored.all():
+            self._wait_for_silence()  # else a daemon that hangs would store what is in the slots by then
         self._suspects.difference_update(suspects)
         self._count(
             store_known=int(known.sum()), stored=int((stored & ~known).sum()), store_failed=int((~stored).sum())

@@ -36,6 +36,9 @@ NO_ENTRY = (1 << 64) - 1
 _TICKET = struct.Struct("<Q")
 """the first word of a CQE"""
 
+_TIMEOUT = struct.Struct("<I")
+_TIMEOUT_OFFSET = 56
+"""of timeout_us in an SQE, in bytes"""
 _IOV = struct.Struct("<I")
 _IOV_OFFSET = 8
 """of the iov in an SQE, in bytes"""
@@ -96,6 +99,16 @@ class AttachedRing:
             self._forget()
         self._endings.clear()
         self.let_go()
+
+    def retract(self) -> None:
+        """Have the daemon time out at once what it has not taken yet, so that it uses no buffer of that.
+
+        It may take entries at this moment: it reads each once, with the one timeout or the other.
+        """
+        for number in range(self._sq.taken, self._sq.position):
+            place = number % self._shape.places * SQE_STRUCT.size
+            if self._sq_bytes[place] != Op.RELEASE:
+                _TIMEOUT.pack_into(self._sq_bytes, place + _TIMEOUT_OFFSET, 1)
 
     def settle(self) -> bool:
         """Drop the completions of entries that nobody waits for any more: call it when all waits were given up.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from errno import ECANCELED, EDQUOT, EIO, EMSGSIZE, ENOENT, ENOSPC, ETIMEDOUT
 from functools import partial
 from time import monotonic
@@ -42,8 +42,9 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     """Blocks of one namespace: a folder of the mount, in which the block of a key is the file of that name.
 
     A block is put whole and got whole. A get that the daemon cannot answer within ``deadline`` seconds, or at all, is a
-    miss; Disconnected is raised only when the connection is lost. What is wrong with a call itself - no permission, a
-    buffer that is too small, a bad key - is raised, once every block of the batch has been served.
+    miss; TimeoutError where it may still use a buffer of the call, which lies in an iov (`is_silent`). Disconnected is
+    raised only when the connection is lost. What is wrong with a call itself - no permission, a buffer that is too
+    small, a bad key - is raised, once every block of the batch has been served.
 
     Buffers that lie in an iov of the client are used in place; others are copied once more. Safe to use from any number
     of threads: each call takes a ring that is idle, or makes one.
@@ -122,9 +123,20 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         """The bytes of the block, read-only; None for a miss.
 
         Where the block is in shared memory they are not copied: what is there stays as long as the memoryview is
-        held, and its room with it, so let go of it (``with store.get(key) as view``, ``view.release()``).
+        held, and its room with it, so let go of it (``view.release()``), or use `view`.
         """
         return self.get_many([key])[0]
+
+    @contextmanager
+    def view(self, key: Key) -> Iterator[memoryview | None]:
+        """As `get`, until the end of the ``with``; None for a miss. Arrays over the bytes hold them for longer."""
+        found = self.get(key)
+        try:
+            yield found
+        finally:
+            if found is not None:
+                with suppress(BufferError):
+                    found.release()
 
     def delete(self, key: Key) -> bool:
         """Whether the block was there, and is gone. OSError (ETIMEDOUT, EIO, ...): not known, see `delete_many`."""
@@ -141,8 +153,10 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 return np.where(self.put_many(keys, buffers), 0, -1)
 
             return self._move_some(self._on_devices.put, keys, buffers, places, put_others, NOT_STORED) >= 0
-        results = self._move(Op.PUT, _encode(keys), list(map(bytes_of, buffers)), self._terms)
+        arrays = list(map(bytes_of, buffers))
+        results = self._move(Op.PUT, _encode(keys), arrays, self._terms)
         _raise_unless(results, NOT_STORED)
+        _raise_if_used(self, results, arrays)
         return results >= 0
 
     def get_many_into(self, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
@@ -161,6 +175,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
         results = self._get(encoded, targets, rooms, ask, self._deadline)
         _raise_unless(results, MISSES)
+        _raise_if_used(self, results, arrays)
         return np.maximum(results, -1)
 
     def get_many(self, keys: Sequence[Key]) -> list[memoryview | None]:
@@ -175,7 +190,8 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             while left and monotonic() < give_up:
                 elsewhere: dict[int, int] = {}
                 for start in range(0, len(left), self._entries):
-                    self._get_views(lane, encoded, left[start : start + self._entries], found, elsewhere)
+                    part = left[start : start + self._entries]
+                    _get_views(lane, self.namespace, self._terms, encoded, part, found, elsewhere)
                     if lane.is_late:
                         return found
                 left = _get_copies(lane, self.namespace, self._terms, encoded, elsewhere, found)
@@ -327,24 +343,6 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 found[start : start + len(part)] = answers
         return found
 
-    def _get_views(
-        self, lane: Lane, keys: list[bytes], numbers: list[int], found: list[memoryview | None],
-        elsewhere: dict[int, int],
-    ) -> None:  # fmt: skip
-        """Fill in what is in shared memory, and what is empty; note the sizes of other blocks. By their ``numbers``."""
-        nowhere, order = [None] * len(numbers), np.arange(len(numbers))
-        asked = [keys[number] for number in numbers]
-        lane.ring.prep_gets(nowhere, 0, self.namespace, asked, 0, order, view=True, **self._terms)
-        completions = lane.finish(len(numbers), self._deadline)
-        for place, (number, result) in enumerate(zip(numbers, completions["result"].tolist(), strict=True)):
-            if result == 0:
-                found[number] = memoryview(b"")
-            elif result > 0:
-                found[number] = lane.ring.view(completions[place])
-            elif result == -EMSGSIZE:
-                elsewhere[number] = int(completions[place]["offset"])
-        _raise_unless(completions["result"], MISSES | {EMSGSIZE})
-
     def _move_some(
         self, move: Callable[[list[bytes], list[GpuRange], Terms], Sizes], keys: Sequence[Key],
         buffers: Sequence[object], places: Sequence[GpuRange | None],
@@ -384,6 +382,25 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         self.close()
 
 
+def _get_views(
+    lane: Lane, namespace: Namespace, terms: Terms, keys: list[bytes], numbers: list[int],
+    found: list[memoryview | None], elsewhere: dict[int, int],
+) -> None:  # fmt: skip
+    """Fill in what is in shared memory, and what is empty; note the sizes of other blocks. By their ``numbers``."""
+    nowhere, order = [None] * len(numbers), np.arange(len(numbers))
+    asked = [keys[number] for number in numbers]
+    lane.ring.prep_gets(nowhere, 0, namespace, asked, 0, order, view=True, **terms)
+    completions = lane.finish(len(numbers), terms["timeout"])
+    for place, (number, result) in enumerate(zip(numbers, completions["result"].tolist(), strict=True)):
+        if result == 0:
+            found[number] = memoryview(b"")
+        elif result > 0:
+            found[number] = lane.ring.view(completions[place])
+        elif result == -EMSGSIZE:
+            elsewhere[number] = int(completions[place]["offset"])
+    _raise_unless(completions["result"], MISSES | {EMSGSIZE})
+
+
 def _get_copies(
     lane: Lane, namespace: Namespace, terms: Terms, keys: list[bytes], sizes: dict[int, int],
     found: list[memoryview | None],
@@ -405,6 +422,15 @@ def _encode(keys: Sequence[Key]) -> list[bytes]:
 def _within(terms: Terms, deadline: float | None) -> Terms:
     """``deadline``: None: as the terms say."""
     return terms if deadline is None else Terms(priority=terms["priority"], timeout=deadline)
+
+
+def _raise_if_used(store: BlockStore, results: Sizes, arrays: Sequence[Bytes]) -> None:
+    """TimeoutError where the daemon may still use a buffer: its caller must not take that for its own again."""
+    late = np.flatnonzero(results == -ETIMEDOUT).tolist()
+    if late and not store.is_silent and any(store.client.locate(arrays[row]) is not None for row in late):
+        raise TimeoutError(
+            ETIMEDOUT, "the daemon is late, and may use the buffers, which lie in an iov, until is_silent"
+        )
 
 
 def _raise_unless(results: Sizes, expected: frozenset[int]) -> None:

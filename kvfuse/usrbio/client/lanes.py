@@ -186,6 +186,7 @@ class Lanes:
             yield lane
         finally:
             if lane.is_late:
+                lane.ring.attached.retract()
                 with self._lock:
                     self._late.append(lane)
                     self.late_calls += 1

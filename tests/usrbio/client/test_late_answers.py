@@ -95,6 +95,33 @@ def test_a_late_completion_is_nobodys(mount: KvfuseMount) -> None:
         assert stats(mount)["rings"]["rings"] == 1, "the late ring is in use again"
 
 
+@pytest.mark.parametrize("has_idle_ring", [True, False])
+def test_what_each_call_says_of_a_late_daemon(mount: KvfuseMount, has_idle_ring: bool) -> None:
+    with BlockStore(mount.point, "said", deadline=SHORT_S, grace=SHORT_S) as store:
+        session = store.client.session
+        calls = [
+            (lambda: store.get("absent"), None),
+            (lambda: store.get_into("absent", bytearray(10)), None),
+            (lambda: store.put_many(["a"], [b"x"]).tolist(), [False]),
+            (lambda: store.exists([b"absent", "a" * 250]).tolist(), [False, False]),
+            (lambda: store.longest_prefix(["a" * 250]), 0),
+        ]
+        for call, expected in calls:
+            if has_idle_ring:
+                has_ring(store)
+            with stopped(mount.pid):
+                assert call() == expected
+        for call in (lambda: store.put("a", b"x"), lambda: store.delete("a")):
+            if has_idle_ring:
+                has_ring(store)
+            with stopped(mount.pid), pytest.raises(TimeoutError) as caught:
+                call()
+            assert caught.value.errno == errno.ETIMEDOUT
+        has_ring(store)
+        assert store.client.session is session
+        assert not session.has_ended
+
+
 def test_memory_is_the_daemons_until_it_has_answered(mount: KvfuseMount) -> None:
     with (
         connect(mount.point) as client,
@@ -113,6 +140,29 @@ def test_memory_is_the_daemons_until_it_has_answered(mount: KvfuseMount) -> None
             assert store.lanes.late_calls == before + 1
         wait_until(lambda: store.is_silent, "the answers")
         assert not client.session.has_ended
+
+
+def test_what_was_not_taken_in_time_is_not_done(mount: KvfuseMount) -> None:
+    """Its caller has other bytes in the memory by then: they would be the block of that key."""
+    with (
+        connect(mount.point) as client,
+        client.iov(COUNT * SIZE) as iov,
+        BlockStore(client, "taken", deadline=SHORT_S, grace=SHORT_S) as store,
+    ):
+        has_ring(store)
+        parts = [iov.array[offset : offset + SIZE] for offset in OFFSETS]
+        wait_until(lambda: bool(store.put_many([b"first"], parts[:1]).all()), "a put in time")
+        iov.array[:] = 1
+        with stopped(mount.pid):
+            with pytest.raises(TimeoutError, match="until is_silent"):
+                store.put_many(KEYS, parts)
+            iov.array[:] = 2
+        wait_until(lambda: store.is_silent, "the answers")
+        assert bool((iov.array == 2).all())
+        assert all(view is None or bytes(view) == b"\1" * SIZE for view in store.get_many(KEYS))
+        has_ring(store)
+        with stopped(mount.pid), pytest.raises(TimeoutError, match="until is_silent"):
+            store.get_many_into([b"absent"], parts[:1])
 
 
 def test_after_the_connection_silence_is_the_end_of_whoever_served_it(mount: KvfuseMount) -> None:
