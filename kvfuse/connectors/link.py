@@ -155,7 +155,7 @@ class Link:
         try:
             if store is None:
                 store = self._new_store()
-            elif is_new:
+            else:
                 _reconnect(store)
         except FileExistsError as error:
             target = self.target
@@ -165,6 +165,7 @@ class Link:
                 store.client.close()
                 return
             self._last = store
+            self.connections += is_new
         late = store.lanes.late_calls
         store.prefetch([b"\0"])  # has a ring ready, and sees that it is served
         if store.lanes.late_calls != late:
@@ -173,7 +174,6 @@ class Link:
             for region in self._regions:
                 _register(store, region)
             self.mismatch = None
-            self.connections += is_new
             self.store = None if self._closed else store
 
     def _new_store(self) -> BlockStore:
@@ -193,7 +193,7 @@ class Link:
 
 
 def _reconnect(store: BlockStore) -> None:
-    """With everything that was registered. FileExistsError: the namespace has other blocks now."""
+    """With everything that was registered, unless the connection stands. FileExistsError: the namespace has others."""
     store.client.reconnect()
     if not store.namespace.handle:
         store.namespace.register(store.client.session)

@@ -37,6 +37,8 @@ BROKEN = {
     "SystemExit": "raise SystemExit(3)",
     "Panic": "class Panic(BaseException): pass\nraise Panic('of a library in Rust')",
     "SyntaxError": "def",
+    "says much": "raise ImportError('one line\\nand another')",
+    "says nothing": "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
     "no factory": "",
     "no registry": "class SecondaryTierFactory: pass",
     "refuses": REGISTRY + "    def register_tier(*words): raise ValueError('already registered')",

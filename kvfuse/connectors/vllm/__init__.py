@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from traceback import format_exception_only
 from typing import Any
 
 __all__ = ["KvfuseTier", "register"]
@@ -31,8 +32,8 @@ def register() -> None:
         raise
     except BaseException as error:  # what imports of a broken installation raise: SystemExit, too
         log.warning(
-            "kvfuse registers nothing with vLLM, which goes on without it: %s: %s. Where KvfuseTier is to be used, "
-            "run 'kvfuse connectors check vllm' in this environment.", type(error).__name__, error,
+            "kvfuse registers nothing with vLLM, which goes on without it: %s. Where KvfuseTier is to be used, run "
+            "'kvfuse connectors check vllm' in this environment.", " ".join(format_exception_only(error)[-1].split()),
         )  # fmt: skip
 
 

@@ -105,7 +105,8 @@ class AttachedRing:
 
         It may take entries at this moment: it reads each once, with the one timeout or the other.
         """
-        for number in range(self._sq.taken, self._sq.position):
+        untaken = min(self._sq.position - self._sq.taken, self._shape.places)
+        for number in range(self._sq.position - untaken, self._sq.position):
             place = number % self._shape.places * SQE_STRUCT.size
             if self._sq_bytes[place] != Op.RELEASE:
                 _TIMEOUT.pack_into(self._sq_bytes, place + _TIMEOUT_OFFSET, 1)
