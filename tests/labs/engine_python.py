@@ -16,6 +16,6 @@ def engine_python(engine: str) -> str:
 
     KVFUSE_TEST_VLLM=0.28.0 (and so on) in the environment tests an adapter with an older version.
     """
-    version = os.environ.get(f"KVFUSE_TEST_{engine.upper()}")
+    version = os.environ.get("KVFUSE_TEST_" + engine.upper().replace("-", "_"))
     command = [ROOT / "scripts" / "engine-env", engine, *([version] if version else [])]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
