@@ -26,6 +26,8 @@ class Mounted:
     device: str
     """MAJOR:MINOR"""
     read_only: bool
+    user: int | None = None
+    """who mounted it, of a FUSE file system"""
 
     @property
     def st_dev(self) -> int:
@@ -47,9 +49,11 @@ def parse_mountinfo(text: str) -> list[Mounted]:
     for line in filter(None, text.split("\n")):
         before, _, after = line.partition(" - ")
         device, _root, point, options = before.split(" ")[2:6]
-        file_system, source, *_ = after.split(" ")
+        file_system, source, *others = after.split(" ")
         is_read_only = "ro" in options.split(",")
-        rows.append(Mounted(Path(_unescape(point)), file_system, _unescape(source), device, is_read_only))
+        found = re.search(r"(?:^|,)user_id=(\d+)", others[0]) if others else None
+        user = int(found[1]) if found else None
+        rows.append(Mounted(Path(_unescape(point)), file_system, _unescape(source), device, is_read_only, user))
     return rows
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfuse.errors import MountError
-from kvfuse.fs import holder_desk
+from kvfuse.fs import holder_desk, holder_rights
 from kvfuse.mounttable import Mounted
 
 STATUS_SECONDS = 2.0
@@ -41,6 +41,8 @@ def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
             stream.settimeout(patience)
             try:
                 stream.connect(path)
+                if holder_rights.peer_of(stream)[1] not in (0, row.user):
+                    continue  # somebody else's process says it is the holder
                 stream.send(json.dumps(request).encode())
                 answer = json.loads(stream.recv(holder_desk.ANSWER_SIZE_MAX) or b"{}")
             except PermissionError:
@@ -48,13 +50,13 @@ def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
                 continue
             except TimeoutError:
                 raise MountError(f"{row.point}: its holder does not answer within {patience:g} s") from None
-            except (BrokenPipeError, ConnectionResetError, ValueError):
+            except (BrokenPipeError, ConnectionResetError, ValueError, RecursionError):
                 answer = {}
-            if not answer:
+            if not answer or not isinstance(answer, dict):
                 raise MountError(f"{row.point}: its holder has ended meanwhile")
             if "error" in answer:
                 raise MountError(f"{row.point}: {printable(answer['error'])}")
-            return dict(answer)
+            return answer
     raise MountError(f"{row.point}: {problem}")
 
 

@@ -108,8 +108,8 @@ class Holder:
 
     # -- daemons ---------------------------------------------------------------------------------------
 
-    def new(self, command: list[str], *, heard: bool = False) -> Child:
-        return started(command, str(self.config["folder"]), heard=heard)
+    def new(self, command: list[str], *, heard: bool = False, checked: bool = False) -> Child:
+        return started(command, str(self.config["folder"]), heard=heard, checked=checked)
 
     def start(self, waiting: Child | None = None) -> None:
         """Let the next daemon serve: from this one, else the one that stands by, else a new one."""
@@ -252,22 +252,25 @@ class Holder:
         client = self.desk.accept()
         if client is None:
             return
-        child, what = self.serving, client.request.get("do")
-        if what == "status" and child is not None:
+        child = self.serving
+        if client.program is None and child is not None:
             phase = self.upgrade.phase if self.upgrade is not None else None
             said = {"pid": child.pid, "version": child.version, "serves": child.is_ready, "upgrade": phase}
             stands_by = self.standby is not None and self.standby.has_said_hello
             waits = round(time.monotonic() - self.stalled_at, 3) if self.stalled_at else None
             client.answer(holder=os.getpid(), **said, standby=stands_by, waits=waits, **vars(self.facts))
-        elif what != "upgrade":
-            client.answer(error=f"the holder does not know what {what!r} is")
         elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
             client.answer(error="the mount is on its way from one daemon to the next, or to its end: try again")
         else:
-            python, seconds = str(client.request["python"]), float(str(client.request["seconds"]))
-            command = [python, *self.command[1:]]
-            back, self.standby = self.standby or self.new(self.command, heard=True), None
-            self.upgrade = Upgrade(client, self.new(command, heard=True), back, command, seconds)
+            command = [str(client.program), *self.command[1:]]
+            try:
+                self.standby = self.standby or self.new(self.command, heard=True)
+                next = self.new(command, heard=True, checked=command != self.command)
+            except OSError as error:
+                client.answer(error=f"no daemon can be started: {error}")
+                return
+            back, self.standby = self.standby, None
+            self.upgrade = Upgrade(client, next, back, command, client.seconds)
 
     def refuse(self, why: str) -> None:
         """No upgrade: the daemon that serves goes on, or one of its version follows it."""

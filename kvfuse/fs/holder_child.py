@@ -44,8 +44,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
     from kvfuse.fs.holder_pulse import Pulse
+    from kvfuse.fs.holder_rights import check_program
 else:
     from holder_pulse import Pulse
+    from holder_rights import check_program
 
 MESSAGE_SIZE_MAX = 1 << 17
 DESCRIPTORS_MAX = 64
@@ -218,8 +220,11 @@ class Child:
             self.said = None
 
 
-def started(command: list[str], folder: str, *, heard: bool = False) -> Child:
-    """A process of its own that imports all that a daemon needs, says hello and waits. ``heard``: see `Child`."""
+def started(command: list[str], folder: str, *, heard: bool = False, checked: bool = False) -> Child:
+    """A process of its own that imports all that a daemon needs, says hello and waits. ``heard``: see `Child`.
+
+    ``checked``: only if nobody else can change the program. That process looks, as a file system may not answer.
+    """
     said = os.memfd_create("kvfuse-errors") if heard else None
     ours, theirs = _ends()
     pid = os.fork()
@@ -233,10 +238,12 @@ def started(command: list[str], folder: str, *, heard: bool = False) -> Child:
                 os.set_inheritable(errors, True)
                 os.environ[ERRORS_VARIABLE] = str(errors)
                 os.dup2(said, 2)
+            if checked:
+                check_program(command[0])
             os.chdir(folder if os.path.isdir(folder) else "/")
             os.execv(command[0], command)
         except BaseException as error:
-            os.write(2, f"kvfuse: {command[0]}: {error}\n".encode())
+            os.write(2, f"kvfuse: {command[0]}: {error}\n".encode("utf-8", "backslashreplace"))
         finally:
             os._exit(127)
     theirs.close()

@@ -3,6 +3,10 @@
 A socket at a path that only root and the holder's user reach: /run/kvfuse/holder-MAJOR-MINOR.sock, for others than root
 below $XDG_RUNTIME_DIR or /run/user/UID; the numbers are the mount's. It answers whatever the daemon does. One datagram
 of JSON asks, ``{"do": "status"}`` or ``{"do": "upgrade", "python": PATH, "seconds": N}``, and one more is the answer.
+
+    asks       of whom                                        what it changes
+    status     uid 0, the holder's user                       nothing
+    upgrade    the same, if `holder_rights.check_caller`      PATH runs as the holder does, if `check_program`
 """
 
 from __future__ import annotations
@@ -12,21 +16,23 @@ import json
 import os
 import re
 import socket
-import struct
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
     from kvfuse.fs.holder_child import CAUSES, Child
+    from kvfuse.fs.holder_rights import Refused, check_caller, peer_of
 else:
     from holder_child import CAUSES
+    from holder_rights import Refused, check_caller, peer_of
 
 STANDING_BY, LEAVING, BEGINNING, GOING_BACK = "standing by", "leaving", "beginning", "going back"
 """phases of an upgrade"""
 REQUEST_SECONDS = 1.0
 """for which a client that connected may be silent: it is root, or whoever could kill the holder"""
 ANSWER_SIZE_MAX = 1 << 16
+UPGRADE_SECONDS_MAX = 3600.0
 
 
 def folders(uid: int) -> list[str]:
@@ -68,16 +74,40 @@ def _sweep(folder: str) -> None:
 
 
 class Client:
-    """Somebody who asked, and waits for one answer."""
+    """Somebody who asked for what it may, and waits for one answer."""
 
-    def __init__(self, stream: socket.socket, request: dict[str, object]) -> None:
+    def __init__(self, stream: socket.socket) -> None:
+        """Read its request. Refused: it may not ask for that, or it makes no sense; OSError: it says nothing."""
         self._stream = stream
-        self.request = request
+        self.program: str | None = None
+        """to upgrade to, checked only once it is started; None: it asks for the status"""
+        self.seconds = 0.0
+        stream.settimeout(REQUEST_SECONDS)
+        if peer_of(stream)[1] not in (0, os.geteuid()):
+            raise Refused("only root, and the user who mounted, may ask for that")
+        try:
+            request = json.loads(stream.recv(ANSWER_SIZE_MAX))
+        except (ValueError, RecursionError):
+            request = None
+        what = request.get("do") if isinstance(request, dict) else None
+        if what == "upgrade":
+            check_caller(stream)
+            self.program, self.seconds = _upgrade_of(request)
+        elif what != "status":
+            raise Refused("the holder does not know what is asked: it answers 'status' and 'upgrade'")
 
     def answer(self, **content: object) -> None:
         with suppress(OSError):
             self._stream.send(json.dumps(content).encode()[:ANSWER_SIZE_MAX])
         self._stream.close()
+
+
+def _upgrade_of(request: dict[str, object]) -> tuple[str, float]:
+    """(program, seconds)"""
+    program, seconds = request.get("python"), request.get("seconds")
+    if isinstance(program, str) and isinstance(seconds, int | float) and 0 < seconds <= UPGRADE_SECONDS_MAX:
+        return program, float(seconds)
+    raise Refused(f"an upgrade is asked for with a program and at most {UPGRADE_SECONDS_MAX:.0f} seconds")
 
 
 class Facts:
@@ -183,19 +213,18 @@ class Desk:
         return self._listener.fileno() if self._listener is not None else -1
 
     def accept(self) -> Client | None:
-        """Whoever asked; None: nobody who may."""
+        """Whoever asked; None: nobody who may. The others have been answered."""
         assert self._listener is not None
         try:
             stream, _ = self._listener.accept()
         except OSError:
             return None
         try:
-            stream.settimeout(REQUEST_SECONDS)
-            _, uid, _ = struct.unpack("3i", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            request = json.loads(stream.recv(ANSWER_SIZE_MAX)) if uid in (0, os.geteuid()) else None
-            if isinstance(request, dict):
-                return Client(stream, request)
-        except (OSError, ValueError):
+            return Client(stream)
+        except Refused as refusal:
+            with suppress(OSError):
+                stream.send(json.dumps({"error": str(refusal)}).encode())
+        except OSError:
             pass
         stream.close()
         return None
