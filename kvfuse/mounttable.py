@@ -77,7 +77,7 @@ def seen_elsewhere(mounted: Mounted) -> str | None:
             if namespace in looked_at:
                 continue
             rows = parse_mountinfo((process / "mountinfo").read_bytes().decode("latin-1"))
-            name = (process / "comm").read_text().strip()
+            name = os.fsdecode((process / "comm").read_bytes()).strip()
         except OSError:  # it has ended, or is somebody else's
             continue
         looked_at.add(namespace)

@@ -184,6 +184,6 @@ def _uses(process: Path, point: Path) -> bool:
 
 def _process_name(process: Path) -> str:
     try:
-        return (process / "comm").read_text().strip()
+        return os.fsdecode((process / "comm").read_bytes()).strip()
     except OSError:
         return "?"

@@ -91,8 +91,8 @@ def _given(uid: int) -> int:
 
 
 def _status(process: str) -> dict[str, str]:
-    with open(f"/proc/{process}/status") as file:
-        return dict(line.split(":", 1) for line in file.read().splitlines())
+    with open(f"/proc/{process}/status", errors="replace") as file:  # its name, which it chooses, is any bytes
+        return dict(line.split(":", 1) for line in file.read().split("\n") if line)
 
 
 # -- the program ------------------------------------------------------------------------------------

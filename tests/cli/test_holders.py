@@ -76,3 +76,11 @@ def test_the_table_says_who_mounted() -> None:
         "91 28 0:53 / /mnt/other rw - ext4 /dev/sda rw\n"
     )
     assert [row.user for row in rows] == [1234, None]
+
+
+def test_names_of_mounts_are_any_bytes() -> None:
+    """Among them what Python takes for ends of lines: a row is one row."""
+    name = b"/mnt/\xff\r\x0b\x1c\xc3\x85\x85"
+    rows = b"90 28 0:52 / %b rw - fuse.kvfuse /srv/kv rw,user_id=0\n" % name
+    (row,) = parse_mountinfo(rows.decode("latin-1"))
+    assert os.fsencode(row.point) == name

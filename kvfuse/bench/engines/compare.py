@@ -242,8 +242,8 @@ def bench_engine(name: str, setting: EngineSetting) -> Iterator[Result | Refused
 def file_system(folder: Path) -> str:
     """The kind of a folder's file system, as the kernel calls it."""
     mount = str(mount_of(folder))
-    rows = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    kinds = [kind for _, point, kind, *_ in rows if point == mount]
+    rows = (line.split() for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).split("\n"))
+    kinds = [row[2] for row in rows if row[1:2] == [mount]]
     return kinds[-1] if kinds else "disk"
 
 

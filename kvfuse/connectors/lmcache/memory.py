@@ -128,7 +128,7 @@ def memory_at(address: int, size: int) -> npt.NDArray[np.uint8]:
 
 def _descriptor_of(address: int) -> int | None:
     """Of the shared memory that is mapped there, for the daemon to get; LMCache keeps none. None: it is not shared."""
-    with suppress(OSError), open("/proc/self/maps") as rows:
+    with suppress(OSError), open("/proc/self/maps", newline="\n", errors="surrogateescape") as rows:
         for row in rows:
             words = row.split(maxsplit=5)
             start, end = (int(bound, 16) for bound in words[0].split("-"))

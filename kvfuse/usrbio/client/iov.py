@@ -199,7 +199,7 @@ def shared_part(array: Bytes) -> SharedPart | None:
 
 def _mapping_at(address: int, size: int) -> tuple[tuple[int, int], int] | None:
     """((device, inode), offset in it) of the shared mapping that holds all ``size`` bytes at ``address``."""
-    with open("/proc/self/maps") as rows:
+    with open("/proc/self/maps", newline="\n", errors="surrogateescape") as rows:
         for row in rows:
             span, flags, offset, device, inode = row.split(maxsplit=5)[:5]
             start, end = (int(bound, 16) for bound in span.split("-"))

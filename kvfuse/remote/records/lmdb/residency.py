@@ -54,7 +54,7 @@ def _resident_file_bytes() -> int:
 def mapped_address(path: Path) -> int:
     """Where the file is mapped from its first byte on. By inode: the path is shown escaped."""
     inode = str(os.stat(path).st_ino)
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", newline="\n", errors="surrogateescape") as maps:
         for line in maps:
             columns = line.split(maxsplit=5)
             if columns[4] == inode and int(columns[2], 16) == 0 and line.rstrip("\n").endswith(path.name):
