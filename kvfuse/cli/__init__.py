@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import click
 
 from kvfuse import __version__
+from kvfuse.cli.console import note, print_traceback, printable, take_any_character
 from kvfuse.errors import ConfigError, KvfuseError, MountError, VolumeBusy, VolumeError, innermost
 
 
@@ -60,7 +63,7 @@ class Failure(click.ClickException):
         self.exit_code = exit_status  # type: ignore[misc]  # click calls it a class variable
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"kvfuse: {self.message}", file=file, err=file is None)
+        note(f"kvfuse: {self.message}")
 
 
 def exit_status(error: KvfuseError) -> int:
@@ -75,6 +78,16 @@ def describe(error: Exception) -> tuple[str, int]:
     if isinstance(first, OSError) and first.strerror:
         return f"{first.filename}: {first.strerror}" if first.filename else first.strerror, 1
     return f"internal error: {type(first).__name__}: {first} (KVFUSE_DEBUG=1 shows where)", 1
+
+
+@contextmanager
+def _printable_errors() -> Iterator[None]:
+    """Those that click shows, as of a wrong command line, repeat its words."""
+    try:
+        yield
+    except click.ClickException as error:
+        error.message = printable(error.message)  # type: ignore[misc]  # click calls it final
+        raise
 
 
 class Commands(click.Group):
@@ -101,14 +114,20 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
+    def make_context(self, *arguments: Any, **named: Any) -> click.Context:
+        with _printable_errors():
+            return super().make_context(*arguments, **named)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _printable_errors():
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
             if os.environ.get("KVFUSE_DEBUG"):
-                raise
+                print_traceback(error)
+                raise click.exceptions.Exit(1) from error
             raise Failure(*describe(error)) from error
 
 
@@ -136,4 +155,5 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``kvfuse`` script."""
+    take_any_character()
     cli(prog_name="kvfuse")

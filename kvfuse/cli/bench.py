@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
 from kvfuse.bench.cluster import CLUSTER_BENCHES
 from kvfuse.bench.cluster_mounts import ClusterSetting, cluster_servers
@@ -21,7 +21,7 @@ from kvfuse.cli.bench_gpu import gpu
 from kvfuse.cli.bench_hosts import hosts
 from kvfuse.cli.bench_outlive import outlive
 from kvfuse.cli.bench_peers import peers
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import doing, note, print_table
 from kvfuse.cli.measuring import (
     MEMORY_FOLDER,
     measure_each,
@@ -94,12 +94,10 @@ def cluster(only: tuple[str, ...], quick: bool, round_count: int, folder: Path, 
     Blocks stored relaxed and strict, absent names, cold reads, reads of what another host wrote; kvfuse on etcd and
     RADOS against ceph-fuse on a CephFS of the same OSDs. Needs root, ceph-mds and ceph-fuse, and 20 GB of disk.
     """
-    with (
-        Console(stderr=True).status("cluster") as status,
-        scratch_folders(folder, MEMORY_FOLDER) as (disk, _),
-        cluster_servers(disk, partial(show, status.update, "cluster")) as servers,
-    ):
-        status.stop()
+    with ExitStack() as stack:
+        disk, _ = stack.enter_context(scratch_folders(folder, MEMORY_FOLDER))
+        with doing("cluster") as tell:
+            servers = stack.enter_context(cluster_servers(disk, partial(show, tell, "cluster")))
 
         def measure(name: str, conditions: Conditions) -> list[Figure]:
             return CLUSTER_BENCHES[name](ClusterSetting(**vars(conditions), servers=servers))
@@ -119,7 +117,7 @@ def _run(
     figures, failures = measure_each(names, measure, quick=quick, round_count=round_count, folder=folder)
     _print_figures(figures, failures)
     path = write_result(output, result_of(figures, failures, quick))
-    Console(stderr=True).print(f"written to {path}", highlight=False)
+    note(f"written to {path}")
     if failures:
         raise Failure(f"could not run: {', '.join(failures)}")
 

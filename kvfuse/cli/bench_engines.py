@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from kvfuse.bench.engines.compare import NAMES, TMPFS, EngineSetting, Refused, Result, bench_engine
 from kvfuse.bench.engines.measuring import DAEMON, DAEMON_PER_CALL, METRICS, PER_CALL, PROCESSOR
 from kvfuse.bench.rounds import Conditions
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import note, print_json, print_table
 from kvfuse.cli.measuring import measure_each, measuring_options, number_of, result_of, write_result
 from kvfuse.sizes import parse_size
 
@@ -59,7 +58,7 @@ def engines(
         print_table(("what", "side", *METRICS), [*(row for one in results for row in _rows(one)), *refused], "medians")
         columns = ("what", "ours", "ratio to", "speed", "to tmpfs", "CPU", "target", "")
         print_table(columns, map(_ratios, results), "ratios")
-    Console(stderr=True).print(f"written to {write_result(output, result)}", highlight=False, soft_wrap=True)
+    note(f"written to {write_result(output, result)}")
     if failures:
         raise Failure(f"could not run: {', '.join(failures)}")
 

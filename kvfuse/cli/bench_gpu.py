@@ -8,7 +8,7 @@ import click
 
 from kvfuse.bench.gpu import bench_gpu
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import print_json, print_table, say
 from kvfuse.errors import DeviceError
 from kvfuse.sizes import format_size
 
@@ -16,7 +16,9 @@ NO_FIGURES = "The processor stood in for a GPU (--device cpu): these are no figu
 
 
 @click.command("gpu")
-@click.argument("mount", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="MNT")
+@click.argument(
+    "mount", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path), metavar="MNT"
+)
 @click.option("--device", type=click.Choice(["gpu", "cpu"]), default="gpu", help="cpu: try the calls without a GPU.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def gpu(mount: Path, device: str, as_json: bool) -> None:
@@ -34,6 +36,6 @@ def gpu(mount: Path, device: str, as_json: bool) -> None:
         return
     columns = ("block", "way", "get", "put", "bare copy to it", "bare copy from it")
     print_table(columns, [(format_size(row.size), *row[1:]) for row in rows])
-    click.echo("What was got was copied back and is what was put.")
+    say("What was got was copied back and is what was put.")
     if device == "cpu":
-        click.echo(NO_FIGURES)
+        say(NO_FIGURES)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
 
 from kvfuse.bench.hosts import HOST_COUNT, HostsReplay, Served, replay_on_hosts, two_mounts
 from kvfuse.bench.models import MODELS
@@ -18,7 +17,7 @@ from kvfuse.bench.replay import ReplayPlan
 from kvfuse.bench.suite import scratch_folders
 from kvfuse.bench.traffic import DEFAULT_SEED, Generator, read_trace, share_of
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import doing, note, print_json, print_table
 from kvfuse.cli.measuring import MEMORY_FOLDER
 from kvfuse.errors import ConfigError
 from kvfuse.sizes import GIB, format_size
@@ -29,7 +28,7 @@ HOSTS: dict[int | None, str] = {**{number: f"host {'AB'[number]}" for number in 
 
 
 @click.command()
-@click.argument("mounts", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("mounts", nargs=-1, type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path))
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="JSON lines; see above.")
 @click.option(
     "--share",
@@ -58,7 +57,7 @@ HOSTS: dict[int | None, str] = {**{number: f"host {'AB'[number]}" for number in 
 )
 @click.option(
     "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
     default=Path("/var/tmp"),
     show_default=True,
     help="The volume is made below it, where no MOUNTS are given.",
@@ -98,17 +97,16 @@ def hosts(
     size = block_size or MODELS[model].block_size(block_tokens)
     plan = ReplayPlan(model, block_tokens, size, request_max=request_max)
     requests = share_of(read_trace(trace) if trace else Generator(DEFAULT_SEED), share)
-    console = Console(stderr=True)
-    with console.status("mounting") as status, ExitStack() as stack:
+    with doing("mounting") as tell, ExitStack() as stack:
         points: Sequence[Path] = mounts
         if not mounts:
             disk, _ = stack.enter_context(scratch_folders(folder, MEMORY_FOLDER))
             points = stack.enter_context(two_mounts(disk, CAPACITY))
         namespace = f"bench-hosts-{secrets.token_hex(4)}"
-        result = replay_on_hosts(requests, points, namespace, plan, prefill, _shown(status.update))
+        result = replay_on_hosts(requests, points, namespace, plan, prefill, _shown(tell))
     if not result.served:
         raise ConfigError("no request is within the share")
-    _show(result, console, picture=picture, as_json=as_json)
+    _show(result, picture=picture, as_json=as_json)
 
 
 def _shown(update: Callable[[str], None]) -> Callable[[HostsReplay], None]:
@@ -118,7 +116,7 @@ def _shown(update: Callable[[str], None]) -> Callable[[HostsReplay], None]:
     return show
 
 
-def _show(result: HostsReplay, console: Console, *, picture: Path | None, as_json: bool) -> None:
+def _show(result: HostsReplay, *, picture: Path | None, as_json: bool) -> None:
     """Failure, if a block was wrong."""
     if as_json:
         print_json(to_json(result))
@@ -127,9 +125,9 @@ def _show(result: HostsReplay, console: Console, *, picture: Path | None, as_jso
         print_table(("", "", "mean", *(f"{100 * q:g} %" for q in QUANTILES)), _time_rows(result), "ms to first token")
     if picture:
         plot_hosts(result, picture)
-        console.print(f"plotted in {picture}", highlight=False, soft_wrap=True)
+        note(f"plotted in {picture}")
     for detail in result.wrong:
-        console.print(f"[red]wrong block:[/] {detail}", highlight=False, soft_wrap=True)
+        note(f"wrong block: {detail}")
     if result.wrong_count:
         raise Failure(f"{result.wrong_count} blocks were wrong")
 

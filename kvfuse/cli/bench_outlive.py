@@ -7,12 +7,11 @@ from pathlib import Path
 from statistics import median
 
 import click
-from rich.console import Console
 
 from kvfuse.bench.outlive import BLOCK_SIZES, GOAL_SECONDS, GOAL_SIZE, SIZES, Fit, Outlived, cells, measure
 from kvfuse.bench.plot import plot_outlived, require_matplotlib
 from kvfuse.bench.suite import scratch_folders
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import doing, note, print_table
 from kvfuse.cli.measuring import MEMORY_FOLDER, machine_of, write_result
 from kvfuse.sizes import format_size, parse_size
 
@@ -26,7 +25,7 @@ QUICK_SCALE = 0.1
 @click.option("--rounds", "round_count", type=click.IntRange(1), default=5, show_default=True)
 @click.option(
     "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
     default=Path("/var/tmp"),
     show_default=True,
     help="Volumes are made below it; one and a half times the largest tier has to be free.",
@@ -69,7 +68,6 @@ def outlive(
     if picture:
         require_matplotlib()
     scale = QUICK_SCALE if quick else 1.0
-    console = Console(stderr=True)
     try:
         chosen = cells(
             [parse_size(text) for text in sizes] or [round(scale * size) for size in SIZES],
@@ -78,10 +76,10 @@ def outlive(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     results = []
-    with console.status("outlive") as status, scratch_folders(folder, MEMORY_FOLDER) as (disk, _):
+    with doing("outlive") as tell, scratch_folders(folder, MEMORY_FOLDER) as (disk, _):
 
         def progress(text: str) -> None:
-            status.update(f"outlive: {text}")
+            tell(f"outlive: {text}")
 
         for cell in chosen:
             results.append(measure(cell, disk, round_count, progress))
@@ -102,10 +100,10 @@ def outlive(
         "cells": [one.to_json() for one in results],
         "fits": {"adoption": adoption.to_json(), "stall": stall.to_json()},
     }
-    console.print(f"written to {write_result(output, result)}", highlight=False)
+    note(f"written to {write_result(output, result)}")
     if picture:
         plot_outlived(results, adoption, picture)
-        console.print(f"plotted in {picture}", highlight=False, soft_wrap=True)
+        note(f"plotted in {picture}")
 
 
 def _rows(results: Sequence[Outlived]) -> Iterator[tuple[str, ...]]:

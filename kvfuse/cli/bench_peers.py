@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from kvfuse.bench.peers.blocks import CELLS, MEMCPY, ROOM, Side, measure_blocks
 from kvfuse.bench.peers.hot import Spread, measure_hot
 from kvfuse.bench.peers.mounts import peer_hosts
 from kvfuse.bench.plot import plot_spreads, require_matplotlib
 from kvfuse.bench.suite import scratch_folders
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import doing, note, print_table
 from kvfuse.cli.measuring import MEMORY_FOLDER, machine_of, write_result
 from kvfuse.sizes import format_size
 
@@ -40,7 +39,7 @@ QUICK_SCALE = 0.1
 @click.option("--rounds", "round_count", type=click.IntRange(1), default=5, show_default=True)
 @click.option(
     "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
     default=MEMORY_FOLDER,
     show_default=True,
     help="Segments are made below it; they are not what is measured.",
@@ -84,12 +83,11 @@ def peers(
     if picture:
         require_matplotlib()
     scale = QUICK_SCALE if quick else 1.0
-    console = Console(stderr=True)
     cells = [cell.scaled(scale) for cell in CELLS]
-    with console.status("peers") as status, scratch_folders(folder, MEMORY_FOLDER) as (disk, _):
+    with doing("peers") as tell, scratch_folders(folder, MEMORY_FOLDER) as (disk, _):
 
         def progress(text: str) -> None:
-            status.update(f"peers: {text}")
+            tell(f"peers: {text}")
 
         python = mooncake and mooncake.absolute()
         with peer_hosts(disk, max(readers) + 1, ROOM, progress) as hosts:
@@ -111,10 +109,10 @@ def peers(
         "blocks": [side.to_json() for side in sides],
         "hot": [spread.to_json() for spread in spreads],
     }
-    console.print(f"written to {write_result(output, result)}", highlight=False)
+    note(f"written to {write_result(output, result)}")
     if picture:
         plot_spreads(spreads, picture)
-        console.print(f"plotted in {picture}", highlight=False, soft_wrap=True)
+        note(f"plotted in {picture}")
 
 
 def _block_rows(sides: Sequence[Side]) -> Iterator[tuple[str, ...]]:

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
 from kvfuse.bench.cachefolder import namespace_for
 from kvfuse.bench.cachereplay import CacheReplay, replay_on_cache
 from kvfuse.bench.measures import disk_rates
@@ -18,7 +15,7 @@ from kvfuse.bench.simulate import Setup, Tally
 from kvfuse.bench.textplot import chart
 from kvfuse.bench.traffic import Request, measure
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import bars, note, print_table
 from kvfuse.cli.mounts import mount_of
 from kvfuse.sizes import format_size
 
@@ -40,15 +37,14 @@ def run_on_cache(
     """
     if picture:
         require_matplotlib()
-    console = Console(stderr=True)
     disk = _disk_below(target)
     results = []
     tried: Sequence[Setup | None] = setups or [None]
     for setup in tried:
         with namespace_for(target, setup) if setup else nullcontext(target) as folder:
-            results.append(_run_one(requests(), folder, plan, console))
+            results.append(_run_one(requests(), folder, plan))
     if not all(result.requests for result in results):
-        console.print("no request is within the limits")
+        note("no request is within the limits")
         return
     for result in results:
         print_table(("what", "figure"), _rows(result, disk), _title(result))
@@ -57,12 +53,12 @@ def run_on_cache(
             ("policy", "blocks", "hit ratio", "simulated", "LRU", "written", "simulated", "LRU"), _compared(results)
         )
     for line in _charts(results[-1]):
-        console.print(line, highlight=False, no_wrap=True)
+        note(line)
     if picture:
         plot_replays(results, picture)
-        console.print(f"plotted in {picture}", highlight=False, soft_wrap=True)
+        note(f"plotted in {picture}")
     for detail in (detail for result in results for detail in result.wrong_details):
-        console.print(f"[red]wrong block:[/] {detail}", highlight=False, soft_wrap=True)
+        note(f"wrong block: {detail}")
     if wrong := sum(result.wrong for result in results):
         raise Failure(f"{wrong} blocks were wrong")
 
@@ -75,10 +71,8 @@ def _disk_below(target: Path) -> tuple[float, float] | None:
         return None
 
 
-def _run_one(requests: Iterable[Request], folder: Path, plan: ReplayPlan, console: Console) -> CacheReplay:
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}")
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task(folder.name, total=1.0, text="")
+def _run_one(requests: Iterable[Request], folder: Path, plan: ReplayPlan) -> CacheReplay:
+    with bars() as progress:
 
         def show(result: CacheReplay) -> None:
             tally = result.tally
@@ -87,9 +81,9 @@ def _run_one(requests: Iterable[Request], folder: Path, plan: ReplayPlan, consol
                 tally.asked / (plan.block_max or float("inf")),
                 result.seconds / (plan.duration or float("inf")),
             )
-            wrong = f", [red]{result.wrong} wrong[/]" if result.wrong else ""
+            wrong = f", {result.wrong} wrong" if result.wrong else ""
             text = f"{tally.asked:,} blocks, {tally.hit_ratio:.1%} hits, {result.evicted:,} evicted{wrong}"
-            progress.update(task, completed=min(done, 1.0), text=text)
+            progress.show(folder.name, min(done, 1.0), 1.0, text)
 
         return replay_on_cache(requests, folder, plan, show)
 

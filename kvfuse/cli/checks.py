@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import click
-
+from kvfuse.cli.console import note
 from kvfuse.cli.mounts import is_dead
 from kvfuse.errors import MountError
 from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
@@ -35,7 +34,7 @@ def check_mountpoint(point: Path) -> Path:
     if mounted and mounted.file_system == FILE_SYSTEM:
         if not is_dead(mounted.point):
             raise MountError(f"{point} is mounted already, from {mounted.source}")
-        click.echo(f"kvfuse: the daemon that had mounted {point} has died; the new mount takes its place", err=True)
+        note(f"kvfuse: the daemon that had mounted {point} has died; the new mount takes its place")
         return mounted.point
     if not point.exists():
         raise MountError(f"the mount point {point} does not exist; type: mkdir -p {point}")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import click
 
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import doing, note, print_json, print_table, say
 from kvfuse.cli.mounts import kvfuse_mounts
 from kvfuse.cluster.ceph import CephServers, CephSettings
 from kvfuse.cluster.etcd import EtcdServers
@@ -138,7 +138,7 @@ def down(folder: Path) -> None:
         raise MountError(f"a volume of this cluster is mounted; type: kvfuse umount {mounted[0]}")
     with _step("ending the servers"):
         _stop(folder)
-    click.echo(f"the cluster in {folder} is removed", err=True)
+    note(f"the cluster in {folder} is removed")
 
 
 @cluster_dev.command()
@@ -198,13 +198,10 @@ def _check_vacant(folder: Path) -> None:
 @contextmanager
 def _step(what: str) -> Iterator[Callable[[str], None]]:
     """A line on stderr with how long the body took; a terminal also shows what it does, as it tells."""
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
     begin = time.monotonic()
-    with console.status(what) as spinner:
-        yield lambda step: spinner.update(f"{what}: {step}")
-    console.print(f"{what}: {time.monotonic() - begin:.1f} s")
+    with doing(what) as tell:
+        yield lambda step: tell(f"{what}: {step}")
+    note(f"{what}: {time.monotonic() - begin:.1f} s")
 
 
 def _say_next(folder: Path, conf: Path) -> None:
@@ -218,7 +215,7 @@ def _say_next(folder: Path, conf: Path) -> None:
         "At the end:",
         f"  kvfuse umount /mnt/a; kvfuse umount /mnt/b; kvfuse cluster-dev down{option}",
     ):
-        click.echo(line)
+        say(line)
 
 
 # -- what is there ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import print_json, print_table, say_lines
 from kvfuse.options import config
 from kvfuse.sizes import format_size
 
@@ -46,7 +46,7 @@ def config_command(
     """
     if template or grafana:
         name = "mount.conf" if template else "grafana.json"
-        click.echo(resources.files("kvfuse").joinpath("data", name).read_text("utf-8"), nl=False)
+        say_lines(resources.files("kvfuse").joinpath("data", name).read_text("utf-8").rstrip("\n"))
         return
     rows = list(config.load(source, file=file, words=words).rows())
     if as_json:

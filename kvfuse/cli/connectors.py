@@ -21,7 +21,7 @@ import numpy as np
 import kvfuse.connectors as installed
 from kvfuse import __version__
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import note, print_table, say_lines
 from kvfuse.cli.mounts import ask_health, kvfuse_mounts, mount_of
 from kvfuse.connectors.engine import version_of
 from kvfuse.connectors.steady_store import DescriptorMismatch, SteadyStore
@@ -158,8 +158,8 @@ def config_command(engine: str, mount: Path | None, namespace: str | None) -> No
         with suppress(MountError):
             point = mount_of(mount).point
     if not os.path.ismount(point):
-        click.echo(f"kvfuse: {point} is not mounted now; the engine goes on without a cache until it is", err=True)
-    click.echo(load_config(engine).configuration(str(point), namespace or engine).rstrip("\n"))
+        note(f"kvfuse: {point} is not mounted now; the engine goes on without a cache until it is")
+    say_lines(load_config(engine).configuration(str(point), namespace or engine).rstrip("\n"))
 
 
 @connectors.command(short_help="Whether an engine will find what it needs.")

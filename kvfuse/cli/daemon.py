@@ -14,16 +14,14 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
-
 from kvfuse.cli import Failure, describe
 from kvfuse.cli.checks import outliving_problem, stands_by
+from kvfuse.cli.console import LogFormatter, note, print_traceback
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError
@@ -70,7 +68,7 @@ def run(
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # rings and their memory take some each
     if made := ensure_volume(effective.options):
-        click.echo(made, err=True)
+        note(made)
     start_logging(effective.options.log, log_file)
     try:
         trio.run(_serve, effective, point, announce, keeper, leaving)
@@ -173,7 +171,7 @@ def start_logging(options: LogOptions, default_file: Path | None) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     # A watched file is opened anew after logrotate moved it.
     handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
     logging.getLogger("httpcore").setLevel(logging.WARNING)  # else a line for every request to the record store
 
@@ -239,7 +237,7 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
         if in_background:
             _redirect(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1, 2)
         elif is_first:
-            click.echo(f"mounted on {point}", err=True)
+            note(f"mounted on {point}")
         text = (effective.text or "").encode()
         if 0 < len(text) <= CONTENT_SIZE_MAX:
             holding.keep(KEPT, text)
@@ -255,7 +253,7 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
         if not in_background:
             raise
         if os.environ.get("KVFUSE_DEBUG"):
-            traceback.print_exception(error)
+            print_traceback(error)
         if log.hasHandlers():
             log.error("%s", message)
         sys.exit(exit_status)
@@ -367,7 +365,7 @@ def _report_failure(error: BaseException, writer: int) -> int:
     """The exit status of ``error``, told to the parent if it still waits, and to the log."""
     message, exit_status = describe(error) if isinstance(error, Exception) else (repr(error), 1)
     if os.environ.get("KVFUSE_DEBUG"):
-        traceback.print_exception(error)
+        print_traceback(error)
     if log.hasHandlers():  # before there is a log, the parent alone says it
         log.error("%s", message)
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import click
 
 from kvfuse.cli import Failure
+from kvfuse.cli.console import say_each
 from kvfuse.errors import Disconnected
 
 
@@ -34,9 +34,7 @@ def events(folder: Path, as_json: bool, once: bool) -> None:
     try:
         with Follower(folder) as follower:
             for kind, names in follower:
-                lines = [_line(kind.name.lower(), name, as_json) for name in names or [b""]]
-                sys.stdout.buffer.write(b"".join(lines))
-                sys.stdout.buffer.flush()
+                say_each(_line(kind.name.lower(), name, as_json) for name in names or [b""])
                 if once and kind is NewsKind.READY:
                     return
     except Disconnected as error:
@@ -45,7 +43,7 @@ def events(folder: Path, as_json: bool, once: bool) -> None:
         return
 
 
-def _line(word: str, name: bytes, as_json: bool) -> bytes:
+def _line(word: str, name: bytes, as_json: bool) -> str:
     if as_json:
-        return json.dumps({"event": word} | ({"name": os.fsdecode(name)} if name else {})).encode() + b"\n"
-    return word.encode() + (b" " + name if name else b"") + b"\n"
+        return json.dumps({"event": word} | ({"name": os.fsdecode(name)} if name else {}))
+    return f"{word} {os.fsdecode(name)}" if name else word

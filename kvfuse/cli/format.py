@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import confirm, print_table, say
 from kvfuse.cli.volumes import found_on_devices, make_volume
 from kvfuse.options import config
 from kvfuse.options.config import Options
@@ -62,7 +62,7 @@ def format_command(
     words += ["cache"] if is_cache else []
     options = config.load(source, file=file, words=words).options
     overwrite = not force and _may_overwrite(options)
-    click.echo(make_volume(options, replace=force, overwrite=overwrite))
+    say(make_volume(options, replace=force, overwrite=overwrite))
 
 
 def _may_overwrite(options: Options) -> bool:
@@ -76,5 +76,5 @@ def _may_overwrite(options: Options) -> bool:
     print_table(["device", "size", "found"], found)
     if not sys.stdin.isatty():
         raise Failure("nothing was written: 'kvfuse format --force' makes the volume over what is on these devices")
-    click.confirm("Make a volume over all this? It is lost for good", abort=True)
+    confirm("Make a volume over all this? It is lost for good")
     return True

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import trio
 
-from kvfuse.cli.console import print_json
+from kvfuse.cli.console import bars, print_json, say
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.sizes import format_size
@@ -58,23 +58,23 @@ def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
         print_json({**vars(report), "problems": problems, "clean": report.clean})
         return 0 if report.clean else 1
     for problem in report.problems[:SHOWN_PROBLEMS]:
-        click.echo(problem.text)
+        say(problem.text)
     if len(report.problems) > SHOWN_PROBLEMS:
-        click.echo(f"... and {len(report.problems) - SHOWN_PROBLEMS:,} more")
+        say(f"... and {len(report.problems) - SHOWN_PROBLEMS:,} more")
     for note in report.notes:
-        click.echo(f"note: {note}")
+        say(f"note: {note}")
     verified = f", {format_size(report.verified_bytes)} verified" if verify else ""
-    click.echo(
+    say(
         f"{report.files:,} files, {report.directories:,} directories, {report.extents:,} extents,"
         f" {format_size(report.used_bytes)} stored{verified}"
     )
     if report.repaired:
-        click.echo(f"{report.repaired:,} problems were mended")
+        say(f"{report.repaired:,} problems were mended")
     if report.problems:
         remedy = "not all could be mended" if repair else "'--repair' mends what can be mended"
-        click.echo(f"{len(report.problems):,} problems: {remedy}")
+        say(f"{len(report.problems):,} problems: {remedy}")
     else:
-        click.echo("the volume is clean")
+        say("the volume is clean")
     return 0 if report.clean else 1
 
 
@@ -87,31 +87,19 @@ def _rebuild(options: Options, as_json: bool) -> int:
         print_json(vars(report))
     else:
         for line in report.dropped[:SHOWN_PROBLEMS]:
-            click.echo(f"not recovered: {line}")
+            say(f"not recovered: {line}")
         if report.records_kept:
-            click.echo(f"the old records are kept in {report.records_kept}")
-        click.echo(
+            say(f"the old records are kept in {report.records_kept}")
+        say(
             f"{report.files:,} files recovered with {format_size(report.bytes)},"
             f" {report.nameless:,} of them in lost+found; {len(report.dropped):,} were not whole"
         )
-        click.echo("no namespace was recovered: all files are the root's, none is evicted")
+        say("no namespace was recovered: all files are the root's, none is evicted")
     return 0
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A progress bar on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what)
-            bars.update(tasks[what], completed=done, total=total or None)
-
-        yield show
+    """Progress bars on stderr, where that is a terminal."""
+    with bars(counts=True, transient=True) as progress:
+        yield lambda what, done, total: progress.show(what, done, total or None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import time
 from contextlib import suppress
@@ -55,7 +54,7 @@ def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
             if not answer or not isinstance(answer, dict):
                 raise MountError(f"{row.point}: its holder has ended meanwhile")
             if "error" in answer:
-                raise MountError(f"{row.point}: {printable(answer['error'])}")
+                raise MountError(f"{row.point}: {answer['error']}")
             return answer
     raise MountError(f"{row.point}: {problem}")
 
@@ -76,7 +75,7 @@ def described(said: dict[str, Any]) -> str:
     if said.get("waits") is not None:
         words += f"; no daemon has answered for {said['waits']} s"
     elif said.get("upgrade"):
-        words += f"; an upgrade is under way ({printable(said['upgrade'])})"
+        words += f"; an upgrade is under way ({said['upgrade']})"
     if not said.get("last_change"):
         return words
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["last_change"]))
@@ -89,11 +88,6 @@ def _causes(said: dict[str, Any]) -> str:
     """Of the deaths of daemons."""
     if not said.get("last_death"):
         return ""
-    counts = [f"{count} {printable(cause)}" for cause, count in (said.get("causes") or {}).items() if count]
-    last = f"the last with {printable(said['last_death'])}"
+    counts = [f"{count} {cause}" for cause, count in (said.get("causes") or {}).items() if count]
+    last = f"the last with {said['last_death']}"
     return f" ({', '.join([*counts, last])})"
-
-
-def printable(text: object) -> str:
-    """What another process said, without what a terminal takes for commands."""
-    return re.sub(r"[^\n\t -~\u00a1-\uffff]", "?", str(text))

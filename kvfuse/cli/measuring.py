@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
 
 from kvfuse import __version__
 from kvfuse.bench.rounds import Conditions, Figure
 from kvfuse.bench.suite import scratch_folders
+from kvfuse.cli.console import doing, note
 from kvfuse.errors import KvfuseError
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 def measuring_options(names: Iterable[str]) -> Callable[[Command], Command]:
     """The options that all sets of benchmarks have; ``names`` of one set."""
-    folder = click.Path(exists=True, file_okay=False, path_type=Path)
+    folder = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
     options = (
         click.option("--only", multiple=True, type=click.Choice(list(names)), help="Run this one; may be repeated."),
         click.option("--quick", is_flag=True, help="A tenth of the work: a look, no figures to publish."),
@@ -65,17 +65,16 @@ def measure_each(
     folder: Path,
 ) -> tuple[list[Answer], dict[str, str]]:
     """What each benchmark answers, in fresh folders; and why some could not run."""
-    console = Console(stderr=True)
     answers: list[Answer] = []
     failures: dict[str, str] = {}
     for name in names:
-        with console.status(name) as status, scratch_folders(folder, MEMORY_FOLDER) as (volumes, memory):
-            progress = partial(show, status.update, name)
+        with doing(name) as tell, scratch_folders(folder, MEMORY_FOLDER) as (volumes, memory):
+            progress = partial(show, tell, name)
             try:
                 answers.extend(measure(name, Conditions(volumes, memory, round_count, 0.1 if quick else 1.0, progress)))
             except (KvfuseError, OSError) as error:
                 failures[name] = str(error)
-                console.print(f"[red]{name}:[/] {error}", highlight=False, soft_wrap=True)
+                note(f"{name}: {error}")
     return answers, failures
 
 

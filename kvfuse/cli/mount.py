@@ -10,6 +10,7 @@ import click
 
 from kvfuse.cli import daemon
 from kvfuse.cli.checks import check_machine, check_mountpoint, outlives
+from kvfuse.cli.console import note
 from kvfuse.fs.holder_child import VARIABLE
 from kvfuse.fs.holding import Holding
 from kvfuse.options import config
@@ -59,7 +60,7 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
     if foreground and again is not None:
         daemon.hold(effective, point, again)
     elif foreground:
-        daemon.run(effective, point, announce=lambda: click.echo(f"mounted on {point}", err=True))
+        daemon.run(effective, point, announce=lambda: note(f"mounted on {point}"))
     else:
         daemon.start(effective, point, again)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from kvfuse.cli import Failure
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import print_json, print_table, say
 from kvfuse.cli.mounts import ANSWER_SECONDS, kvfuse_mount_at, mount_of, read_virtual, within
 from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.sizes import format_size
@@ -374,14 +374,13 @@ def _with_token(settings: dict[str, str | None]) -> tuple[dict[str, str | None],
 
 def _say_token(token: str | None) -> None:
     if token is not None:
-        click.echo(token)
+        say(token)
 
 
 def _words(settings: Iterable[tuple[str, str | None]]) -> bytes:
     given = [(name, value) for name, value in settings if value is not None]
-    return " ".join(
-        f"{name}={parse_descriptor(value) if name == 'descriptor' else value}" for name, value in given
-    ).encode()
+    words = (f"{name}={parse_descriptor(value) if name == 'descriptor' else value}" for name, value in given)
+    return os.fsencode(" ".join(words))
 
 
 def _change(path: Path, change: Callable[..., None], *arguments: Any) -> None:
@@ -390,7 +389,7 @@ def _change(path: Path, change: Callable[..., None], *arguments: Any) -> None:
         _ask(change, path, *arguments)
     except OSError as error:
         try:
-            reason = os.getxattr(path, REFUSED).decode()
+            reason = os.fsdecode(os.getxattr(path, REFUSED))
         except OSError:
             reason = error.strerror or str(error)
         raise Failure(f"{path}: {reason}") from error

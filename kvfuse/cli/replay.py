@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from kvfuse.bench.cachefolder import is_in_cache
 from kvfuse.bench.models import MODELS
@@ -17,7 +14,7 @@ from kvfuse.bench.simulate import limited, make_setups
 from kvfuse.bench.traffic import DEFAULT_SEED, Generator, Request, read_trace, share_of
 from kvfuse.cli import Failure
 from kvfuse.cli.cachereplay import run_on_cache
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import Bars, bars, note, print_table
 from kvfuse.cli.simulation import CAPACITIES_DEFAULT, REQUESTS_DEFAULT, run_simulation
 from kvfuse.policy import ADMISSIONS, DEFAULT_ADMISSION, DEFAULT_POLICY, POLICIES
 from kvfuse.sizes import format_size
@@ -43,7 +40,9 @@ class Counts(click.ParamType[tuple[int, ...]]):
 
 
 @click.command()
-@click.argument("target", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument(
+    "target", required=False, type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
+)
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -176,47 +175,25 @@ def replay(
 
 def _run_on_folder(requests: Iterable[Request], target: Path, plan: ReplayPlan, capacity: int | None) -> None:
     """``capacity`` in bytes."""
-    console = Console(stderr=True)
-    with _progress(console, plan) as bar:
-        result = run(requests, target, plan, capacity, bar)
+    with bars() as progress:
+        result = run(requests, target, plan, capacity, lambda result: _advance(progress, result, plan))
     title = f"{result.requests:,} requests as blocks of {format_size(plan.block_size)}"
     print_table(("what", "figure"), _rows(result, plan), title)
     for detail in result.wrong_details:
-        console.print(f"[red]wrong block:[/] {detail}", highlight=False, soft_wrap=True)
+        note(f"wrong block: {detail}")
     if result.wrong:
         raise Failure(f"{result.wrong} of {result.blocks} blocks were wrong")
 
 
-class _Bar:
-    """Advances by whichever limit is nearest."""
-
-    def __init__(self, progress: Progress, plan: ReplayPlan) -> None:
-        self._progress = progress
-        self._plan = plan
-        self._task = progress.add_task("replay", total=1.0, text="")
-
-    def __call__(self, result: ReplayResult) -> None:
-        done = max(
-            result.requests / (self._plan.request_max or float("inf")),
-            result.blocks / (self._plan.block_max or float("inf")),
-            result.seconds / (self._plan.duration or float("inf")),
-        )
-        wrong = f", [red]{result.wrong} wrong[/]" if result.wrong else ""
-        text = f"{result.blocks:,} blocks, {result.hit_ratio:.0%} hits{wrong}"
-        self._progress.update(self._task, completed=min(done, 1.0), text=text)
-
-
-@contextlib.contextmanager
-def _progress(console: Console, plan: ReplayPlan) -> Iterator[_Bar]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeElapsedColumn(),
+def _advance(progress: Bars, result: ReplayResult, plan: ReplayPlan) -> None:
+    """By whichever limit is nearest."""
+    done = max(
+        result.requests / (plan.request_max or float("inf")),
+        result.blocks / (plan.block_max or float("inf")),
+        result.seconds / (plan.duration or float("inf")),
     )
-    with Progress(*columns, console=console) as progress:
-        yield _Bar(progress, plan)
+    wrong = f", {result.wrong} wrong" if result.wrong else ""
+    progress.show("replay", min(done, 1.0), 1.0, f"{result.blocks:,} blocks, {result.hit_ratio:.0%} hits{wrong}")
 
 
 def _rows(result: ReplayResult, plan: ReplayPlan) -> Iterator[tuple[str, str]]:

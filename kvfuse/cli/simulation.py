@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
 from kvfuse.bench.plot import plot, require_matplotlib
 from kvfuse.bench.simulate import Setup, Tally, simulate
 from kvfuse.bench.traffic import Request, measure
-from kvfuse.cli.console import print_table
+from kvfuse.cli.console import bars, note, print_table
 
 CAPACITIES_DEFAULT = (1_000, 5_000, 10_000, 30_000, 50_000)
 REQUESTS_DEFAULT = 12_000
@@ -22,14 +19,18 @@ def run_simulation(requests: Sequence[Request], setups: Sequence[Setup], picture
     """Prints the table; ConfigError where the picture cannot be made, before anything is simulated."""
     if picture:
         require_matplotlib()
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     results = []
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("simulate", total=len(setups) * len(requests))
+    done, total = 0, len(setups) * len(requests)
+    with bars() as progress:
         for setup in setups:
-            progress.update(task, description=f"{setup.name}, {setup.capacity:,} blocks")
-            results.append(simulate(requests, setup, lambda done: progress.advance(task, done)))
+            what = f"{setup.name}, {setup.capacity:,} blocks"
+
+            def advance(count: int, what: str = what) -> None:
+                nonlocal done
+                done += count
+                progress.show("simulate", done, total, what)
+
+            results.append(simulate(requests, setup, advance))
     ideal = measure(requests)
     title = (
         f"{ideal.requests:,} requests for {ideal.blocks:,} blocks: hit ratio / blocks written, by capacity in blocks."
@@ -39,7 +40,7 @@ def run_simulation(requests: Sequence[Request], setups: Sequence[Setup], picture
     print_table(("policy", *(f"{capacity:,}" for capacity in capacities)), _rows(results, capacities), title)
     if picture:
         plot(results, picture)
-        console.print(f"plotted in {picture}", highlight=False, soft_wrap=True)
+        note(f"plotted in {picture}")
 
 
 def _rows(results: Sequence[Tally], capacities: Sequence[int]) -> Iterator[tuple[str, ...]]:

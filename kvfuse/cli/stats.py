@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvfuse.cli.console import flatten, make_table, print_json, print_object
+from kvfuse.cli.console import flatten, live, make_table, page_of, print_json, print_object, styled
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
 
 
@@ -54,20 +55,15 @@ def stats(mountpoint: Path, as_json: bool, watch: bool, interval: float) -> None
 
 
 def _watch(point: Path, interval: float) -> None:
-    from rich.live import Live
-
     before: dict[str, Any] = {}
     looked_at = time.monotonic()
-    with Live(auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), live(styled(point)) as show:
         while True:
             content = {
                 name: value for name, value in flatten(read_virtual(point, "stats")) if not isinstance(value, list)
             }
             now = time.monotonic()
-            table = make_table(["name", "value", "per second"], rate_rows(before, content, now - looked_at), str(point))
-            live.update(table, refresh=True)
+            rows = rate_rows(before, content, now - looked_at)
+            show(page_of([styled(point, "italic"), make_table(["name", "value", "per second"], rows)]))
             before, looked_at = content, now
-            try:
-                time.sleep(interval)
-            except KeyboardInterrupt:
-                return
+            time.sleep(interval)

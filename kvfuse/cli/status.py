@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvfuse.cli import Failure, holders
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import print_json, print_table, say
 from kvfuse.cli.mounts import ask_health, kvfuse_mounts, read_virtual
 from kvfuse.cli.peers import COLUMNS, Peer, peers_of, totals_of
 from kvfuse.errors import EngineTimeout, MountError
@@ -72,7 +72,7 @@ def _print_peers(facts: dict[str, Any]) -> None:
     if rows := [_peer_row(peer) for peer in peers_of(facts)]:
         print_table(COLUMNS, rows, f"other hosts, for {facts['mountpoint']}")
         for line in totals_of(facts):
-            click.echo(line)
+            say(line)
 
 
 def _peer_row(peer: Peer) -> list[Any]:
@@ -84,7 +84,7 @@ def _peer_row(peer: Peer) -> list[Any]:
 def _print_daemons(facts: dict[str, Any]) -> None:
     """What the holder of a mount tells of its daemons."""
     if facts["holder"]:
-        click.echo(f"{facts['mountpoint']} {holders.described(facts['holder'])}")
+        say(f"{facts['mountpoint']} {holders.described(facts['holder'])}")
 
 
 def _matches(row: Mounted, target: Path) -> bool:
@@ -119,6 +119,6 @@ def status(target: Path | None, as_json: bool) -> None:
     if target is not None and not found:
         raise Failure(f"{target} is not mounted by kvfuse")
     if not found and not as_json:
-        click.echo("No kvfuse mount here. To make one: kvfuse mount FOLDER MOUNTPOINT")
+        say("No kvfuse mount here. To make one: kvfuse mount FOLDER MOUNTPOINT")
     if any(facts["problem"] for facts in found):
         raise click.exceptions.Exit(1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from kvfuse.cli import Failure, holders
+from kvfuse.cli.console import live, make_table, page_of, print_page, styled
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
 from kvfuse.cli.peers import Peer, peers_of, totals_of
 from kvfuse.mounttable import Mounted
@@ -86,29 +88,19 @@ def _read(row: Mounted) -> Stats:
 
 
 def _print_page(row: Mounted) -> None:
-    from rich.console import Console
-
     stats = _read(row)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    console.print(page(Look({}, stats, max(stats["uptime"], 0.001)), str(row.point)))
+    print_page(page(Look({}, stats, max(stats["uptime"], 0.001)), str(row.point)))
 
 
 def _watch(row: Mounted, interval: float) -> None:
-    from rich.live import Live
-
     before, looked_at = _read(row), time.monotonic()
     look = Look({}, before, max(before["uptime"], 0.001))
-    with Live(page(look, str(row.point)), auto_refresh=False, screen=True) as live:
-        try:
-            while True:
-                time.sleep(interval)
-                stats, now = _read(row), time.monotonic()
-                live.update(page(Look(before, stats, now - looked_at), str(row.point)), refresh=True)
-                before, looked_at = stats, now
-        except KeyboardInterrupt:
-            return
+    with suppress(KeyboardInterrupt), live(page(look, str(row.point)), screen=True) as show:
+        while True:
+            time.sleep(interval)
+            stats, now = _read(row), time.monotonic()
+            show(page(Look(before, stats, now - looked_at), str(row.point)))
+            before, looked_at = stats, now
 
 
 # -- the page -----------------------------------------------------------------------------------------
@@ -116,15 +108,11 @@ def _watch(row: Mounted, interval: float) -> None:
 
 def page(look: Look, title: str) -> RenderableType:
     """Everything that is shown of one look."""
-    from rich.console import Group
-
     slabs = _slabs(look.now["slabs"], look.now["slab_size"])
-    return Group(_head(look, title), _namespaces(look), *_peers(look), slabs)
+    return page_of([*_head(look, title), _namespaces(look), *_peers(look), slabs])
 
 
-def _head(look: Look, title: str) -> Text:
-    from rich.text import Text
-
+def _head(look: Look, title: str) -> list[Text]:
     now = look.now
     space, memory, tier = now["space"], now["memory"], now["tier"]
     lines = [
@@ -141,7 +129,7 @@ def _head(look: Look, title: str) -> Text:
         lines.append(_disk(look, now["disk"]))
     if now.get("holder"):
         lines.append(holders.described(now["holder"]))
-    return Text("\n".join(lines))
+    return [styled(line) for line in lines]
 
 
 def _disk(look: Look, disk: Stats) -> str:
@@ -156,35 +144,20 @@ def _disk(look: Look, disk: Stats) -> str:
 
 
 def _namespaces(look: Look) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("namespace", "kind", "use") else "right")
     former = {row["number"]: row for row in look.before.get("namespaces", ())}
-    for row in look.now["namespaces"]:
-        table.add_row(*_cells(Look(former.get(row["number"], {}), row, look.seconds)))
-    return table
+    rows = [list(_cells(Look(former.get(row["number"], {}), row, look.seconds))) for row in look.now["namespaces"]]
+    return make_table(COLUMNS, rows, left=("namespace", "kind", "use"))
 
 
 def _peers(look: Look) -> Iterator[RenderableType]:
     """Other hosts, if there are any."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     if not (peers := list(peers_of(look.now))):
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in PEER_COLUMNS:
-        table.add_column(column, justify="left" if column in ("host", "state", "by") else "right")
     former = {peer.client: peer for peer in peers_of(look.before)}
-    for peer in peers:
-        before = former.get(peer.client, peer._replace(received=0, served=0))
-        table.add_row(*map(Text, _peer_cells(before, peer, look.seconds)))
-    yield table
-    yield Text("\n".join(totals_of(look.now)) + "\n")
+    before = [former.get(peer.client, peer._replace(received=0, served=0)) for peer in peers]
+    rows = [list(_peer_cells(*pair, look.seconds)) for pair in zip(before, peers, strict=True)]
+    yield make_table(PEER_COLUMNS, rows, left=("host", "state", "by"))
+    yield from map(styled, (*totals_of(look.now), ""))
 
 
 def _peer_cells(before: Peer, now: Peer, seconds: float) -> Iterator[str]:
@@ -197,10 +170,8 @@ def _peer_cells(before: Peer, now: Peer, seconds: float) -> Iterator[str]:
 
 def _cells(look: Look) -> Iterator[str | Text]:
     """The cells of one namespace."""
-    from rich.text import Text
-
     row, cache = look.now, look.now["cache"]
-    yield Text(row["path"].encode("utf-8", "replace").decode())
+    yield row["path"]
     yield row["settings"]["kind"]
     yield _share(look.rate("cache", "present"), look.rate("cache", "asked")) if cache else "-"
     yield f"{look.rate('cache', 'asked'):,.0f}" if cache else "-"
@@ -245,11 +216,9 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 def _slabs(slabs: Stats, slab_size: int) -> RenderableType:
     """A map of all slabs by size class, a cell for equal parts of them: its height says how full the class is."""
-    from rich.text import Text
-
     total = slabs["slabs_free"] + slabs["slabs_partial"] + slabs["slabs_full"]
-    text = Text(f"{total:,} slabs of {format_size(slab_size)}  ")
-    legend = Text()
+    text = styled(f"{total:,} slabs of {format_size(slab_size)}  ")
+    legend = styled("")
     shown = 0
     reached = 0.0
     least = min(sorted((row["slabs"] for row in slabs["classes"]), reverse=True)[:LEGEND_ROWS], default=0)
@@ -272,13 +241,11 @@ def _slabs(slabs: Stats, slab_size: int) -> RenderableType:
 
 
 def _bar(used: float, capacity: float) -> Text:
-    from rich.text import Text
-
     if not capacity:
-        return Text(_bytes(used))
+        return styled(_bytes(used))
     share = min(1.0, used / capacity)
     cells = round(share * BAR_CELLS)
-    bar = Text("█" * cells, style="red" if share > 0.98 else "green")
+    bar = styled("█" * cells, "red" if share > 0.98 else "green")
     bar.append("░" * (BAR_CELLS - cells), style="dim")
     return bar.append(f" {share:.0%} of {_bytes(capacity)}", style="default")
 

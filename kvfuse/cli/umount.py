@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from kvfuse.cli import Failure, MountBusy, holders
+from kvfuse.cli.console import note
 from kvfuse.cli.mounts import detach, kvfuse_mount_at, read_virtual
 from kvfuse.errors import MountError
 from kvfuse.mounttable import Mounted, seen_elsewhere
@@ -81,7 +82,7 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
         pid = read_virtual(point, "stats").get("pid")
     except MountError as error:
         detach(point, lazy=True)
-        click.echo(f"kvfuse: {error}; detached", err=True)
+        note(f"kvfuse: {error}; detached")
         return
     holder = holders.look_at(mounted)  # ends after its daemon, whichever that is by then
     daemon = _follow(holder["holder"] if holder is not None else pid)

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from kvfuse.cli import Failure, holders
+from kvfuse.cli.console import say
 from kvfuse.cli.mounts import kvfuse_mount_at
 from kvfuse.fs.holder import LEAVE_SECONDS, LEFT_SECONDS
 
@@ -52,5 +53,5 @@ def upgrade(mountpoint: Path, python: str | None, timeout: float) -> None:
         python=os.path.abspath(program),
         seconds=timeout,
     )
-    before, version = (holders.printable(answer.get(name)) for name in ("before", "version"))
-    click.echo(f"{row.point}: {before} -> {version}, pid {answer.get('pid')}; calls waited {answer.get('waited')} s")
+    before, version, pid, waited = map(answer.get, ("before", "version", "pid", "waited"))
+    say(f"{row.point}: {before} -> {version}, pid {pid}; calls waited {waited} s")

@@ -8,6 +8,7 @@ from importlib import metadata
 import click
 
 import kvfuse
+from kvfuse.cli.console import say
 
 
 def installed_version(package: str) -> str | None:
@@ -22,5 +23,5 @@ def installed_version(package: str) -> str | None:
 def version() -> None:
     """The version of kvfuse and of what it stands on."""
     parts = [f"{name} {installed_version(name) or 'missing'}" for name in ("pyfuse3", "trio", "lmdb")]
-    click.echo(f"kvfuse {kvfuse.__version__}")
-    click.echo(f"Python {platform.python_version()}, {', '.join(parts)}, Linux {platform.release()}")
+    say(f"kvfuse {kvfuse.__version__}")
+    say(f"Python {platform.python_version()}, {', '.join(parts)}, Linux {platform.release()}")

@@ -83,7 +83,8 @@ class Holder:
     def say(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
-            os.write(2, f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}\n".encode())
+            line = repr(f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}")  # for terminals
+            os.write(2, line[1:-1].encode() + b"\n")
         except OSError:
             pass
 

@@ -242,4 +242,4 @@ class Desk:
             return
         name = "\0" + self._notify[1:] if self._notify.startswith("@") else self._notify
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as speaker, suppress(OSError):
-            speaker.sendto("\n".join(words).encode(), name)
+            speaker.sendto(os.fsencode("\n".join(words)), name)

@@ -254,7 +254,7 @@ class Holding:
 
     def stays(self, why: str) -> None:
         """This daemon goes on."""
-        self._send(holder_child.STAYS, "", why.encode())
+        self._send(holder_child.STAYS, "", why.encode("utf-8", "backslashreplace"))
 
     def left(self) -> None:
         """All is stored and left to the next daemon. This process is killed now."""

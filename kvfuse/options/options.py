@@ -458,8 +458,12 @@ class Options(_Section, frozen=True):
 
     @property
     def records_path(self) -> Path:
+        """ConfigError where lmdb cannot take its name."""
         assert isinstance(self.records, LmdbOptions)
-        return self.records.path or self.volume_path / "records"
+        path = self.records.path or self.volume_path / "records"
+        if any("\ud800" <= character <= "\udfff" for character in os.fspath(path)):
+            raise ConfigError(f"{path}: the names of the records' folders are to be UTF-8: rename the one that is not")
+        return path
 
     @property
     def segments_path(self) -> Path:
