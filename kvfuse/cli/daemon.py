@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -41,6 +42,15 @@ SWITCH_SECONDS = 0.00005
 
 KEPT = "config"
 """what mount.conf said for the daemon that serves; see `keeper`"""
+
+KEPT_VARIABLES = frozenset(
+    ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
+)
+KEPT_PREFIXES = "LC_", "PYTHON", "KVFUSE_", "CEPH_", "SSL_CERT_", "RDMAV_", "IBV_", "MLX", "MALLOC_", "GLIBC_"
+"""of the environment, what a daemon in the background keeps: as little as systemd would give it. What its starter's
+variables say, as of a service manager or an agent, is for that one"""
+KEPT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ})
+"""the kernel's alone, and those that Python ignores"""
 
 COLLECTIONS = 1000, 4, 5000
 """See `gc.set_threshold`: whenever there are 1000 objects more, those are searched for cyclic garbage, each fifth
@@ -188,7 +198,7 @@ def hold(effective: Effective, point: Path, words: Sequence[str], report: int | 
 
     config = {
         "command": [sys.executable, "-P", "-m", "kvfuse.cli", *words],  # -P: not from where the command was begun
-        "folder": os.getcwd(),
+        "folder": "/",
         "point": os.fspath(point),
         "standby": stands_by(effective.options.mount),
         "log": None if report is None else os.fspath(effective.options.log_file),
@@ -229,9 +239,6 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
     log_file = options.log_file if in_background else None
     if not is_first:
         failing.end_by(partial(die, holding))
-    if in_background:
-        os.chdir("/")
-        _redirect(Path(os.devnull), os.O_RDONLY, 0)
 
     def announce() -> None:
         if in_background:
@@ -290,14 +297,14 @@ def start(effective: Effective, point: Path, words: Sequence[str] | None) -> Non
 
     ``words``: of a command that mounts the same again, for a holder; None: there is to be none.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, nobody would learn how the daemon ended
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        os.close(reader)
+        _let_go(writer)
         if words is not None:
-            os.setsid()
             os.set_inheritable(writer, True)
             hold(effective, point, words, writer)
         _child(effective, point, writer)
@@ -320,6 +327,26 @@ def start(effective: Effective, point: Path, words: Sequence[str] | None) -> Non
     _check_answers(point)
 
 
+def _let_go(writer: int) -> None:
+    """Of all that this process has from its starter, but for its output, which goes to the log once it is mounted.
+
+    Else a lock of the starter's were held, its terminal not closed, its folder busy, for as long as the mount lasts.
+    """
+    os.setsid()
+    os.chdir("/")
+    os.umask(0o022)
+    _redirect(Path(os.devnull), os.O_RDONLY, 0)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor != writer:
+            with suppress(OSError):  # that of the listing
+                os.close(descriptor)
+    for number in signal.valid_signals() - KEPT_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for name in [name for name in os.environ if name not in KEPT_VARIABLES and not name.startswith(KEPT_PREFIXES)]:
+        del os.environ[name]
+
+
 def _check_answers(point: Path) -> None:
     try:
         ask_health(point, 2 * ANSWER_SECONDS)
@@ -333,12 +360,9 @@ def _how(wait_status: int) -> str:
 
 
 def _child(effective: Effective, point: Path, writer: int) -> NoReturn:
-    """The daemon, in a session of its own. It never returns to the parent's code."""
+    """The daemon. It never returns to the parent's code."""
     exit_status = 1
     try:
-        os.setsid()
-        os.chdir("/")
-        _redirect(Path(os.devnull), os.O_RDONLY, 0)
         run(effective, point, lambda: _report_ready(effective, writer), effective.options.log_file)
         exit_status = 0
     except BaseException as error:

@@ -14,6 +14,7 @@ from kvfuse.cli.console import note
 from kvfuse.fs.holder_child import VARIABLE
 from kvfuse.fs.holding import Holding
 from kvfuse.options import config
+from kvfuse.options.words import with_whole_paths
 
 
 @click.command()
@@ -70,6 +71,6 @@ def _again(source: Path, point: Path, file: Path | None, words: tuple[str, ...],
     said = ["mount", str(source.absolute()), str(point)]
     if file is not None:
         said += ["-c", str(file.absolute())]
-    for word in words:
+    for word in with_whole_paths(words):
         said += ["-o", word]
     return [*said, "--foreground"] if foreground else said

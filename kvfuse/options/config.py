@@ -143,8 +143,8 @@ _IGNORED_WORDS = frozenset((
 
 
 _LAST_PARTS = Counter(key.split(".")[1] for key in KEYS)
-_NAMES = {key.split(".")[1]: key for key in KEYS if _LAST_PARTS[key.split(".")[1]] == 1}
-_NAMES |= {key: key for key in KEYS} | _SHORT_WORDS
+NAMES = {key.split(".")[1]: key for key in KEYS if _LAST_PARTS[key.split(".")[1]] == 1}
+NAMES |= {key: key for key in KEYS} | _SHORT_WORDS
 """``-o`` name -> key: every whole key, and its last part where no other key ends so"""
 
 
@@ -330,9 +330,9 @@ def _read_word(word: str) -> tuple[str, Any]:
         return _FLAG_WORDS[name]
     if not equals and name in get_args(KernelFlag):
         return "mount.flags", (name,)
-    key = _NAMES.get(name)
+    key = NAMES.get(name)
     if key is None:
-        known = [*_NAMES, *_FLAG_WORDS, *get_args(KernelFlag), *_IGNORED_WORDS]
+        known = [*NAMES, *_FLAG_WORDS, *get_args(KernelFlag), *_IGNORED_WORDS]
         help_there = "'kvfuse config' lists the keys"
         raise ConfigError(f"-o {_masked(word)}: unknown option '{name}'{_nearest(name, known, help_there)}")
     if not equals and KEYS[key] in (bool, bool | None):
