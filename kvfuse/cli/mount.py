@@ -11,6 +11,7 @@ import click
 from kvfuse.cli import daemon
 from kvfuse.cli.checks import check_machine, check_mountpoint, outlives
 from kvfuse.cli.console import note
+from kvfuse.cli.volumes import check_shape
 from kvfuse.fs.holder_child import VARIABLE
 from kvfuse.fs.holding import Holding
 from kvfuse.options import config
@@ -55,6 +56,7 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
     _ = effective.options.title  # ConfigError where nothing names the volume
     check_machine(effective.options.mount)
     point = check_mountpoint(mountpoint)
+    check_shape(effective)
     again = None
     if outlives(effective.options.mount):
         again = _again(source, point, file, words, foreground=foreground)

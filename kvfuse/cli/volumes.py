@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from kvfuse.errors import ConfigError, VolumeBusy, VolumeError
-from kvfuse.options.config import Options, check_capacity, default_capacity
+from kvfuse.options.config import Effective, Options, check_capacity, default_capacity
 from kvfuse.options.options import BlockOptions
 from kvfuse.sizes import format_size
 
 MAKING_SECONDS = 30.0
 """that another host may take to make the volume"""
 MAKING_PAUSE_SECONDS = 0.2
+SHAPE = ("volume.capacity", "volume.slab_size", "volume.segment_size", "volume.chunk_size", "volume.metadata_size")
+"""keys that count when the volume is made"""
 
 
 def is_vacant(folder: Path) -> bool:
@@ -74,6 +77,62 @@ async def _look_for_shared(options: Options) -> bool:
             return True
         await format.read_shared_superblock(records, options.title)
         return False
+
+
+def check_shape(effective: Effective) -> None:
+    """ConfigError where an option says that the volume, which is there, is of another shape than it has.
+
+    Nothing changes that: an option that were ignored would promise what is not so. Those that say what is are welcome.
+    """
+    options = effective.options
+    given = {key for key in SHAPE if effective.origins.get(key, "default") != "default"}
+    if not given or _has_room_for_a_volume(options):
+        return
+    import trio
+
+    found = trio.run(_shape_of, options)
+    for key in sorted(given):
+        has, remedy = found[key]
+        said = getattr(options.volume, key.partition(".")[2])
+        if said != has:
+            raise ConfigError(
+                f"{effective.origins[key]}: {key} is {format_size(said)} there, but the volume {options.title} has"
+                f" {format_size(has)}: leave the option out, or {remedy}"
+            )
+
+
+async def _shape_of(options: Options) -> dict[str, tuple[int, str]]:
+    """The volume's own values for the keys of ``SHAPE``, or what is given where that makes the same shape; and what
+    gives other ones."""
+    from kvfuse.slab.layout import Geometry
+    from kvfuse.volume.api import ROOT_INODE
+    from kvfuse.volume.inodes.metadata_budget import default_size
+    from kvfuse.volume.opening import engines, format
+    from kvfuse.volume.store import schema, sealed
+
+    async with engines.open_records(options, read_only=not options.is_shared) as records:
+        if options.is_shared:
+            superblock = await format.read_shared_superblock(records, options.title)
+        else:
+            superblock = format.read_superblock(options.volume_path)
+        values = sealed.as_formatted(records, superblock)
+        root, budget = await values.get([schema.inode_key(ROOT_INODE), schema.METADATA_SIZE])
+    geometry, wanted = superblock.geometry, options.volume.segment_size
+    segment_size = geometry.segment_size(0)
+    with suppress(ValueError):
+        if Geometry.choose(geometry.capacity, geometry.slab_size, wanted) == geometry:
+            segment_size = wanted
+    chunk_size = schema.decode_inode(root.value).chunk_size if root is not None else 0
+    metadata_size = schema.decode_u64(budget.value) if budget is not None else default_size(geometry.capacity)
+    anew = "make another volume ('kvfuse format') and copy to it"
+    own = "set it as the attribute user.kvfuse.chunk_size of a folder of the mount"
+    return {
+        "volume.capacity": (geometry.capacity, anew),
+        "volume.slab_size": (geometry.slab_size, anew),
+        "volume.segment_size": (segment_size, anew),
+        "volume.chunk_size": (chunk_size, own),
+        "volume.metadata_size": (metadata_size, anew),
+    }
 
 
 def make_volume(options: Options, *, replace: bool = False, overwrite: bool = False) -> str:
