@@ -44,12 +44,15 @@ class ChainAnswer:
     wrong: list[str] = field(default_factory=list)
     read_seconds: float = 0.0
     write_seconds: float = 0.0
+    done: int = 0
+    """blocks of the chain, from the first one on, that were served or stored: all, unless the run ended"""
 
 
 class CacheFolder(AbstractContextManager["CacheFolder"]):
     """Blocks of one size in ``folder``, which is made if need be."""
 
     def __init__(self, folder: Path, block_size: int) -> None:
+        folder = folder.absolute()  # a path that is not is below the mount, for a store
         self._folder = folder
         self._mount = mount_of(folder.parent)
         self._content = BlockContent(block_size)
@@ -71,13 +74,15 @@ class CacheFolder(AbstractContextManager["CacheFolder"]):
 
     def ask(self, keys: Sequence[bytes], goes_on: Callable[[], bool] = lambda: True) -> ChainAnswer:
         """One chain. Once ``goes_on`` is false, no further blocks are moved."""
-        answer = ChainAnswer()
+        answer = ChainAnswer(done=len(keys))
         names = [key.hex() for key in keys]
         there = self._store.exists(names)
         prefix = len(keys) if there.all() else int(there.argmin())
         found = self._get(keys[:prefix], names[:prefix], answer, goes_on)
         absent = np.flatnonzero(~there).tolist()
-        self._put([keys[place] for place in absent], answer, goes_on)
+        moved = self._put([keys[place] for place in absent], answer, goes_on)
+        if moved < len(absent):
+            answer.done = min(answer.done, absent[moved])
         answer.hits = found
         return answer
 
@@ -85,6 +90,7 @@ class CacheFolder(AbstractContextManager["CacheFolder"]):
         """How many were there until the first gap."""
         for start in range(0, len(keys), self._window):
             if not goes_on():
+                answer.done = start
                 return start
             part = keys[start : start + self._window]
             begin = time.perf_counter()
@@ -98,10 +104,11 @@ class CacheFolder(AbstractContextManager["CacheFolder"]):
                     answer.wrong.append(f"{self._folder / key.hex()} {difference}")
         return len(keys)
 
-    def _put(self, keys: Sequence[bytes], answer: ChainAnswer, goes_on: Callable[[], bool]) -> None:
+    def _put(self, keys: Sequence[bytes], answer: ChainAnswer, goes_on: Callable[[], bool]) -> int:
+        """How many were put, or refused."""
         for start in range(0, len(keys), self._window):
             if not goes_on():
-                return
+                return start
             part = keys[start : start + self._window]
             for key, place in zip(part, self._places, strict=False):
                 place[:] = np.frombuffer(self._content.fill(key), np.uint8)
@@ -110,6 +117,7 @@ class CacheFolder(AbstractContextManager["CacheFolder"]):
             answer.write_seconds += time.perf_counter() - begin
             answer.stored += stored
             answer.refused += len(part) - stored
+        return len(keys)
 
     # -- the cache
 

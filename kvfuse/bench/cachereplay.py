@@ -64,6 +64,7 @@ class CacheReplay:
         return self.found_blocks == 0
 
     def add(self, request: Request, answer: ChainAnswer) -> None:
+        """``request``: as far as it was done, so that simulations are asked for the same."""
         self.requests.append(request)
         self.tally.count(request.arrival_ms / 1000, len(request.block_ids), answer.hits, answer.stored)
         self.refused += answer.refused
@@ -96,7 +97,7 @@ def replay_on_cache(
         start, sampled, asked = time.monotonic(), 0.0, 0
 
         def goes_on() -> bool:
-            return plan.duration is None or time.monotonic() - start < plan.duration
+            return _has_time(plan, start)
 
         for request in islice(requests, plan.request_max):
             numbers = tuple(islice(engine_blocks(request, plan), plan.block_max and plan.block_max - asked))
@@ -105,10 +106,8 @@ def replay_on_cache(
             first = result.requests[0].arrival_ms if result.requests else request.arrival_ms
             folder.advance_to((request.arrival_ms - first) / 1000)
             answer = folder.ask([engine_key(number, plan) for number in numbers], goes_on)
-            if not goes_on():  # the rest of the chain was left out
-                numbers = numbers[: answer.hits + answer.stored + answer.refused]
-            if numbers:
-                result.add(request._replace(block_ids=numbers), answer)
+            if answer.done:
+                result.add(request._replace(block_ids=numbers[: answer.done]), answer)
             asked += len(numbers)
             result.seconds = time.monotonic() - start
             if result.seconds - sampled >= SAMPLE_SECONDS:
@@ -120,6 +119,10 @@ def replay_on_cache(
         _sample(result, folder.statistics(), before)
         _finish(result, folder.statistics())
     return result
+
+
+def _has_time(plan: ReplayPlan, start: float) -> bool:
+    return plan.duration is None or time.monotonic() - start < plan.duration
 
 
 def _sample(result: CacheReplay, found: dict[str, Any], before: dict[str, Any]) -> None:

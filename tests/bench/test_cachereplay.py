@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 
+from kvfuse.bench import cachereplay
 from kvfuse.bench.cachefolder import is_in_cache, namespace_for, namespace_of
 from kvfuse.bench.cachereplay import CacheReplay, replay_on_cache
 from kvfuse.bench.daemons import kvfuse_mount
 from kvfuse.bench.plot import plot_replays
 from kvfuse.bench.replay import ReplayPlan
-from kvfuse.bench.simulate import Setup
+from kvfuse.bench.simulate import Setup, simulate
 from kvfuse.bench.textplot import chart
 from kvfuse.bench.traffic import Generator, Request
+from kvfuse.cli.bench import bench
+from kvfuse.cli.replay import replay
 from kvfuse.errors import ConfigError
 
 PLAN = ReplayPlan("llama-3-8b", 512, 4096, request_max=400)
@@ -72,6 +76,31 @@ def test_limits(point: Path) -> None:
     assert not ended.begins_empty
 
 
+def test_a_request_that_the_end_cuts_off_counts_as_far_on_both_sides(
+    point: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the cache and for simulations, wherever in it that was: its blocks are there, or not, with gaps."""
+    requests = [
+        Request(0, 0, tuple(range(0, 200, 2))),
+        Request(1, 0, tuple(range(100))),
+        Request(2, 0, (*range(90), *range(1000, 1300))),
+    ]
+    setup = Setup("lru", "all", 5000)
+    with namespace_for(point, setup) as folder:
+        for number_of_looks in range(1, 20):
+            looks = iter([True] * number_of_looks)
+            monkeypatch.setattr(cachereplay, "_has_time", lambda plan, start, looks=looks: next(looks, False))
+            os.setxattr(folder, "user.kvfuse.clear", b"now")
+            result = replay_on_cache(requests, folder, PLAN, lambda result: None)
+            assert result.requests[:-1] == requests[: len(result.requests) - 1]
+            for asked, request in zip(result.requests, requests, strict=False):
+                assert asked.block_ids == request.block_ids[: len(asked.block_ids)]
+            assert result.tally.asked == sum(len(request.block_ids) for request in result.requests)
+            same = simulate(result.requests, setup)
+            assert (result.tally.hits, result.tally.written) == (same.hits, same.written)
+    assert len(result.requests) == 3
+
+
 def test_which_folders_are_in_caches(point: Path, tmp_path: Path) -> None:
     assert not is_in_cache(tmp_path)
     assert not is_in_cache(point)
@@ -115,3 +144,30 @@ def test_a_chart() -> None:
         "          ┤ ██",
         "        0 ┤ ██",
     ]
+
+
+FOLDERS = {"target", "folder", "mounts", "mount"}
+
+
+def test_folders_of_commands_that_measure_are_whole_paths() -> None:
+    """A relative one is below the mount, for rings, and below the caller's folder, for files."""
+
+    def commands(command: click.Command) -> Iterator[click.Command]:
+        yield command
+        for inner in command.commands.values() if isinstance(command, click.Group) else ():
+            yield from commands(inner)
+
+    found = [option for command in (*commands(bench), replay) for option in command.params if option.name in FOLDERS]
+    assert len(found) > 6
+    assert all(isinstance(option.type, click.Path) and option.type.resolve_path for option in found)
+
+
+def test_a_relative_folder_is_the_callers(point: Path) -> None:
+    words = "--requests 30 --tokens-per-block 512 --block-size 4096 --capacity-blocks 500 --policy lru --admission all"
+    shown = []
+    for target in (str(point), point.name):
+        command = [sys.executable, "-m", "kvfuse.cli", "replay", target, *words.split()]
+        done = subprocess.run(command, cwd=point.parent, capture_output=True, text=True, timeout=200, check=True)
+        shown.append([line.split() for line in done.stdout.splitlines() if "blocks written" in line])
+        assert os.listdir(point) == [], "nothing is left, and nothing was beside its namespace"
+    assert shown[0] == shown[1] != []
