@@ -2,7 +2,8 @@
 # shellcheck shell=bash
 # To be sourced from bash after `set -euo pipefail`. Sets ROOT (the repository); functions say what they set.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# Where the caller stands, or what CDPATH says there, does not matter.
+ROOT=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 
 # What building pyfuse3 and mounting need.
 BUILD_PACKAGES=(fuse3 libfuse3-dev pkg-config gcc)
@@ -60,26 +61,49 @@ _python_is_suitable() {
     "$1" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-# Prints the first python of at least 3.11, or nothing.
+# Succeeds where every user may execute python $1: neither it nor its library is below a folder that is closed to others,
+# as those of pyenv and uv in /root are.
+_python_is_for_all() {
+    "$1" -I - 2>/dev/null <<'PYTHON'
+import os, sys, sysconfig
+places = [sys.executable, os.__file__]
+if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+    places.append(os.path.join(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LDLIBRARY")))
+places[0] = os.path.realpath(places[0])
+for place in map(os.path.realpath, places):
+    wanted = 0o005 if place == places[0] else 0o004
+    while os.stat(place).st_mode & wanted == wanted and place != "/":
+        place, wanted = os.path.dirname(place), 0o001
+    if place != "/":
+        raise SystemExit(1)
+PYTHON
+}
+
+# Prints the first python of at least 3.11 that also passes the check $1, or nothing.
 _find_python() {
-    local candidate
-    for candidate in python3 python3.13 python3.12 python3.11 python3.14; do
-        if command -v "$candidate" >/dev/null && _python_is_suitable "$candidate"; then
-            command -v "$candidate"
-            return 0
-        fi
+    local name candidate
+    for name in python3 python3.13 python3.12 python3.11 python3.14; do
+        while IFS= read -r candidate; do
+            if _python_is_suitable "$candidate" && "$1" "$candidate"; then
+                echo "$candidate"
+                return 0
+            fi
+        done < <(type -ap "$name")
     done
     return 1
 }
 
 # Sets PYTHON to an interpreter of at least 3.11 that can make virtual environments and build extensions.
+# "ensure_python for-all": one that every user may execute.
 ensure_python() {
-    if ! PYTHON=$(_find_python); then
-        command -v apt-get >/dev/null || die "python 3.11 or newer is needed: $(python3 --version 2>&1)"
+    local check=true what="python 3.11 or newer"
+    if [ "${1-}" = for-all ]; then check=_python_is_for_all what="$what that every user may execute"; fi
+    if ! PYTHON=$(_find_python "$check"); then
+        command -v apt-get >/dev/null || die "$what is needed: $(type -ap python3 | head -1) is $(python3 --version 2>&1)"
         # A small image has none at all; of Ubuntu 22.04 python3 is 3.10, but 3.11 is one package away.
         ensure_system_packages python3
-        PYTHON=$(_find_python) || ensure_system_packages python3.11
-        PYTHON=$(_find_python) || die "python 3.11 or newer is needed; this system offers no package of it"
+        PYTHON=$(_find_python "$check") || ensure_system_packages python3.11
+        PYTHON=$(_find_python "$check") || die "$what is needed; this system offers no package of it"
     fi
     local version
     version=$("$PYTHON" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
@@ -91,7 +115,8 @@ ensure_python() {
 # Sets PY to the python of the development environment (.venv, or $KVFUSE_VENV) with this tree installed in place.
 # Made when absent, brought up to date when pyproject.toml changed.
 ensure_venv() {
-    local venv=${KVFUSE_VENV:-$ROOT/.venv} stamp
+    local venv stamp
+    venv=$(realpath -ms -- "${KVFUSE_VENV:-$ROOT/.venv}")
     PY=$venv/bin/python
     stamp=$venv/.kvfuse-$(cat "$ROOT/pyproject.toml" "$ROOT/kvfuse/_native.c" "$ROOT/kvfuse/_fusewire.c" | cksum | cut -d' ' -f1)
     [ -e "$stamp" ] && [ -x "$PY" ] && return 0

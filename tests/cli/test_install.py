@@ -167,7 +167,14 @@ def install(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def is_for_all(program: Path) -> bool:
+    """Other users may execute it."""
+    real = program.resolve()
+    return real.stat().st_mode & 0o005 == 0o005 and all(above.stat().st_mode & 0o001 for above in real.parents)
+
+
 def test_install_and_uninstall(folder: Path) -> None:
+    folder.chmod(0o755)
     (folder / "sbin").mkdir()
     foreign = folder / "sbin" / "mount.other"
     foreign.write_text("not ours\n")
@@ -187,6 +194,23 @@ def test_install_and_uninstall(folder: Path) -> None:
         assert f"kvfuse={folder}/prefix/bin/kvfuse\n" in helper.read_text()
         assert "@" not in helper.read_text().replace("$@", "")
 
+    if os.geteuid() == 0:  # for all users, so not with a Python of root's own, as it was first in PATH
+        assert is_for_all(folder / "prefix/bin/python")
+    installed, point = folder / "bin/kvfuse", folder / "a mount"
+    point.mkdir()
+    for words in ([], ["-o", "outlive=false"]):
+        command = [installed, "mount", folder / "volume", point, "-o", "capacity=64MiB", *words]
+        subprocess.run(command, check=True, timeout=SECONDS_MAX)
+        try:
+            done = install(folder, "--uninstall")
+            assert done.returncode == 1
+            assert f"kvfuse umount '{point}'" in done.stderr
+            assert (point / ".kvfuse/version").exists(), "the mount goes on"
+        finally:
+            subprocess.run([installed, "umount", point], check=True, timeout=SECONDS_MAX)
+    point.rmdir()
+    shutil.rmtree(folder / "volume")
+
     done = install(folder, "--uninstall")
     assert done.returncode == 0, done.stderr
     left = [path for path in folder.rglob("*") if not path.is_dir()]
@@ -202,6 +226,36 @@ def test_install_leaves_what_is_not_its_own(folder: Path) -> None:
     assert "was not made by this script" in done.stderr
     assert install(folder, "--uninstall").returncode == 0
     assert precious.read_text() == "keep\n"
+
+
+FIND = 'source "$0"; _find_python "$1" || echo none'
+
+
+@pytest.mark.root
+def test_a_python_of_ones_own_is_not_for_all(folder: Path) -> None:
+    """Neither one in a folder that is closed to others, nor a link to one there, nor one that nobody else may read."""
+    own = folder / "own" / "bin"
+    own.mkdir(parents=True)
+    system = Path("/usr/bin/python3").resolve()
+    shutil.copy(system, own / "python3")
+    (folder / "links").mkdir()
+    (folder / "links/python3").symlink_to(own / "python3")
+    folder.chmod(0o755)
+
+    def found(check: str, *places: Path) -> str:
+        path = ":".join(map(str, (*places, "/usr/bin", "/bin")))
+        command = ["bash", "-c", FIND, str(ROOT / "scripts/lib.sh"), check]
+        environment = {**os.environ, "PATH": path}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert found("true", own) == str(own / "python3")
+    assert found("_python_is_for_all", own) == str(own / "python3")
+    for closed in (folder / "own", own / "python3"):
+        closed.chmod(0o700)
+        for place in (own, folder / "links"):
+            assert found("_python_is_for_all", place) == "/usr/bin/python3"
+            assert found("true", place) == str(place / "python3")
+        closed.chmod(0o755)
 
 
 @pytest.mark.parametrize("script", ["install", "check", "test"])

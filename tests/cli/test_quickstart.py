@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from places import SCRIPTS
 
 from kvfuse.cli import mounts
 
+STAMPED = "pyproject.toml", "kvfuse/_native.c", "kvfuse/_fusewire.c"
+"""files of which scripts/lib.sh takes a checksum"""
+
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -25,17 +29,17 @@ def environment(tmp_path: Path) -> dict[str, str]:
     python = venv / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    with (SCRIPTS.parent / "pyproject.toml").open("rb") as project:
-        checksum = subprocess.run(["cksum"], stdin=project, capture_output=True, text=True, check=True).stdout.split()[
-            0
-        ]
+    read = b"".join((SCRIPTS.parent / name).read_bytes() for name in STAMPED)
+    checksum = subprocess.run(["cksum"], input=read, capture_output=True, check=True).stdout.split()[0].decode()
     (venv / f".kvfuse-{checksum}").touch()
     return {**os.environ, "KVFUSE_VENV": str(venv), "PYTHONPATH": str(SCRIPTS.parent)}
 
 
-def quickstart(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(SCRIPTS / "quickstart"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+def quickstart(
+    environment: dict[str, str], *arguments: str, script: Path = SCRIPTS / "quickstart", cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False, cwd=cwd)
 
 
 def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -69,6 +73,38 @@ def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[
     assert not os.path.ismount(point)
     assert "Using the volume" in quickstart(environment, *places, "--duration", "1", "--umount").stderr
     assert not os.path.ismount(point)
+
+
+def test_it_works_from_any_folder(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Below relative paths with spaces, through a link, beside what has the names of modules, whatever CDPATH says."""
+    folder = tmp_path / "any folder"
+    for name in ("kvfuse/cli", "scripts", "..here"):
+        (folder / name).mkdir(parents=True)
+    for name in ("kvfuse/__init__.py", "kvfuse/cli/__init__.py", "trio.py", "json.py", "rich.py"):
+        (folder / name).write_text("raise SystemExit('not this one')\n")
+    (folder / "quick start").symlink_to(SCRIPTS / "quickstart")
+    (folder / "my trace.jsonl").write_text(
+        '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n'
+    )
+    places = ("--volume", "a volume", "--mountpoint", "..here/a mount", "--capacity", "512MiB")
+    variables = {
+        **environment,
+        "CDPATH": str(folder),
+        "KVFUSE_VENV": os.path.relpath(environment["KVFUSE_VENV"], folder),
+    }
+    done = quickstart(
+        variables, *places, "--trace", "my trace.jsonl", "--duration", "60", script=folder / "quick start", cwd=folder
+    )
+    point = folder / "..here" / "a mount"
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert os.path.ismount(point)
+        shown = next(line for line in done.stderr.splitlines() if "unmount:" in line)
+        assert shlex.split(shown)[-1] == str(point)
+        assert "Replaying my trace.jsonl" in done.stderr
+    finally:
+        if os.path.ismount(point):
+            assert kvfuse("umount", point).returncode == 0
 
 
 @pytest.mark.parametrize(
