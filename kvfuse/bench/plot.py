@@ -27,7 +27,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'kvfuse[plot]'") from error
+        raise ConfigError("plots need matplotlib: pip install 'matplotlib>=3.8'") from error
 
 
 def plot_replays(results: Sequence[CacheReplay], path: Path) -> None:

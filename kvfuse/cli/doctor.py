@@ -122,8 +122,8 @@ def check_native() -> Iterator[Finding]:
     if find_spec("kvfuse._fusewire") is None:
         missing.append("files of the mount")
     if missing:
-        reinstall = f"{sys.executable} -m pip install --force-reinstall kvfuse"
-        remedy = f"apt-get install gcc python3-dev libfuse3-dev, and {reinstall}"
+        again = f"{sys.executable} -m pip install --force-reinstall FOLDER, of the source"
+        remedy = f"apt-get install gcc python3-dev pkg-config libfuse3-dev, and {again}"
         yield Finding("native parts", WARN, f"were not built: {' and '.join(missing)} are slower", remedy)
     else:
         yield Finding("native parts", OK, "are there")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvfuse.errors import DeviceError
 from kvfuse.usrbio.client.gpu.device import Device, Mark, Stream
 
-HOW_TO_GET = "pip install 'kvfuse[gpu]'"
+HOW_TO_GET = "pip install 'cuda-bindings>=12.8'"
 NAME_SIZE_MAX = 256
 EVENTS_MAX = 256
 """that a stream keeps for later"""
