@@ -46,7 +46,19 @@ KEPT = "config"
 KEPT_VARIABLES = frozenset(
     ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
 )
-KEPT_PREFIXES = "LC_", "PYTHON", "KVFUSE_", "CEPH_", "SSL_CERT_", "RDMAV_", "IBV_", "MLX", "MALLOC_", "GLIBC_"
+KEPT_PREFIXES = (
+    "LC_",
+    "PYTHON",
+    "KVFUSE_",
+    "CEPH_",
+    "SSL_CERT_",
+    "RDMAV_",
+    "IBV_",
+    "MLX",
+    "MALLOC_",
+    "GLIBC_",
+    "OPENBLAS_",
+)
 """of the environment, what a daemon in the background keeps: as little as systemd would give it. What its starter's
 variables say, as of a service manager or an agent, is for that one"""
 KEPT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ})
