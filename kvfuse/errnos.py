@@ -31,6 +31,7 @@ ERRNO: dict[type[Exception], int] = {
     errors.CrossesNamespaces: errno.EXDEV,
     errors.TooDeep: errno.EXDEV,
     errors.EngineFull: errno.ENOSPC,
+    errors.EngineReadOnly: errno.EROFS,
     errors.EngineTimeout: errno.ETIMEDOUT,
     errors.KvfuseError: errno.EIO,
 }

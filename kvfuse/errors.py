@@ -152,6 +152,10 @@ class EngineFull(EngineError):
     """The medium below an engine has no space left (the disk, not the volume's capacity)."""
 
 
+class EngineReadOnly(EngineError):
+    """The file system below an engine is read-only, or an error of its disk has turned it so."""
+
+
 class EngineTimeout(EngineError):
     """A deadline passed; a write that timed out is *unknown*, never "did not happen"."""
 

@@ -6,6 +6,7 @@ End of file without a report means that it died.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -63,6 +64,9 @@ KEPT_PREFIXES = (
 variables say, as of a service manager or an agent, is for that one"""
 KEPT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ})
 """the kernel's alone, and those that Python ignores"""
+
+SICK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""what a disk answers on which a volume is served all the same, without its log"""
 
 COLLECTIONS = 1000, 4, 5000
 """See `gc.set_threshold`: whenever there are 1000 objects more, those are searched for cyclic garbage, each fifth
@@ -186,13 +190,35 @@ async def _cancel_on_signal(scope: Any, *, task_status: Any) -> None:
         signal.signal(further, lambda *_: None)  # trio gave them back to Python, which would end the process
 
 
+class _LogFile(logging.handlers.WatchedFileHandler):
+    """A log, opened anew after logrotate moved it. A sick disk below costs lines of it, and never raises."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, delay=True)
+        try:
+            self.stream = self._open()
+            self._statstream()
+        except OSError as error:
+            if error.errno not in SICK:
+                raise
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def start_logging(options: LogOptions, default_file: Path | None) -> None:
     """Log to ``options.file``, else to ``default_file``, else to stderr."""
     file = options.file or default_file
     if file and not options.file:
         file.parent.mkdir(parents=True, exist_ok=True)
-    # A watched file is opened anew after logrotate moved it.
-    handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
+    handler = _LogFile(file) if file else logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
     logging.getLogger("httpcore").setLevel(logging.WARNING)  # else a line for every request to the record store
@@ -384,7 +410,13 @@ def _child(effective: Effective, point: Path, writer: int) -> NoReturn:
 
 
 def _redirect(path: Path, flags: int, *descriptors: int) -> None:
-    opened = os.open(path, flags, 0o600)
+    """To nowhere, where the disk of a log cannot make it."""
+    try:
+        opened = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno not in SICK:
+            raise
+        opened = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(opened, descriptor)
     os.close(opened)

@@ -23,11 +23,11 @@ import click
 
 import kvfuse
 from kvfuse import blockindex
-from kvfuse.cli import checks
+from kvfuse.cli import checks, mounts
 from kvfuse.cli.console import print_json, print_table
-from kvfuse.cli.findings import MISSING, OK, WARN, Finding
+from kvfuse.cli.findings import DEGRADED, MISSING, OK, WARN, Finding
 from kvfuse.cli.version import installed_version
-from kvfuse.errors import KvfuseError
+from kvfuse.errors import KvfuseError, MountError
 from kvfuse.fs import holder_desk
 from kvfuse.fs.guarding import CONNECTIONS
 from kvfuse.options import config
@@ -233,6 +233,23 @@ def check_helpers() -> Iterator[Finding]:
         yield Finding("mount helpers", OK, "mount -t kvfuse works")
 
 
+def check_mounts() -> Iterator[Finding]:
+    """Whether what is written to the mounts of this machine is stored."""
+    rows, are_well = mounts.kvfuse_mounts(), True
+    for row in rows:
+        try:
+            stats = mounts.read_virtual(row.point, "stats", CONNECT_SECONDS)
+        except MountError as error:
+            are_well = False
+            yield Finding(f"mount {row.point}", WARN, str(error), "kvfuse status")
+            continue
+        for trouble in stats.get("degraded") or []:
+            are_well = False
+            yield Finding(f"mount {row.point}", DEGRADED, mounts.degraded(trouble), trouble["remedy"])
+    if rows and are_well:
+        yield Finding("mounts", OK, f"{len(rows)} here, what is written to them is stored")
+
+
 def check_engines(options: Options) -> Iterator[Finding]:
     """Whether the record store and the segment store of one volume answer this user."""
     import trio
@@ -334,6 +351,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_limits,
     check_rdma,
     check_helpers,
+    check_mounts,
 )
 
 
@@ -355,7 +373,8 @@ def doctor(source: Path | None, as_json: bool) -> None:
     """What is missing on this machine, and the command that mends it. Changes nothing.
 
     With SOURCE, a volume's folder or a mount.conf: also whether what that volume lies on answers. "missing" is needed
-    for a mount (exit status 1); "warn" costs speed or comfort. 'kvfuse doctor gpu' is about GPUs.
+    for a mount, and a mount that is "degraded" cannot store what is new (exit status 1); "warn" costs speed or comfort.
+    'kvfuse doctor gpu' is about GPUs.
 
     \b
     Examples:
@@ -370,5 +389,5 @@ def doctor(source: Path | None, as_json: bool) -> None:
         print_json([finding._asdict() for finding in findings])
     else:
         print_table(["", "state", "found", "to mend it"], findings)
-    if any(finding.state == MISSING for finding in findings):
+    if any(finding.state in (MISSING, DEGRADED) for finding in findings):
         raise click.exceptions.Exit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-OK, WARN, MISSING = "ok", "warn", "missing"
+OK, WARN, MISSING, DEGRADED = "ok", "warn", "missing", "degraded"
 
 
 class Finding(NamedTuple):

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,6 +109,12 @@ def read_virtual(point: Path, name: str, seconds: float = ANSWER_SECONDS) -> dic
     if not isinstance(content, dict):
         raise MountError(f"{path} holds no JSON object")
     return content
+
+
+def degraded(row: Mapping[str, Any]) -> str:
+    """What does not work, since when, in words: of a row of "degraded" in a mount's stats."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["since"]))
+    return f"degraded: {row['what']} ({row['why']}), since {since}"
 
 
 def is_dead(point: Path) -> bool:

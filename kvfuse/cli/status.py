@@ -10,7 +10,7 @@ import click
 
 from kvfuse.cli import Failure, holders
 from kvfuse.cli.console import print_json, print_table, say
-from kvfuse.cli.mounts import ask_health, kvfuse_mounts, read_virtual
+from kvfuse.cli.mounts import ask_health, degraded, kvfuse_mounts, read_virtual
 from kvfuse.cli.peers import COLUMNS, Peer, peers_of, totals_of
 from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.mounttable import DEAD, Mounted
@@ -18,7 +18,7 @@ from kvfuse.sizes import format_size
 
 
 def look_at(row: Mounted) -> dict[str, Any]:
-    """One mount; "problem" is None when its daemon answers."""
+    """One mount; "problem" is None when its daemon answers, "degraded" is empty when all that it stores is stored."""
     facts: dict[str, Any] = {
         "mountpoint": str(row.point),
         "source": row.source,
@@ -29,12 +29,14 @@ def look_at(row: Mounted) -> dict[str, Any]:
         "peers": None,
         "answer_ms": None,
         "holder": holders.look_at(row),
+        "degraded": [],
         "problem": None,
     }
     try:
         facts["answer_ms"] = round(ask_health(row.point) * 1000, 2)
         content = read_virtual(row.point, "stats")
         facts |= {name: content.get(name) for name in ("pid", "space", "metadata", "peers")}
+        facts["degraded"] = content.get("degraded") or []
     except EngineTimeout as error:
         facts["problem"] = f"hangs: {error}"
     except PermissionError:
@@ -63,8 +65,14 @@ def _row(facts: dict[str, Any]) -> list[Any]:
         space["files"] - space["files_free"] if space else None,
         _share(metadata["bytes"], metadata["limit"]) if metadata.get("bytes") is not None else None,
         str(facts["pid"] or "-"),
-        facts["problem"] or f"ok, answers in {facts['answer_ms']} ms",
+        facts["problem"] or _health(facts),
     ]
+
+
+def _health(facts: dict[str, Any]) -> str:
+    if not facts["degraded"]:
+        return f"ok, answers in {facts['answer_ms']} ms"
+    return "; ".join([f"{degraded(row)}: {row['remedy']}" for row in facts["degraded"]])
 
 
 def _print_peers(facts: dict[str, Any]) -> None:
@@ -98,8 +106,10 @@ def _matches(row: Mounted, target: Path) -> bool:
 def status(target: Path | None, as_json: bool) -> None:
     """The kvfuse mounts of this machine: capacity, use, daemon, health. Never hangs, whatever a daemon does.
 
-    TARGET, a mount point or a volume, narrows it to one. Exit status 1 when a mount is not well, or TARGET is not
-    mounted. For root also the hosts that a mount reads from, and how reads from them ended (docs/peers.md).
+    TARGET, a mount point or a volume, narrows it to one. Exit status 1 when a mount is not well - its daemon does not
+    answer, or it is degraded: what is new cannot be stored at present -, or TARGET is not mounted. With --json those
+    are "problem" and "degraded", a list of rows with reason, what, why, since (seconds since the epoch), failures and
+    remedy. For root also the hosts that a mount reads from, and how reads from them ended (docs/peers.md).
 
     \b
     Examples:
@@ -120,5 +130,5 @@ def status(target: Path | None, as_json: bool) -> None:
         raise Failure(f"{target} is not mounted by kvfuse")
     if not found and not as_json:
         say("No kvfuse mount here. To make one: kvfuse mount FOLDER MOUNTPOINT")
-    if any(facts["problem"] for facts in found):
+    if any(facts["problem"] or facts["degraded"] for facts in found):
         raise click.exceptions.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import time
@@ -13,12 +14,14 @@ import click
 
 from kvfuse.cli import Failure, MountBusy, holders
 from kvfuse.cli.console import note
-from kvfuse.cli.mounts import detach, kvfuse_mount_at, read_virtual
-from kvfuse.errors import MountError
+from kvfuse.cli.mounts import detach, kvfuse_mount_at, read_virtual, within
+from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.mounttable import Mounted, seen_elsewhere
 
 LOOK_SECONDS = 1.0
 """between two looks at what may keep a daemon from ending"""
+UNSTORED = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ETIMEDOUT)
+"""what a daemon answers that cannot store what is new"""
 PAUSES = (0.05,) * 20
 """seconds between attempts at a busy mount: who only looks at it, as df and `kvfuse status` do, is gone in a moment"""
 
@@ -53,6 +56,28 @@ def _detach_soon(point: Path, *, lazy: bool) -> None:
     return detach(point, lazy=lazy)
 
 
+def _check_stored(point: Path, timeout: float) -> None:
+    """MountError where the daemon cannot store what was written: unmounted, that would be lost."""
+    try:
+        within(timeout, _store, point)
+    except EngineTimeout:
+        raise Failure(f"{point} is still mounted, its daemon still writes after {timeout:g} s") from None
+    except OSError as error:
+        if error.errno in UNSTORED:
+            raise MountError(
+                f"{point} stays mounted, or what is not stored would be lost: {error.strerror}; 'kvfuse status' tells"
+                " what to do, and --lazy unmounts all the same"
+            ) from None
+
+
+def _store(point: Path) -> None:
+    folder = os.open(point, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 @click.command()
 @click.argument("mountpoint", type=Path)
 @click.option(
@@ -69,7 +94,8 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
     """Unmount, and wait until the daemon has written everything and is gone.
 
     MOUNTPOINT may also be the volume that is mounted: its folder, or the mount.conf that was named to mount it. A mount
-    whose daemon has died ("Transport endpoint is not connected") is removed too.
+    whose daemon has died ("Transport endpoint is not connected") is removed too. One that cannot store what was written
+    to it, as on a full disk, stays mounted.
 
     \b
     Examples:
@@ -86,6 +112,8 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
         return
     holder = holders.look_at(mounted)  # ends after its daemon, whichever that is by then
     daemon = _follow(holder["holder"] if holder is not None else pid)
+    if not lazy:
+        _check_stored(point, timeout)
     try:
         _detach_soon(point, lazy=lazy)
         if daemon is not None and not lazy and not _wait_until_gone(daemon, mounted, timeout):

@@ -102,7 +102,10 @@ class Holder:
         """From the first daemon that is ready on: whoever waits for the end of this output gets it."""
         path = self.config.pop("log", None)
         if path:
-            log = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                log = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            except OSError:  # a sick disk: the mount goes on without it
+                log = os.open(os.devnull, os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)

@@ -49,7 +49,7 @@ TASKS_MAX = 256
 """requests that may wait inside the volume at once, such as closes that share one strict commit"""
 PUBLIC_SECTIONS = "volume", "publish", "mount", "cache", "usrbio"
 """tables of mount.conf whose values concern users of the mount"""
-PUBLIC_STATS = "pid", "space", "volume", "uptime", "metadata", "capacity", "slab_size"
+PUBLIC_STATS = "pid", "degraded", "space", "volume", "uptime", "metadata", "capacity", "slab_size"
 """what `df` tells, and what every user needs"""
 MS_REMOUNT = 32
 """of mount(2)"""

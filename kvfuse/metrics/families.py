@@ -27,6 +27,8 @@ Rows = Sequence[tuple[Sequence[str], Any]]
 
 CACHE = "cache"
 """the label of namespaces; Kubernetes gives every scraped series a label ``namespace`` of its own"""
+DEGRADED = "commit", "write", "sync"
+"""reasons for which a volume is: see `volume.views.health`"""
 REASONS = "room", "expired", "cleared"
 DISK_EVENTS = {
     "hit": "hits",
@@ -112,6 +114,9 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     rows = [((name,), failed.get(name, 0)) for name in sorted({"metrics", *failed})]
     text = "Failures of what runs beside requests, and is begun anew, in this daemon."
     yield _counter("kvfuse_service_failures", text, ("service",), rows)
+    failing = {row["reason"] for row in stats["degraded"]}
+    rows = [((reason,), reason in failing) for reason in DEGRADED]
+    yield _gauge("kvfuse_degraded", "1: what is new cannot be stored at present, for this reason.", ("reason",), rows)
     yield _gauge("kvfuse_volume_size_bytes", "What df shows as the size.", (), [((), space["size"])])
     yield _gauge("kvfuse_volume_free_bytes", "What df shows as available.", (), [((), space["free"])])
     yield _gauge("kvfuse_files", "Inodes of the volume.", (), [((), space["files"] - space["files_free"])])

@@ -22,7 +22,7 @@ from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.handle import FileHandle, check_content, tell_lost
+from kvfuse.volume.inodes.handle import FileHandle, check_content
 from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import DOTS
@@ -197,6 +197,7 @@ class Files:
 
     def begin(self, node: Node, flags: int, caller: Caller) -> FileHandle:
         handle = FileHandle(node, flags, caller)
+        handle.heard = self._core.doubt.epoch
         self._core.unnamed.pop(node.ino, None)
         if self._coherence is not None:
             self._coherence.opened(handle)
@@ -320,10 +321,10 @@ class Files:
         changed = node.changed or node.committing
         if handle.writable and changed and node.nlink and self._lookups.is_strict(await self._inodes.folder(node)):
             if self._core.shared:  # while a commit is under way that others wait for
-                await self._parts.flusher.write_out(node)
+                await self._parts.journal.flusher.write_out(node)
             await self._journal.commit(node)
         if handle.writable:
-            tell_lost(node)
+            handle.tell_lost()
 
     async def fsync(self, handle: FileHandle, *, data_only: bool = False) -> None:
         if self._core.read_only:
@@ -332,8 +333,9 @@ class Files:
         if not data_only:
             self._access.look(node.map)
             self._access.store(node)
-        await self._journal.commit(node, durable=True)
-        tell_lost(node)
+        with self._core.doubt.telling(handle):
+            await self._parts.rewriter.rewrite(node)
+            await self._journal.commit(node, durable=True)
         await self._opened.publish(node.parent)
 
     async def release(self, handle: FileHandle) -> None:

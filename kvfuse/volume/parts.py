@@ -50,6 +50,7 @@ from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.namespace_attributes import NamespaceAttributes
 from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.namespace_records import NamespaceRecords, OwnNamespaceRecords, SharedNamespaceRecords
+from kvfuse.volume.names.rewriting import Rewriter
 from kvfuse.volume.names.shared_clearing import SharedClearing
 from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.names.shared_lookup import SharedLookup
@@ -116,17 +117,17 @@ class Parts:
     def __init__(self, core: Core, options: Options, member: Member | None) -> None:
         self.core = core
         headers = HeaderWriter(core)
-        self.flusher = Flusher(core, headers, options.cache.staging_size)
+        flusher = Flusher(core, headers, options.cache.staging_size)
         pending = Pending(core)
-        chunks = Chunks(core, self.flusher)
+        chunks = Chunks(core, flusher)
         refresher = Refresher(core, chunks, KernelNews(core.kernel))
         extents = OwnExtents(core) if member is None else SharedExtents(core, refresher.renew)
         self.reader = Reader(core, chunks, extents)
-        staging = Staging(core, pending, self.flusher)
+        staging = Staging(core, pending, flusher)
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
         refusals = Refusals(pending, merger.merge, refresher.renew, chunks.reap_unstored, chunks.revive)
         terms = Terms(refusals) if member is None else SharedTerms(pending, refusals).terms
-        self.journal = Journal(pending, terms, self.flusher, options.publish.window, self._is_coming)
+        self.journal = Journal(pending, terms, flusher, options.publish.window, self._is_coming)
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
         """both where others have the volume open, too"""
@@ -141,10 +142,11 @@ class Parts:
         access = AccessTimes(core, self.journal, mount.access_times, directories=mount.diratime)
         self.mapper = Mapper(core, chunks, access, extents)
         in_place = InPlaceWriter(core, self.journal, headers)
-        self.writer = Writer(core, self.journal, self.flusher, self.space, self.reader, staging, in_place)
+        self.writer = Writer(core, self.journal, flusher, self.space, self.reader, staging, in_place)
         self.cutter = Cutter(core, chunks, self.reader, self.writer)
+        self.rewriter = Rewriter(core, self.journal, self.lookups, self.reader, staging, self.space)
         self.blocks = Blocks(
-            core, self.journal, self.flusher, self.space, self.lookups, self.names, self.reader, self.mapper
+            core, self.journal, flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
         keeper = Keeper(self.names, namespaces)
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
@@ -153,7 +155,7 @@ class Parts:
     def _is_coming(self) -> bool:
         """Somebody is on the way who may wait for a commit then: where others write the store, it pays to wait."""
         records = self.core.records
-        return isinstance(records, SharedRecords) and (self.flusher.has_callers or records.is_asked)
+        return isinstance(records, SharedRecords) and (self.journal.flusher.has_callers or records.is_asked)
 
     def _make_own(self, refresher: Refresher) -> NamespaceRecords:
         """What a volume has that one host has. The source of room that costs nobody anything is asked first."""
@@ -221,9 +223,9 @@ class Parts:
         await self.life.run(self._start, task_status)
 
     async def _start(self, nursery: trio.Nursery) -> None:
-        nursery.start_soon(failing.vital_task, self.flusher.run)
-        nursery.start_soon(failing.service, "slots elsewhere", self.flusher.elsewhere.run)
-        nursery.start_soon(failing.vital_task, self.flusher.headers.run)
+        nursery.start_soon(failing.vital_task, self.journal.flusher.run)
+        nursery.start_soon(failing.service, "slots elsewhere", self.journal.flusher.elsewhere.run)
+        nursery.start_soon(failing.vital_task, self.journal.flusher.headers.run)
         nursery.start_soon(failing.vital_task, self.journal.run)
         nursery.start_soon(failing.service, "removals", self.names.nameless.run)
         for evictor in [] if self.core.read_only else self.space.evictors:
@@ -232,6 +234,7 @@ class Parts:
             nursery.start_soon(failing.service, "access times", self.mapper.access.run)
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
             nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find)
+            nursery.start_soon(failing.service, "rewriting", self.rewriter.run)
         else:
             nursery.start_soon(failing.vital_task, self.coherence.run)
             await nursery.start(self.leases.run)
@@ -243,7 +246,7 @@ class Parts:
         self.coherence.granting.stop()
         for evictor in self.space.evictors:
             await evictor.stop()  # what it removes changes counts that are handed over now
-        await self.flusher.headers.settle(HEADS_SECONDS)
+        await self.journal.flusher.headers.settle(HEADS_SECONDS)
         has_given_all = await self.leases.close()
         await self.life.end()
         if not has_given_all:
@@ -256,7 +259,7 @@ class Parts:
 
     async def hand_over(self) -> None:
         """Everything is stored: leave all as it is to the daemon that goes on as this client, and end."""
-        await self.flusher.headers.settle(HEADS_HANDED_OVER_SECONDS)
+        await self.journal.flusher.headers.settle(HEADS_HANDED_OVER_SECONDS)
         await self.life.end()
         if self.leases is not None and self.coherence is not None:
             self.coherence.member.hand_over(self.leases.held.unsettled())
@@ -264,7 +267,7 @@ class Parts:
     async def abandon(self) -> None:
         """End everything: what is not in the store by now never will be. Returns when nothing is under way."""
         await self.life.end()
-        self.flusher.give_up()
+        self.journal.flusher.give_up()
         self.core.dentries.unbind_all()
         self.core.namespaces.gates.end()
         self.core.nodes.forget_all()

@@ -40,6 +40,9 @@ FREE_SECONDS = 5.0
 REJOIN_SECONDS = 0.5
 """Pause before the next attempt to join a volume again."""
 
+REAP_PAUSE = 1.0
+"""Seconds between two looks whether the store takes removals again."""
+
 PINS_SECONDS = 60.0
 """after which no client of the daemon before this one is waited for, where nobody said that all are known"""
 
@@ -81,11 +84,23 @@ class Running:
         self._keeper = keeper
         self._keeping = trio.CancelScope()
         self._living = trio.CancelScope()
+        self._reaping = trio.CancelScope()
         self._scrubber = Scrubber(lambda: volume.parts, options)
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free what the last daemon could not."""
         parts = self._volume.parts
+        is_own = self._held.member is None and not parts.core.read_only
+        if parts.core.doubt.is_any:
+            parts.core.segments.distrust_cache()
+        if parts.core.doubt.have_commits_failed:
+            parts.core.records.distrust_cache()
+        if is_own:
+            try:
+                await parts.journal.announce()
+            except errors.EngineError as error:
+                log.error("nothing can be stored at present, the volume goes on with what is there: %s", error)
+                parts.journal.pending.load.hurry()  # the journal tries it until it succeeds
         if parts.core.unstored is not None:
             await self._restore(parts, parts.core.unstored)
         else:
@@ -93,9 +108,8 @@ class Running:
         await self._nursery.start(parts.run)
         if self._held.again is not None:
             self._nursery.start_soon(failing.vital_task, self._keep_membership)
-        elif self._held.member is None and not parts.core.read_only:
-            await parts.journal.commit()  # numbers are announced before the first is given
-            await _reap_orphans(parts)
+        elif is_own:
+            await self._nursery.start(self._reap_orphans, parts)
         if self._held.member is None:
             parts.core.nodes.handover.gives_from(parts.core.inodes.upcoming)
         if parts.core.nodes.handover.outlives:
@@ -151,10 +165,31 @@ class Running:
             parts.core.nodes.handover.miss(inos)
             cut_ring_files(self._keeper, parts.core.nodes.handover)
 
+    async def _reap_orphans(self, parts: Parts, *, task_status: trio.TaskStatus[None]) -> None:
+        """Free what files had that were unlinked, but open, when the last daemon ended.
+
+        Started when all of it is stored, or when the store refuses it: then it follows when the store takes it.
+        """
+        refused = trio.Event()
+
+        async def reap() -> None:
+            try:
+                await _reap_orphans(parts, refused)
+            except errors.EngineError as error:
+                log.error("removed files are freed at the next mount: %s", error)
+            refused.set()
+
+        with self._reaping:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(reap)
+                await refused.wait()
+                task_status.started()
+
     async def finish(self) -> None:
         """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
         self._keeping.cancel()
         self._living.cancel()
+        self._reaping.cancel()
         self._scrubber.stop()
         parts = self._volume.parts
         is_stored = False
@@ -190,6 +225,8 @@ class Running:
             await parts.hand_over()
         elif is_writable:
             await _store_all(parts)
+            if self._held.member is None:
+                await _try_again(parts.rewriter.rewrite_all)
             await _free_removed(parts)
             await parts.leave()
 
@@ -266,8 +303,8 @@ async def _free_removed(parts: Parts) -> None:
             await parts.journal.sync()
 
 
-async def _reap_orphans(parts: Parts) -> None:
-    """Free what files had that were unlinked, but open, when the last daemon ended."""
+async def _reap_orphans(parts: Parts, refused: trio.Event) -> None:
+    """Sets ``refused`` when the store refuses a commit. EngineError: it cannot be read."""
     async for rows, _ in ScanPages(parts.core.records, b"o", 100):
         for row in rows:
             try:
@@ -275,7 +312,13 @@ async def _reap_orphans(parts: Parts) -> None:
                     await _reap_orphan(parts, record)
             except errors.Corrupt as error:
                 log.error("a removed file is not freed: %s", error)
-        await parts.journal.commit()
+        while True:
+            try:
+                await parts.journal.commit()
+                break
+            except errors.EngineError:  # the journal says so, and tries again
+                refused.set()
+                await trio.sleep(REAP_PAUSE)
 
 
 async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:

@@ -105,14 +105,15 @@ class Volume:
         slabs = core.slabs.statistics()
         return {
             "volume": core.superblock.volume_id.hex(),
+            "degraded": core.health.rows(),
             "uptime": round(time.time() - self._opened, 3),
             "counters": dataclasses.asdict(core.counters),
             "records": {**dataclasses.asdict(core.records.counters), "round_trips": core.records.counters.round_trips},
             "segments": {
                 **dataclasses.asdict(core.segments.counters),
-                "moved_slots": self.parts.flusher.elsewhere.moved,
-                "resting_slots": self.parts.flusher.elsewhere.resting,
-                "owed_heads": self.parts.flusher.headers.owed,
+                "moved_slots": self.parts.journal.flusher.elsewhere.moved,
+                "resting_slots": self.parts.journal.flusher.elsewhere.resting,
+                "owed_heads": self.parts.journal.flusher.headers.owed,
             },
             "journal": dataclasses.asdict(self.parts.journal.counters),
             "blocks": self.blocks.statistics(),
@@ -121,7 +122,7 @@ class Volume:
             "memory": {
                 "nodes": len(core.nodes),
                 "known_inodes": len(core.places),
-                "staged_bytes": self.parts.flusher.staged_bytes,
+                "staged_bytes": self.parts.journal.flusher.staged_bytes,
                 "unstored_bytes": core.unstored.size if core.unstored is not None else 0,
             },
             "slabs": {**slabs._asdict(), "classes": [row._asdict() for row in slabs.classes]},
@@ -150,7 +151,7 @@ class Volume:
             "used_here": {"bytes": here.size, "files": here.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
             "measures": measures.statistics(),
-            "compression": self.parts.flusher.packer.statistics(number),
+            "compression": self.parts.journal.flusher.packer.statistics(number),
             "cache": cache.statistics(measures.unread, segments_tier) if cache is not None else None,
         }
 

@@ -185,7 +185,7 @@ async def test_slots_of_files_that_nobody_has_are_free() -> None:
         fh, _ = await daemon.create(b"file")
         for number in range(20):
             await daemon.ask("write", fh, number * 64 * KIB, os.urandom(64 * KIB))
-        await daemon.volume.parts.flusher.settled()
+        await daemon.volume.parts.journal.flusher.settled()
         await daemon.ask("unlink", ROOT, b"file", WHO)
         mount.kill()
     mount.keeper.drop("fuse/handles")

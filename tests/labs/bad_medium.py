@@ -1,8 +1,9 @@
 """A file whose medium has bad sectors: ``bad_medium.py FILE MOUNTPOINT`` serves it as ``MOUNTPOINT/file``.
 
 While ``FILE.bad`` is there, reads of the bytes that it names ("START END") end in EIO, as those of a bad sector do; a
-page of them that is mapped is SIGBUS. Everything else is the file's. Tests bind-mount it over the file. A line on stdin
-has the kernel forget all of its pages, mapped or not; a line answers.
+page of them that is mapped is SIGBUS. While ``FILE.sick`` is there, so do writes of the bytes that it names
+("START END START END ..."), or all syncs where it names none. Everything else is the file's. Tests bind-mount it over
+the file. A line on stdin has the kernel forget all of its pages, mapped or not; a line answers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ class _Medium(pyfuse3.Operations):
         super().__init__()
         self.descriptor = os.open(path, os.O_RDWR)
         self.bad = path.with_name(path.name + ".bad")
+        self.sick = path.with_name(path.name + ".sick")
+
+    def _refused(self) -> list[range] | None:
+        """Bytes that it does not take; none of them: no sync; None: it is well."""
+        try:
+            numbers = list(map(int, self.sick.read_text().split()))
+        except FileNotFoundError:
+            return None
+        return [range(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
 
     async def getattr(self, inode: pyfuse3.InodeT, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry = pyfuse3.EntryAttributes()
@@ -60,9 +70,13 @@ class _Medium(pyfuse3.Operations):
         return os.pread(self.descriptor, size, off)
 
     async def write(self, fh: int, off: int, buf: bytes) -> int:
+        if any(off < one.stop and one.start < off + len(buf) for one in self._refused() or ()):
+            raise pyfuse3.FUSEError(errno.EIO)
         return os.pwrite(self.descriptor, buf, off)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
+        if self._refused() == []:
+            raise pyfuse3.FUSEError(errno.EIO)
         os.fdatasync(self.descriptor)
 
 
@@ -73,6 +87,13 @@ class BadMedium:
         self._path = path
         self._server = server
         self._marker = path.with_name(path.name + ".bad")
+        self._sick = path.with_name(path.name + ".sick")
+
+    def refuse(self, *ranges: range) -> None:
+        """Writes of these bytes fail; without any, all syncs do."""
+        made = self._sick.with_name(self._sick.name + ".new")
+        made.write_text(" ".join(f"{one.start} {one.stop}" for one in ranges))
+        made.rename(self._sick)
 
     def break_bytes(self, start: int, end: int) -> None:
         """Pages from ``start`` to ``end`` cannot be read any more, and are in no cache."""
@@ -85,6 +106,7 @@ class BadMedium:
 
     def mend(self) -> None:
         self._marker.unlink(missing_ok=True)
+        self._sick.unlink(missing_ok=True)
 
 
 @contextmanager

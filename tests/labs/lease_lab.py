@@ -24,6 +24,7 @@ from kvfuse.volume.commit.committer import Changes, Committer, Sequence
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.chunk import COMMITTED, Extent
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.doubt import Doubt
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Nodes
@@ -272,6 +273,7 @@ class Client:
         self.member = member
         self.records = FencedRecords(records, self.member)
         disk, tier = self.world.disk, SharedTier(MIB)
+        generations = SharedNumberRange(schema.COUNTER_GENERATION)
         self.core = Core(
             superblock=disk.superblock,
             geometry=disk.superblock.geometry,
@@ -284,7 +286,8 @@ class Client:
             strict=True,
             read_only=False,
             inodes=SharedNumberRange(schema.COUNTER_INODE),
-            generations=SharedNumberRange(schema.COUNTER_GENERATION),
+            generations=generations,
+            doubt=Doubt(generations),
             metadata=Metadata(1 << 40, lambda: 0),
             file_count=0,
             namespaces=Namespaces({}, trio.current_time),

@@ -216,6 +216,9 @@ class RecordStore(ABC):
         """The lease of this identity, renewed now, with its records as they are. None: it has ended, or never was."""
         return None
 
+    def distrust_cache(self) -> None:  # noqa: B027 - most engines have none
+        """Commits of another process failed: what the kernel's cache has of the store may not be on its medium."""
+
     @abstractmethod
     async def aclose(self) -> None:
         """Finish what is in flight and let go of everything. Idempotent."""

@@ -56,6 +56,9 @@ class RecordDecorator(RecordStore):
     async def resume_lease(self, identity: bytes) -> Lease | None:
         return await self.inner.resume_lease(identity)
 
+    def distrust_cache(self) -> None:
+        self.inner.distrust_cache()
+
     async def aclose(self) -> None:
         await self.inner.aclose()
 

@@ -13,6 +13,8 @@ This file is the whole contract; every engine and decorator passes the one confo
   batch may have happened or not.
 * A write that returned is seen by every later read through the same store, and survives the death of this
   process. It survives the loss of power after a later ``sync`` returned.
+* After a ``sync`` that raised, later ones vouch for nothing that was written before it: neither what it was to vouch
+  for, nor what others wrote meanwhile. The caller writes it again.
 * Errors: ``EngineFull`` (the medium has no space), ``EngineTimeout``, else ``EngineError``; a range outside
   the segment or an unknown segment is ``ValueError`` - the volume's own mistake, nothing was touched.
 """
@@ -168,6 +170,12 @@ class SegmentStore(ABC):
     @abstractmethod
     async def sync(self) -> None:
         """Make every write that returned before this call durable."""
+
+    def distrust_cache(self) -> None:  # noqa: B027 - most engines have none
+        """A sync of another process failed: what the kernel's cache has of these bytes may not be on the medium."""
+
+    def drop_cache(self) -> None:  # noqa: B027
+        """All that was in doubt after a failed sync was written again: the cache is of no use any more."""
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         """A read-only view of resident bytes, or None where they are not resident or not mappable.

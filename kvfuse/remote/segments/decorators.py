@@ -38,6 +38,12 @@ class SegmentDecorator(SegmentStore):
     async def sync(self) -> None:
         await self.inner.sync()
 
+    def distrust_cache(self) -> None:
+        self.inner.distrust_cache()
+
+    def drop_cache(self) -> None:
+        self.inner.drop_cache()
+
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         return self.inner.view(segment, offset, length)
 

@@ -196,9 +196,15 @@ class Settling:
 
     def is_durable(self, node: Node) -> bool:
         """A synced commit contains the file in its present state, or came after one that does. Files only."""
-        if node.changed or node.committing or node.nlink == 0 or not node.is_file:
+        if node.changed or node.committing or node.nlink == 0 or not node.is_file or self._is_doubtful(node):
             return False
         return self.is_always_durable or (node.stored_epoch or self.pending.epoch) <= self._durable_epoch
+
+    def _is_doubtful(self, node: Node) -> bool:
+        """Bytes of it may be in doubt; those of chunks that are not in memory, too."""
+        doubt = self.core.doubt
+        is_far = bool(node.flags & schema.FLAG_CHUNK_RECORDS)
+        return doubt.is_any and (is_far or doubt.covers(node.ino, node.chunks.values()))
 
     def note_durable(self, nodes: Iterable[Node]) -> None:
         """Note that a synced commit came after the last commit of each of these files."""

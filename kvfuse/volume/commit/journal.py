@@ -29,6 +29,7 @@ from kvfuse.volume.commit.committer import Committer, UseRecords
 from kvfuse.volume.commit.late import Late, is_held, settlers
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.views.health import COMMIT, SYNC, WRITE
 
 if TYPE_CHECKING:
     from kvfuse.volume.commit.terms import Terms
@@ -159,6 +160,8 @@ class Journal:
         """the commit that is in flight, or failed and will be repeated"""
         self._has_left = False
         """the last commit had no room for all: the next one begins at once"""
+        self.failure: EngineError | None = None
+        """of the last commit"""
 
     # -- waiting -------------------------------------------------------------------------------------
 
@@ -243,6 +246,21 @@ class Journal:
         """Commit a transaction; False if an expected version had changed. See `Committer.transact`."""
         return await self.committer.transact(transaction)
 
+    async def announce(self) -> None:
+        """Announce numbers before the first is given, by a commit of their own: what is pending may need some. It is so
+        small that a store on a full disk often has room for it. EngineError: until it succeeds no number is given.
+        """
+        ranges = self.core.inodes, self.core.generations
+        try:
+            async with self.committer.turn:
+                await self.core.records.commit({key: value for one in ranges for key, value in one.take().items()})
+        except EngineError as error:
+            for one in ranges:
+                one.withhold(error)
+            raise
+        for one in ranges:
+            one.announced()
+
     # -- the committing task -------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -272,8 +290,13 @@ class Journal:
             load.work, load.urgent = trio.Event(), trio.Event()
             try:
                 await self._commit_batch()
-                failure_count = 0
+                failure_count, self.failure = 0, None
+                self.core.health.worked(COMMIT, WRITE)
+                self.core.doubt.note_commit(has_failed=False)
             except EngineError as error:
+                self.failure = error
+                self.core.health.failed(COMMIT, error)
+                self.core.doubt.note_commit(has_failed=True)
                 level = logging.DEBUG if failure_count else logging.WARNING
                 log.log(level, "a commit failed and will be repeated until it succeeds: %s", error)
                 delay = RETRY_DELAYS[min(failure_count, len(RETRY_DELAYS) - 1)]
@@ -288,6 +311,8 @@ class Journal:
         self._has_left = False
         began = trio.current_time()
         try:
+            if self.core.generations.is_withheld:
+                await self.announce()
             if self._sent is not None:
                 async with self.committer.turn:
                     await self._send_again(self._sent)
@@ -354,6 +379,18 @@ class Journal:
         else:
             await self._send(batch)
 
+    async def _sync_segments(self) -> None:
+        """EngineError: all bytes since the last sync are in doubt, whoever waits for them."""
+        try:
+            with self.core.doubt.syncing():
+                await self.core.segments.sync()
+        except EngineError as error:
+            self.core.health.failed(SYNC, error)
+            self.waiters.release([waiter for waiter in self.waiters.waiting if waiter.durable], error)
+            raise
+        if not self.core.doubt.is_any:
+            self.core.health.worked(SYNC)
+
     async def _send(self, batch: Batch, waiters: Collection[Waiter] = (), began: float | None = None) -> bool:
         """With the committer's turn: commit and settle ``_sent``. EngineError: it is kept and sent again.
 
@@ -361,7 +398,7 @@ class Journal:
         """
         durable = any(waiter.durable for waiter in waiters)
         if durable:
-            await self.core.segments.sync()
+            await self._sync_segments()
         if batch.puts or batch.deletes or durable:
             for part in batch.parts(self.core.records.limits) if batch.too_large else [batch]:
                 self.counters.commits += 1

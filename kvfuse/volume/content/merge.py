@@ -8,7 +8,6 @@ the other host's change comes first, and then the cut, and what was written sinc
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +24,6 @@ from kvfuse.volume.inodes.chunk import FRESH, Chunk, blocks_of
 from kvfuse.volume.inodes.core import Core, put_directory
 from kvfuse.volume.inodes.node import MovedAgain, Node
 from kvfuse.volume.store import schema
-
-log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 100
 
@@ -92,7 +89,7 @@ class Merger:
             try:
                 self.staging.lay(node, record.size, *tail)
             except NoSpace:
-                _lose(node)
+                _lose(self.core, node)
         node.end_moved += node.size - size_before
 
     def _merge_attributes(self, node: Node, record: schema.InodeRecord, version: int) -> None:
@@ -221,7 +218,7 @@ class Merger:
         node.far_blocks = record.far_blocks + self._far_difference(node, theirs)
         node.set_size(record.size if appended_from is not None else _merged_size(node, base, record))
         if not has_room:
-            _lose(node)
+            _lose(self.core, node)
             node.set_size(min(node.size, max(record.size, _reach(node, node.size))))
         # what was appended here stays where it is if the other host has not changed the end
         node.appends = node.appends and has_room and node.cut_size is None and record.size == base.size
@@ -326,10 +323,10 @@ def _merged_time(ours: int, base: int, theirs: int) -> int:
     return ours if theirs == base else max(ours, theirs)
 
 
-def _lose(node: Node) -> None:
+def _lose(core: Core, node: Node) -> None:
     """Bytes that were taken here are given up. The next fsync or close of the file reports it."""
-    node.lost = NoSpace(f"inode {node.ino}: no room to put the changes of two hosts together, some of ours are lost")
-    log.error("%s", node.lost)
+    error = NoSpace(f"inode {node.ino}: no room to put the changes of two hosts together, some of ours are lost")
+    core.doubt.lose(node, error, is_new=True)
 
 
 def _merged_size(node: Node, base: schema.InodeRecord, record: schema.InodeRecord) -> int:

@@ -22,6 +22,7 @@ from kvfuse.volume.api import ROOT_INODE, ReadingThread
 from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
+from kvfuse.volume.inodes.doubt import Doubt
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.kept_unstored import KeptUnstored
 from kvfuse.volume.inodes.kernel_link import KernelLink
@@ -37,6 +38,7 @@ from kvfuse.volume.store.left import NOTHING, Left
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
 from kvfuse.volume.views.demand import Demand
+from kvfuse.volume.views.health import Health
 from kvfuse.volume.views.neighbours import Neighbours
 from kvfuse.volume.views.speeds import Speeds
 from kvfuse.volume.views.tier import SharedTier
@@ -159,6 +161,7 @@ class Core:
     read_only: bool
     inodes: NumberRange
     generations: NumberRange
+    doubt: Doubt
     metadata: Metadata
     """the budget of names, inodes and attributes"""
     file_count: int
@@ -183,6 +186,7 @@ class Core:
     disk: DiskTier | None = None
     unstored_log: KeptLog | None = None
     """where what is not stored is kept for the next daemon; None: it is not"""
+    health: Health = field(default_factory=Health)
     made_segments: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:

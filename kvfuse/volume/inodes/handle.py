@@ -15,7 +15,18 @@ _handle_ids = itertools.count(1)
 class FileHandle:
     """An open file; see `api.Handle`. Its node counts it from the beginning."""
 
-    __slots__ = ("appends", "cache_valid", "caller", "counts_reads", "direct", "id", "node", "readable", "writable")
+    __slots__ = (
+        "appends",
+        "cache_valid",
+        "caller",
+        "counts_reads",
+        "direct",
+        "heard",
+        "id",
+        "node",
+        "readable",
+        "writable",
+    )
 
     def __init__(self, node: Node, flags: int, caller: Caller) -> None:
         self.id = next(_handle_ids)
@@ -28,10 +39,18 @@ class FileHandle:
         self.direct = bool(flags & os.O_DIRECT)
         self.counts_reads = not flags & os.O_NOATIME
         """reads change the access time"""
+        self.heard = 0
+        """`Doubt.epoch` up to which it was told of bytes that are lost"""
         node.handles += 1
         node.writers += self.writable
         self.cache_valid = True
         """no other host has changed the content since the kernel cached it (rings invalidate the cache themselves)"""
+
+    def tell_lost(self) -> None:
+        """Raises, once, where bytes of the file that were taken are lost."""
+        if self.node.lost is not None and self.heard < self.node.lost[1]:
+            error, self.heard = self.node.lost
+            raise type(error)(str(error))
 
     @property
     def size(self) -> int:
@@ -44,13 +63,6 @@ class FileHandle:
     @property
     def place(self) -> tuple[int, bytes]:
         return self.node.parent, self.node.name
-
-
-def tell_lost(node: Node) -> None:
-    """NoSpace, once, where bytes that were taken before could not be kept."""
-    if node.lost is not None:
-        lost, node.lost = node.lost, None
-        raise lost
 
 
 def check_content(node: Node) -> None:

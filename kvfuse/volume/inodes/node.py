@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import trio
 
-from kvfuse.errors import EngineError, NoSpace
+from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.volume.inodes.chunk import Chunk, Extent, blocks_of
 from kvfuse.volume.store import schema
 from kvfuse.volume.views.content_map import ContentMap
@@ -192,8 +192,8 @@ class Node:
         self.times_changed = False
         """a directory's times are not in the store yet"""
         self.lock: trio.Lock | None = None
-        self.lost: NoSpace | None = None
-        """the error to raise once for accepted bytes that were lost since"""
+        self.lost: tuple[KvfuseError, int] | None = None
+        """of bytes that were taken, and the `Doubt.epoch` of which whoever has it open for writing hears it once"""
         self.recent = True
         self.reserved = 0
         """bytes of records that are reserved for its next commit; see `metadata_budget`"""

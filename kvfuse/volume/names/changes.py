@@ -7,10 +7,12 @@ relaxed ones return.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from stat import S_IFREG, S_IMODE, S_ISGID, S_ISREG
 
+from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, Caller
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes import privileges
@@ -51,7 +53,15 @@ class Names:
         if self.lookup.is_strict(directory):
             await self.executor.publish(directory, nodes)
         elif self.journal.pending.load.is_crowded((nodes or (directory,))[0].uid):
-            await self.journal.commit()
+            with suppress(errors.EngineError):  # the change is made, and stored as soon as the store takes it
+                await self.journal.commit()
+
+    def _check_crowd(self, uid: int) -> None:
+        """EngineError, with nothing made, where the store refuses commits and the user's share of changes that wait for
+        one is used up. Removals are taken all the same: there are only as many as files."""
+        failure = self.journal.failure
+        if failure is not None and self.journal.pending.load.is_crowded(uid):
+            raise type(failure)(f"too much waits for a commit that fails: {failure}")
 
     def publish_waits(self, directory: Node, node: Node) -> bool:
         """`publish` would wait."""
@@ -63,6 +73,7 @@ class Names:
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
     ) -> tuple[Node, Node]:
         """(directory, new inode) of any type; not yet published. The inode is counted as looked up."""
+        self._check_crowd(caller.uid)
         planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make)
         plan = await self.executor.carry_out([Place(parent, name)], planning, _always if S_ISREG(mode) else plans.never)
         return plan.ends[0].directory, self.lookup.count_lookup(plan.node)
@@ -88,6 +99,7 @@ class Names:
 
         IsADirectory where a directory has the name; NotFound, if the directory was removed. NoSpace.
         """
+        self._check_crowd(caller.uid)
         new = NewInode(caller, S_IFREG | S_IMODE(mode))
         planning = partial(plans.plan_replacement, new=new, make=self._make)
         return await self.executor.plan_later([Place(parent, name)], planning)
@@ -104,6 +116,7 @@ class Names:
     async def link(self, ino: int, parent: int, name: bytes) -> tuple[Node, Node]:
         """(directory, inode): another name for a file; not yet published."""
         node = await self.lookup.current(ino)
+        self._check_crowd(node.uid)
         planning = partial(plans.plan_link, node=node)
         plan = await self.executor.carry_out([Place(parent, name)], planning, node=node)
         return plan.ends[0].directory, self.lookup.count_lookup(node)

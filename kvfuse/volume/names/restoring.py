@@ -162,6 +162,8 @@ class Restorer:
                         log.error("unstored bytes of inode %d are lost: %s", ino, error)
                         self.core.slabs.cancel(self._slots.pop(ino, ()))
                         self._lost.add(ino)
+        for ino in left.nodes:  # also beyond what was announced, where the store refused commits for long
+            self.core.inodes.pass_over(ino)
         nodes = {ino: node for ino in left.nodes if (node := await self._restore_node(ino)) is not None}
         await self._restore_names(nodes)
         await self._restore_rest()
@@ -308,6 +310,7 @@ class Restorer:
             extent = former.pop((one.addr, one.generation), None)
             if extent is None:
                 extent = Extent(one.addr, one.slot_size, one.length, one.generation, b"", FRESH, node.namespace)
+                self.core.generations.pass_over(one.generation)
                 node.born.append(extent)
             extent.length, extent.reach, extent.checksums = one.length, one.reach, one.checksums
             extent.packing = one.packing

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -43,10 +44,15 @@ from kvfuse.volume.opening import engines
 from kvfuse.volume.store import schema, sealed
 from kvfuse.volume.store.member import Member, membership
 
+log = logging.getLogger(__name__)
+
 SUPERBLOCK_FILE = "superblock"
 LOCK_FILE = "lock"
 KEPT_LOCK = "lock"
 """with the open file that has the lock; see `keeper`"""
+READ_ONLY_REMEDY = (
+    "mount the volume with -o ro; where an error of its disk has turned it so (dmesg tells), check that, mount it again"
+)
 KNOWN_FILES = frozenset({SUPERBLOCK_FILE, LOCK_FILE, "records", "segments", "log"})
 """Names that may stand in a volume's folder: a folder with others is not ours to format."""
 RECORD_FILES = r"(data|lock)\.mdb"
@@ -122,23 +128,33 @@ def locked(path: Path, mountpoint: str = "", wait_seconds: float = 0.0, keeper: 
                     raise VolumeBusy(f"the volume {path} is in use by {describe_holder(path)}") from None
                 time.sleep(0.05)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "mountpoint": mountpoint, "since": int(time.time())}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        _say_holder(path, descriptor, holder)
         keeper.keep(KEPT_LOCK, descriptors=[descriptor])
         yield
-        os.ftruncate(descriptor, 0)
+        _say_holder(path, descriptor, {})
         keeper.drop(KEPT_LOCK)
     finally:
         os.close(descriptor)
 
 
 def _open_lock(path: Path) -> int:
+    """VolumeError."""
     try:
         return os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno == errno.EROFS:
-            raise VolumeError(f"{path} is in a read-only file system: mount the volume with -o ro") from None
-        raise
+            raise VolumeError(f"{path} is in a read-only file system: {READ_ONLY_REMEDY}") from None
+        raise VolumeError(f"{path / LOCK_FILE}, the lock of the volume: {error.strerror}") from error
+
+
+def _say_holder(path: Path, descriptor: int, said: Mapping[str, object]) -> None:
+    """In place of what is there: a block that the file has is enough on a full disk. The lock holds without it."""
+    text = json.dumps(said).encode()
+    try:
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
+    except OSError as error:
+        log.warning("%s does not say who holds the volume: %s", path / LOCK_FILE, error.strerror)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import PAGE_SIZE, Superblock
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.doubt import Doubt
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
@@ -92,10 +93,12 @@ async def _shared(core: Core, member: Member) -> Core:
         left = await read_left(core.records, member.client, member.version, rest, member.before.resting)
         for number, counts in (await read_own_uses(core.records, member.client)).items():
             core.namespaces.accounts.load(number, counts)
+    generations = SharedNumberRange(schema.COUNTER_GENERATION)
     return dataclasses.replace(
         core,
         inodes=SharedNumberRange(schema.COUNTER_INODE),
-        generations=SharedNumberRange(schema.COUNTER_GENERATION),
+        generations=generations,
+        doubt=Doubt(generations),
         file_count=left.counts.inodes,
         client=member.client,
         left=left,
@@ -136,6 +139,7 @@ async def _load_values(
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)
     kept_size = options.mount.outlive_size if is_alone and keeper.outlives and not options.mount.read_only else 0
+    generations = NumberRange(schema.COUNTER_GENERATION, generation)
     return Core(
         unstored_log=KeptLog(kept_size) if kept_size else None,
         superblock=superblock,
@@ -150,7 +154,8 @@ async def _load_values(
         strict=options.publish_mode == "strict",
         read_only=options.mount.read_only,
         inodes=NumberRange(schema.COUNTER_INODE, inode),
-        generations=NumberRange(schema.COUNTER_GENERATION, generation),
+        generations=generations,
+        doubt=Doubt(generations, keeper if is_alone else NO_KEEPER, superblock.volume_id),
         metadata=_bounded(records, metadata_limit, geometry.data_size),
         file_count=records.usage.items if records.usage is not None else schema.decode_counts(values[2]).inodes,
         namespaces=namespaces,

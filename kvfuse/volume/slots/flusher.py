@@ -33,6 +33,7 @@ from kvfuse.volume.slots.items import Item, plan
 from kvfuse.volume.slots.packer import Packer
 from kvfuse.volume.views.demand import Demand
 from kvfuse.volume.views.fair_line import FairLine
+from kvfuse.volume.views.health import WRITE
 
 log = logging.getLogger(__name__)
 
@@ -297,7 +298,8 @@ class Flusher:
             await self._take(chunks, items, size_max)
             for left in reversed(range(WRITES_MAX)):
                 await self.elsewhere.move(items)
-                late = await self._write(items, is_last=not left or self.headers.owes_much) if items else []
+                with self.core.doubt.writing(), self.core.health.trying(WRITE):
+                    late = await self._write(items, is_last=not left or self.headers.owes_much) if items else []
                 written, items = [item for item in items if item not in late], late
                 with trio.CancelScope(shield=True):  # the bytes are written
                     for number, item in enumerate(written):

@@ -47,11 +47,11 @@ def _plan_packed(core: Core, item: Item, writes: list[Transfer]) -> list[Extent]
     """Of compressed bytes; none where there is no slot for them but the larger one."""
     assert item.packed is not None
     data, packing = item.packed
+    generation = core.generations.next()
     slot = core.slabs.take(len(data), item.staged.slots[0].owner)
     if slot is None:
         item.packed = None
         return []
-    generation = core.generations.next()
     writes.append(Transfer(*core.locate(slot.addr), memoryview(data)))
     checksums = granule_checksums(data)
     return [Extent(slot.addr, slot.size, len(data), generation, checksums, FRESH, slot.owner, packing)]

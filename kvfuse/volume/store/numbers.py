@@ -26,13 +26,15 @@ class NumberRange:
     """Of a volume that nobody else has open.
 
     A range is announced (`take`) by commits that are half a range ahead of what was given: a number that a slot
-    header shows was announced before, so none is given again after a crash.
+    header shows was announced before, so none is given again after a crash. The first range is announced before the
+    first number is given; where the store refuses that commit, none is given (`withhold`) until a commit brings it.
     """
 
     def __init__(self, key: bytes, start: int) -> None:
         self.key = key
         self._next = start
         self._end = start
+        self._refusal: EngineError | None = None
 
     @property
     def upcoming(self) -> int:
@@ -40,9 +42,29 @@ class NumberRange:
         return self._next
 
     def next(self) -> int:
+        """EngineError, as the store refused it, while nothing is announced."""
+        if self._refusal is not None:
+            raise type(self._refusal)(f"no number is left for {self.key[1:].decode()}: {self._refusal}")
         value = self._next
         self._next += 1
         return value
+
+    def pass_over(self, number: int) -> None:
+        """A daemon before this one gave this number, whether it was announced or not."""
+        self._next = max(self._next, number + 1)
+
+    def withhold(self, error: EngineError) -> None:
+        """The store refused the first range, of which nothing was given: `take` says it again."""
+        self._end, self._refusal = self._next, error
+
+    @property
+    def is_withheld(self) -> bool:
+        """`next` has none."""
+        return self._refusal is not None
+
+    def announced(self) -> None:
+        """All that `take` has said is in the store."""
+        self._refusal = None
 
     async def reach(self, bound: int) -> None:
         """Return when the next number is not below ``bound``, which some other client may have given already."""

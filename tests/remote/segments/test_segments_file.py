@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import trio
 
 import kvfuse
-from kvfuse.errors import EngineError, EngineFull, ReadOnly
+from kvfuse.errors import EngineError, EngineFull, EngineReadOnly, ReadOnly
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.file import direct, fileio
 from kvfuse.remote.segments.file.store import NOWAIT_BYTES_MAX, VIEW_BYTES_MAX, FileSegments
@@ -345,23 +346,58 @@ async def test_errors_of_the_system_become_the_projects(store: FileSegments) -> 
         assert type(caught.value) is kind
 
 
-async def test_a_segment_whose_sync_failed_passes_no_sync_until_it_is_opened_anew(
-    store: FileSegments, tmp_path: Path
-) -> None:
-    await store.write([Transfer(1, 0, b"perhaps lost")])
+@contextmanager
+def broken(store: FileSegments) -> Iterator[None]:
+    """Syncs of segment 1 fail."""
     file = store._files[1]
-    good, broken = os.dup(file.fd), os.open("/dev/null", os.O_RDWR)
-    os.dup2(broken, file.fd)
-    with pytest.raises(EngineError):
-        await store.sync()
+    good, null = os.dup(file.fd), os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, file.fd)
+    os.close(null)
+    yield
     os.dup2(good, file.fd)
     os.close(good)
-    os.close(broken)
-    with pytest.raises(EngineError, match="earlier sync"):
+
+
+async def test_after_a_failed_sync_writes_go_past_the_page_cache(store: FileSegments) -> None:
+    """What it has may not be what the disk has. Parts of blocks leave the rest of them as it was."""
+    await store.write([Transfer(1, 0, b"first page"), Transfer(1, 9000, b"perhaps lost")])
+    with broken(store), pytest.raises(EngineError):
         await store.sync()
-    again = FileSegments.open(tmp_path / "segments")
-    await again.write([Transfer(1, 0, b"x")])
+    file = store._files[1]
+    if file.past_cache is None:
+        pytest.skip("this file system has no O_DIRECT")
+    await store.write([Transfer(1, 5, b"PAGE"), Transfer(1, 8192, bytes(3 * 4096 + 7))])
+    assert await read(store, 0, 12) == b"firstPAGEe\0\0"
+    assert await read(store, 8192, 3 * 4096 + 7) == bytes(3 * 4096 + 7)
+    await store.sync()
+    with store.writing({1}) as targets:
+        assert not targets, "a thread would write to the page cache"
+    store.drop_cache()
+    assert await read(store, 0, 12) == b"firstPAGEe\0\0"
+
+
+async def test_a_segment_on_a_file_system_that_was_read_only_is_written_when_it_is_not(
+    store: FileSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_RDWR and str(path).endswith(".seg"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return really_open(path, flags, *rest, **more)
+
+    folder = store._files[1].path.parent
+    await store.write([Transfer(1, 0, b"there")])
+    await store.aclose()
+    monkeypatch.setattr(os, "open", refuse)
+    again = FileSegments.open(folder)
+    assert await read(again, 0, 5) == b"there"
+    with pytest.raises(EngineReadOnly):
+        await again.write([Transfer(1, 0, b"again")])
+    monkeypatch.undo()
+    await again.write([Transfer(1, 0, b"again")])
     await again.sync()
+    assert await read(again, 0, 5) == b"again"
     await again.aclose()
 
 

@@ -103,7 +103,7 @@ async def test_a_description_keeps_clear_of_bytes_that_a_cut_leaves_in_the_store
     handle = await make(volume, b"f", b"x" * 4096)
     await volume.files.fsync(handle)
     await volume.inodes.set_attributes(handle.node.ino, Changes(size=1), CALLER)
-    await volume.parts.flusher.flush([handle.node])  # as the next commit does before it is sent
+    await volume.parts.journal.flusher.flush([handle.node])  # as the next commit does before it is sent
     assert await crashed_content(disk, b"f") == b"x" * 4096
     await volume.files.release(handle)
 

@@ -21,7 +21,7 @@ async def change_much(volume: Volume) -> None:
         handle, _ = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
         await volume.files.write(handle, 0, name * 3000)
         await volume.files.release(handle)
-    await volume.parts.flusher.flush(list(volume.parts.journal.pending.dirty))
+    await volume.parts.journal.flusher.flush(list(volume.parts.journal.pending.dirty))
     await volume.tree.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"other", 0)
     await volume.tree.unlink(ROOT_INODE, b"removed")
 

@@ -33,7 +33,7 @@ class Lab:
 
     @property
     def staged(self) -> int:
-        return self.volume.parts.flusher.staged_bytes
+        return self.volume.parts.journal.flusher.staged_bytes
 
     async def write(self, offset: int, data: bytes) -> None:
         assert await self.volume.files.write(self.handle, offset, data, by_kernel=True) == len(data)

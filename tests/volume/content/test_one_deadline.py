@@ -138,7 +138,7 @@ async def test_who_waits_for_room_hears_that_there_will_be_none(
         handle = await create(volume, b"file")
         segments.away = True
         written = 0
-        while volume.parts.flusher.staged_bytes <= volume.parts.flusher.staging_size:
+        while volume.parts.journal.flusher.staged_bytes <= volume.parts.journal.flusher.staging_size:
             written += await volume.files.write(handle, written, content[written : written + CHUNK])
         with trio.fail_after(10 * DEADLINE):
             assert await seconds_until_timeout(lambda: volume.files.write(handle, written, b"more")) < DEADLINE + SLACK

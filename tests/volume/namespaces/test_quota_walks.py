@@ -217,7 +217,7 @@ class Walk:
             await self.empty(folder)
         self.volume.parts.names.nameless.reap_unnamed()  # of a create that failed later, too
         for _ in range(2):  # what was being written, and what was given up meanwhile, goes with the second commit
-            await self.volume.parts.flusher.settled()
+            await self.volume.parts.journal.flusher.settled()
             await self.volume.sync()
         for number in self.namespaces:
             assert self.volume.parts.core.namespaces.accounts.use(number) == Use(0, 0)

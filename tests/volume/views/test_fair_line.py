@@ -92,7 +92,7 @@ async def test_writers_of_two_namespaces_share_memory_by_weight(disk: Disk, opti
             for number in range(8):
                 nursery.start_soon(write_much, volume, light, b"%d" % number, enough, passed)
         assert passed[light] / passed[heavy] == pytest.approx(4, rel=0.3)
-        assert not volume.parts.flusher.line.places
+        assert not volume.parts.journal.flusher.line.places
 
 
 def test_bad_weights_are_refused() -> None:

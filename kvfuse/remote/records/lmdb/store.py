@@ -16,6 +16,13 @@ to pages that neither of the two last snapshots uses, ``fdatasync``, and writing
 ``sync=False`` would make an ordered commit cheaper by one ``fdatasync``, but lets the kernel write a meta page
 before its pages: a loss of power could then destroy the store. It breaks the contract and is not used.
 
+**A failed sync.** The kernel may have dropped what it could not write, and calls it clean. Pages of the failed commit
+are written again by the next one. But the meta page of the commit before, which this one was to carry to the disk,
+would not be: so before the next commit both meta pages are written again, as they were, and synced (`metapages`).
+Then the store is opened anew, with nothing of it in the kernel's cache (`medium.drop_cache`).
+
+**A file system that turned read-only.** The store is opened for reading then; each commit tries to open it for writing.
+
 **Threads.** Reads run on the event loop's thread: the map is memory, a get costs about a microsecond.
 A write transaction belongs to the thread that began it, so one worker thread owns them all. It
 would lose the interpreter lock at every put and, beside a busy event loop, wait up to the switch interval
@@ -35,9 +42,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import struct
 import weakref
-import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -47,25 +52,24 @@ from typing import Any, Self, TypeVar
 import lmdb
 import trio
 
-from kvfuse.errors import Corrupt, EngineError, EngineFull, ReadOnly
-from kvfuse.remote.records.api import ABSENT, Change, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
+from kvfuse.errors import Corrupt, EngineError, EngineFull, EngineReadOnly, ReadOnly
+from kvfuse.remote.records.api import Change, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
 from kvfuse.remote.records.lmdb import medium, rows
+from kvfuse.remote.records.lmdb.commits import MediumFailed, WriteTransaction, recorded_usage
 from kvfuse.remote.records.lmdb.local import LocalLease, Watch, own_lease
 from kvfuse.remote.records.lmdb.medium import DATA_FILE, Medium
+from kvfuse.remote.records.lmdb.metapages import MetaPages
 from kvfuse.remote.records.lmdb.residency import MappedFile
 from kvfuse.remote.records.lmdb.rows import VERSION_SIZE
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
-_USAGE = struct.Struct(">qq")
 MAP_SIZE = 4 << 40
 """Address space asked for, not disk; less where the process may not have as much. `bound` makes it less."""
 MAP_SIZE_MIN = 1 << 30
 PARKED_OPERATIONS_MAX = 512
 """Operations put while the event loop stands still: about a millisecond."""
-FULL_FREE_BYTES = 1 << 20
-"""LMDB answers EIO to a short write; with less than this free it was for lack of space."""
 
 LIMITS = RecordLimits(
     key_size_max=511,
@@ -84,13 +88,11 @@ class LmdbRecords(RecordStore):
         self, environment: lmdb.Environment, path: Path, *, read_only: bool, meter: Meter | None = None
     ) -> None:
         super().__init__(LIMITS)
-        self._environment = environment
         self._path = path
         self._read_only = read_only
-        self._mapped = MappedFile(path / DATA_FILE)
-        self._medium = Medium(path, environment.info()["map_size"])
+        self._take(environment)
         self._meter = meter
-        self._usage = self._reading(lambda transaction: _recorded_usage(transaction, meter)) if meter else None
+        self._usage = self._reading(lambda transaction: recorded_usage(transaction, meter)) if meter else None
         self._writer = _Writer()
         self._commit_lock = trio.Lock()  # fair: commits are applied in the order of the calls
         self._closed = False
@@ -114,10 +116,37 @@ class LmdbRecords(RecordStore):
             if not read_only:
                 directory.mkdir(parents=True, exist_ok=True)
             medium.check(directory)
-            environment = _open_environment(directory, read_only, map_size)
+            environment = _open_environment(directory, read_only or not _is_writable(directory), map_size)
             return cls(environment, directory, read_only=read_only, meter=meter)
         except (OSError, lmdb.Error) as error:
             raise _translated(error, directory) from error
+
+    def _take(self, environment: lmdb.Environment) -> None:
+        self._environment = environment
+        self._mapped = MappedFile(self._path / DATA_FILE)
+        self._medium = Medium(self._path, environment.info()["map_size"])
+        self._meta_pages = MetaPages(self._path / DATA_FILE, environment.stat()["psize"])
+        self._is_usable = self._read_only or not environment.flags()["readonly"]
+
+    def _open_anew(self) -> None:
+        """In the turn of a commit: after a failed sync, where the file system had turned read-only, or LMDB gave up.
+        EngineError: it may not be open at all, until the next commit tries it again.
+        """
+        size = self._medium.size
+        try:
+            if not _is_writable(self._path):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            self._is_usable = False
+            self._environment.close()
+            self._medium.close()
+            medium.drop_cache(self._path)
+            self._take(_open_environment(self._path, False, size))
+        except (OSError, lmdb.Error) as error:
+            raise _translated(error, self._path) from error
+        log.warning("%s was opened anew", self._path)
+
+    def distrust_cache(self) -> None:
+        self._meta_pages.is_doubtful = True
 
     @property
     def usage(self) -> Usage | None:
@@ -201,7 +230,7 @@ class LmdbRecords(RecordStore):
             raise ReadOnly(f"{self._path} is open for reading only")
         own = own_lease(lease, self)
         self.limits.check_commit(puts, deletes, expect or {})
-        transaction = _Transaction(self._environment, self._medium, puts, deletes, expect or {}, durable, self._meter)
+        transaction = WriteTransaction(puts, deletes, expect or {}, durable, self._meter)
         self.counters.commits += 1
         self.counters.commit_operations += transaction.operation_count
         async with self._turn():
@@ -239,7 +268,7 @@ class LmdbRecords(RecordStore):
         async with self._turn():
             found = self._reading(lambda transaction: {key: transaction.get(key) for key in lease.attached})
             deletes = [key for key, value in found.items() if value and rows.version_of(value) == lease.attached[key]]
-            await self._apply(_Transaction(self._environment, self._medium, {}, deletes, {}, False, self._meter))
+            await self._apply(WriteTransaction({}, deletes, {}, False, self._meter))
 
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):
@@ -253,16 +282,25 @@ class LmdbRecords(RecordStore):
         for watch in list(self._watches):
             watch.close()
 
-    async def _apply(self, transaction: _Transaction) -> bool:
+    async def _apply(self, transaction: WriteTransaction) -> bool:
         if not self._medium.is_intact():
             raise self._lost()
+        if self._meta_pages.is_doubtful:
+            try:
+                await self._writer.run(self._meta_pages.renew)
+            except OSError as error:
+                raise _translated(error, self._path) from error
+        if self._meta_pages.is_doubtful or not self._is_usable:
+            self._open_anew()
+        transaction.use(self._environment, self._medium, self._meta_pages)
         transaction.usage = self._usage
         transaction.wants_changes |= bool(self._watches)
         try:
             if not await self._stage(transaction):
                 return False
             await self._writer.run(transaction.finish)
-        except (lmdb.Error, MediumFailed) as error:
+        except (lmdb.Error, MediumFailed, OSError) as error:
+            self._is_usable = not isinstance(error, lmdb.PanicError)
             raise self._commit_error(transaction, error) from error
         finally:
             if transaction.is_open:
@@ -273,7 +311,7 @@ class LmdbRecords(RecordStore):
                     watch.offer(transaction.changes)
         return True
 
-    async def _stage(self, transaction: _Transaction) -> bool:
+    async def _stage(self, transaction: WriteTransaction) -> bool:
         """Check and put in chunks, the loop standing still during each. False: a version had moved."""
         stop = PARKED_OPERATIONS_MAX
         is_as_expected = self._writer.run_parked(transaction.begin, stop)
@@ -283,123 +321,15 @@ class LmdbRecords(RecordStore):
             stop += PARKED_OPERATIONS_MAX
         return is_as_expected
 
-    def _commit_error(self, transaction: _Transaction, error: Exception) -> EngineError:
+    def _commit_error(self, transaction: WriteTransaction, error: Exception) -> EngineError:
         """EngineFull only where nothing was done: LMDB writes the meta page last."""
         if not self._medium.is_intact():
             return self._lost()
         if transaction.committed or self._environment.info()["last_txnid"] >= transaction.id > 0:
             return EngineError(f"{self._path}: {error}; the commit may have happened")
-        if getattr(error, "code", errno.EIO) == errno.EIO:
-            free = os.statvfs(self._path)
-            if free.f_bavail * free.f_frsize < FULL_FREE_BYTES:
-                return EngineFull(f"{self._path}: no space left for records")
+        if getattr(error, "code", getattr(error, "errno", errno.EIO)) == errno.EIO and medium.is_full(self._path):
+            return EngineFull(f"{self._path}: no space left for records")
         return _translated(error, self._path)
-
-
-class MediumFailed(Exception):
-    """A page of the file could not be read."""
-
-
-class _Transaction:
-    """One commit. Everything but the constructor runs in the writer's thread."""
-
-    def __init__(
-        self,
-        environment: lmdb.Environment,
-        medium: Medium,
-        puts: Mapping[bytes, bytes],
-        deletes: Collection[bytes],
-        expect: Mapping[bytes, int],
-        durable: bool,
-        meter: Meter | None,
-    ) -> None:
-        self._environment = environment
-        self._medium = medium
-        self._meter = meter
-        # Copied: the caller may reuse its collections while this commit waits for its turn.
-        self._expect = list(expect.items())
-        self._changes: list[tuple[bytes, bytes | None]] = [*puts.items(), *((key, None) for key in deletes)]
-        self._durable = durable
-        self._transaction: Any = None
-        self.operation_count = len(self._expect) + len(self._changes)
-        self.id = 0
-        self.usage: Usage | None = None
-        """of all records, as this commit leaves them"""
-        self.committed = False
-        self.change_count = 0
-        self.wants_changes = False
-        """somebody watches, or the commit has a lease"""
-        self.changes: list[Change] = []
-
-    def begin(self, stop: int) -> bool:
-        """Have the store's write lock, and do the operations before ``stop``."""
-        self._transaction = self._environment.begin(write=True)
-        self.id = self._transaction.id()
-        return self.step(0, stop)
-
-    def step(self, start: int, stop: int) -> bool:
-        """Do operations start..stop: first come the expectations, then the changes. False: a version had moved."""
-        for key, version in self._expect[start:stop]:
-            value = self._transaction.get(key)
-            if (ABSENT if value is None else rows.version_of(value)) != version:
-                self._check_medium()
-                return False
-        expect_count = len(self._expect)
-        for key, put in self._changes[max(start - expect_count, 0) : max(stop - expect_count, 0)]:
-            self._change(key, put)
-        self._check_medium()
-        return True
-
-    def _check_medium(self) -> None:
-        """MediumFailed before anything is made of pages that could not be read."""
-        if not self._medium.is_intact():
-            raise MediumFailed
-
-    def _change(self, key: bytes, value: bytes | None) -> None:
-        if self._meter is not None and self.usage is not None:
-            self.usage = self._weighed(self._meter, self.usage, key, value)
-        if value is not None:
-            self._transaction.put(key, self.id.to_bytes(VERSION_SIZE, "big") + value)
-        elif not self._transaction.delete(key):
-            return
-        self.change_count += 1
-        if self.wants_changes:
-            self.changes.append(Change(key, value, self.id))
-
-    def _weighed(self, meter: Meter, usage: Usage, key: bytes, value: bytes | None) -> Usage:
-        """As it is when the record is put or deleted."""
-        if key == meter.key:
-            return usage if value is None else Usage(*_USAGE.unpack_from(value))  # somebody counted, and knows better
-        size, items = meter.weigh(key, value) if value is not None else (0, 0)
-        old = self._transaction.get(key)
-        if old is not None:
-            old_size, old_items = meter.weigh(key, old[VERSION_SIZE:])
-            size, items = size - old_size, items - old_items
-        return Usage(usage.size + size, usage.items + items)
-
-    @property
-    def is_open(self) -> bool:
-        """It holds the store's write lock."""
-        return self._transaction is not None
-
-    def finish(self) -> None:
-        if self.change_count:
-            if self._meter is not None and self.usage is not None:
-                self._transaction.put(self._meter.key, _usage_row(self.usage, self.id))
-            self._check_medium()
-            transaction, self._transaction = self._transaction, None  # LMDB itself ends one that fails to commit
-            transaction.commit()
-            self.committed = True
-            self._medium.grew()
-        else:
-            self.abort()
-        if self._durable:
-            self._environment.sync(True)
-        self._check_medium()
-
-    def abort(self) -> None:
-        self._transaction.abort()
-        self._transaction = None
 
 
 class _Writer:
@@ -442,6 +372,7 @@ def _open_environment(directory: Path, read_only: bool, map_size: int) -> lmdb.E
                 metasync=False,
                 readahead=False,  # keys are scattered: readahead would fill memory with neighbours
                 max_spare_txns=4,
+                lock=read_only or medium.can_lock(directory),
             )
         except lmdb.MemoryError:
             if map_size <= MAP_SIZE_MIN:
@@ -449,31 +380,25 @@ def _open_environment(directory: Path, read_only: bool, map_size: int) -> lmdb.E
             map_size //= 2
 
 
-def _usage_row(usage: Usage, version: int) -> bytes:
-    """The record of the count as it is stored. One that is damaged, or not of the last commit, is counted anew."""
-    row = version.to_bytes(VERSION_SIZE, "big") + _USAGE.pack(*usage)
-    return row + zlib.crc32(row).to_bytes(4, "big")
-
-
-def _recorded_usage(transaction: lmdb.Transaction[bytes], meter: Meter) -> Usage:
-    """The weight that the last transaction recorded; counted anew where it recorded none."""
-    row = transaction.get(meter.key)
-    if row is not None and len(row) >= VERSION_SIZE + _USAGE.size:
-        usage = Usage(*_USAGE.unpack_from(row, VERSION_SIZE))
-        if row == _usage_row(usage, transaction.id()):
-            return usage
-    size = items = 0
-    for key, value in transaction.cursor():
-        more_size, more_items = meter.weigh(key, value[VERSION_SIZE:])
-        size += more_size
-        items += more_items
-    return Usage(size, items)
+def _is_writable(directory: Path) -> bool:
+    """The file system lets its files be opened for writing; or there is none yet. OSError."""
+    try:
+        os.close(os.open(directory / DATA_FILE, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return False
+    return True
 
 
 def _translated(error: Exception, path: Path) -> EngineError:
     code = getattr(error, "code", getattr(error, "errno", 0))
     if isinstance(error, lmdb.MapFullError):
         return EngineFull(f"{path}: the records have reached the store's map size")
+    if code == errno.EROFS:
+        return EngineReadOnly(f"{path}: {os.strerror(errno.EROFS)}")
     if isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT):
         return EngineFull(f"{path}: no space left for records ({error})")
     if isinstance(error, (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)):

@@ -79,18 +79,24 @@ def read(fd: int, views: Sequence[memoryview], offset: int) -> None:
                     position += len(part)
 
 
-def write(fd: int, views: Sequence[memoryview], offset: int, block_lock: threading.Lock) -> None:
-    """Write views that follow each other through a bounce buffer, leaving the rest of its first and last block."""
+def write(
+    fd: int, views: Sequence[memoryview], offset: int, block_lock: threading.Lock, reader: int | None = None
+) -> None:
+    """Write views that follow each other through a bounce buffer, leaving the rest of its first and last block.
+
+    ``reader``: a descriptor that knows what those blocks have, where ``fd`` may not.
+    """
+    reader = fd if reader is None else reader
     left, end = deque(views), offset + sum([view.nbytes for view in views])
     with bounce_buffer() as bounce, block_lock:
         for start, stop, block_start, block_stop in chunks(offset, end):
             with bounce[: block_stop - block_start] as blocks:
                 if start != block_start:
                     with blocks[:BLOCK_SIZE] as first:
-                        read_fully(fd, first, block_start)
+                        read_fully(reader, first, block_start)
                 if stop != block_stop:
                     with blocks[-BLOCK_SIZE:] as last:
-                        read_fully(fd, last, block_stop - BLOCK_SIZE)
+                        read_fully(reader, last, block_stop - BLOCK_SIZE)
                 position = start - block_start
                 for part in first_of(left, stop - start):
                     blocks[position : position + len(part)] = part

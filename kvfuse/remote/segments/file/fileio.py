@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -18,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from kvfuse.errors import EngineError, EngineFull, MediumError
+from kvfuse.errors import EngineError, EngineFull, EngineReadOnly, MediumError
 from kvfuse.remote import libc
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments.file import direct
+
+log = logging.getLogger(__name__)
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 ZEROS = memoryview(bytes(1 << 20))
@@ -45,7 +48,9 @@ class SegmentFile:
         self.is_direct = is_direct
         self.block_lock = threading.Lock()
         """held while a part of a block is changed (direct)"""
-        self.sync_failed = False
+        self.is_writable = True
+        self.past_cache: int | None = None
+        """a descriptor to write by, where the page cache is not trusted: see `distrust_cache`"""
         self.retired = False
         self.closed = trio.Event()
         self._use_count = 0
@@ -55,8 +60,26 @@ class SegmentFile:
 
     @classmethod
     def open(cls, path: Path, segment: int, *, is_direct: bool, read_only: bool) -> Self:
-        flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
-        return cls(path, segment, os.open(path, flags), is_direct=is_direct)
+        """Where the file system has turned read-only, for reading: each write tries to open it for writing."""
+        flags = os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+        try:
+            descriptor = os.open(path, flags | (os.O_RDONLY if read_only else os.O_RDWR))
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            descriptor = os.open(path, flags | os.O_RDONLY)
+            read_only = True
+        file = cls(path, segment, descriptor, is_direct=is_direct)
+        file.is_writable = not read_only
+        return file
+
+    def open_for_writing(self) -> None:
+        """In a thread. OSError."""
+        if not self.is_writable:
+            again = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0))
+            os.dup2(again, self.fd, inheritable=False)
+            os.close(again)
+            self.is_writable = True
 
     def __enter__(self) -> Self:
         self._use_count += 1
@@ -75,7 +98,25 @@ class SegmentFile:
         if self.retired and not self._use_count and not self.closed.is_set():
             self._mapping = self._written = None  # unmapped with the last view of it
             os.close(self.fd)
+            if self.past_cache is not None:
+                os.close(self.past_cache)
             self.closed.set()
+
+    def distrust_cache(self) -> None:
+        """Write past the page cache from now on, where the file system can; reads still find what it has.
+
+        Pages that could not be written count as clean, and on ext4 as blocks that were written once: what goes to them
+        later is not found on the disk, though a sync succeeded.
+        """
+        if not (self.is_direct or self.past_cache or (self.start | self.size) % direct.BLOCK_SIZE):
+            with contextlib.suppress(OSError):
+                self.past_cache = os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+
+    def drop_cache(self) -> None:
+        """Nothing in the page cache is needed any more."""
+        self.drop_mapped_pages()
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self.fd, self.start, self.size, os.POSIX_FADV_DONTNEED)
 
     def resident(self, offset: int, length: int) -> memoryview | None:
         """A view of a range of which all pages are in the page cache. For the kernel alone: see `SegmentStore.view`.
@@ -221,6 +262,10 @@ def read_runs(runs: Sequence[Run]) -> None:
 def write_runs(runs: Sequence[Run]) -> None:
     for run in runs:
         with translated(run.file.path, run.offset):
+            run.file.open_for_writing()
+            if run.file.past_cache is not None:
+                direct.write(run.file.past_cache, run.views, run.offset, run.file.block_lock, run.file.fd)
+                continue
             if run.bounces:
                 direct.write(run.file.fd, run.views, run.offset, run.file.block_lock)
                 continue
@@ -250,7 +295,10 @@ def create(path: Path, segment: int, size: int, *, is_direct: bool) -> SegmentFi
 
 
 def remove_unfinished(temporary: Path) -> None:
-    """Remove what a creation left that did not end; not what another process is about to make."""
+    """Remove what a creation left that did not end; not what another process is about to make.
+
+    Where the disk refuses that, it is left to whoever opens the folder next.
+    """
     try:
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -260,6 +308,8 @@ def remove_unfinished(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
     except BlockingIOError:
         pass
+    except OSError as error:
+        log.warning("%s, which nobody uses, cannot be removed: %s", temporary, error.strerror)
     finally:
         os.close(fd)
 
@@ -272,12 +322,12 @@ def remove(path: Path) -> None:
 
 def sync(files: Sequence[SegmentFile]) -> None:
     for file in files:
-        if file.sync_failed:
-            raise EngineError(f"{file.path}: an earlier sync failed, written data may be lost: check the disk")
         with translated(file.path):
-            file.sync_failed = True  # until it is known to have succeeded
-            os.fdatasync(file.fd)
-            file.sync_failed = False
+            try:
+                os.fdatasync(file.fd)
+            except OSError:
+                file.distrust_cache()
+                raise
 
 
 def write_zeros(fd: int, offset: int, length: int) -> None:
@@ -309,7 +359,13 @@ def translated(path: Path, offset: int = 0) -> Iterator[None]:
         raise engine_error(error, path, offset) from error
 
 
-_KINDS = {errno.ENOSPC: EngineFull, errno.EDQUOT: EngineFull, errno.EIO: MediumError, errno.ENODATA: MediumError}
+_KINDS = {
+    errno.ENOSPC: EngineFull,
+    errno.EDQUOT: EngineFull,
+    errno.EIO: MediumError,
+    errno.ENODATA: MediumError,
+    errno.EROFS: EngineReadOnly,
+}
 
 
 def engine_error(error: OSError, path: Path, offset: int) -> EngineError:

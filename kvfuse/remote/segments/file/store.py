@@ -15,8 +15,8 @@ mapping of its own: threads that may wait read from it whether its pages are the
 a medium that fails is a signal, which the map's guard takes (``mapguard.py``): the bytes are then read anew, by
 preadv, which has an error for each of them.
 
-After a failed fdatasync the kernel may have dropped the written pages and calls the next one a success. Such
-a segment therefore never passes a sync again until the store is opened anew.
+After a failed fdatasync the kernel may have dropped the written pages, and calls the next one a success: which is so
+for what is written from then on, as the contract says.
 """
 
 from __future__ import annotations
@@ -163,6 +163,9 @@ class FileSegments(SegmentStore):
         with contextlib.ExitStack() as in_use:
             for file in files:
                 in_use.enter_context(file)
+            if not all(file.is_writable and file.past_cache is None for file in files):
+                yield {}
+                return
             are_mapped = self._places.are_mappable
             yield {
                 file.segment: fileio.ThreadTarget(file, self._unsynced, file.written_address() if are_mapped else 0)
@@ -184,6 +187,15 @@ class FileSegments(SegmentStore):
                 except BaseException:
                     self._unsynced.update(file for file in files if not file.retired)
                     raise
+
+    def distrust_cache(self) -> None:
+        for file in self._files.values():
+            file.distrust_cache()
+
+    def drop_cache(self) -> None:
+        for file in self._files.values():
+            if file.past_cache is not None:
+                file.drop_cache()
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         file = self._checked(segment, offset, length)

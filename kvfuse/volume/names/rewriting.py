@@ -1,0 +1,170 @@
+"""Writes bytes again, to other slots, that no sync vouches for since one failed (`inodes.doubt`).
+
+The bytes are read back and verified: what the kernel still has in its cache is right, whether it is on the disk or not.
+They are staged as if a writer had written the file anew, so they get other slots, and the next commit frees the former
+ones. An fsync does so with its file before it commits; the rest follows in the background. What cannot be read back is
+lost: whoever has the file open for writing hears so once, as on Linux; a descriptor whose fsync failed has heard it.
+
+Files of caches are left out of the background's work: nobody was promised that they stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.reader import Reader
+from kvfuse.volume.content.writer import Staging
+from kvfuse.volume.inodes.chunk import COMMITTED, Chunk, Extent
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.node import Node, locked
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.slots.space import RoomWait, Space
+from kvfuse.volume.store import schema
+from kvfuse.volume.store.sealed import ScanPages
+from kvfuse.volume.views.health import SYNC
+
+PAUSE_MIN, PAUSE_MAX = 0.5, 30.0
+"""Seconds between two attempts in the background: after the first failure, and at most."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Rewriter:
+    """Rewrites what is in doubt. One of each membership."""
+
+    core: Core
+    journal: Journal
+    lookup: Lookup
+    reader: Reader
+    staging: Staging
+    space: Space
+
+    async def rewrite(self, node: Node) -> None:
+        """Have the bytes of a file that are in doubt staged again: the next commit of it has them.
+
+        EngineError, NoSpace: they are not.
+        """
+        doubt = self.core.doubt
+        if not (doubt.is_any and node.is_file):
+            return
+        async with locked(node):
+            await self.reader.chunks.load_all(node)
+            for index in list(node.chunks):
+                await self._rewrite_chunk(node, index)
+            doubt.renewed(node.ino)
+
+    async def _rewrite_chunk(self, node: Node, index: int) -> None:
+        """With the node's lock. Between two awaits its bytes may be staged anew, cut or dropped."""
+        wait: RoomWait | None = None
+        while (chunk := node.chunks.get(index)) is not None and chunk.staged is None:
+            extents = chunk.extents
+            if not self.core.doubt.covers(node.ino, [chunk]) or self._is_lost(extents):
+                return
+            buffer = np.empty(chunk.length, np.uint8).data
+            await self.journal.flusher.wait_for_memory(node.namespace, len(buffer))
+            try:
+                await self._read_back(node, index, chunk, buffer)
+            except (errors.Corrupt, errors.MediumError) as error:
+                self.core.doubt.lost.update([extent.generation for extent in extents])
+                self.core.doubt.lose(node, errors.MediumError(str(error)))
+                return
+            if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
+                continue
+            try:
+                self._stage(node, index, chunk, buffer)
+            except errors.NoSpace as error:
+                wait = await self.space.wait_for_room(wait, error.namespace)
+                if wait is None:
+                    raise
+
+    def _is_lost(self, extents: Sequence[Extent]) -> bool:
+        """It was found out before, and told."""
+        return any(extent.generation in self.core.doubt.lost for extent in extents)
+
+    async def _read_back(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
+        for extent in chunk.extents:
+            extent.verified = 0
+        await self.reader.read_chunk(node, index, chunk, 0, buffer)
+
+    def _stage(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
+        """NoSpace."""
+        is_sealed = all(extent.checksums for extent in chunk.extents)
+        node.changing(index)
+        self.staging.stage_copy(node, chunk, buffer)
+        self.journal.pending.touch(node, forced=True)
+        if not is_sealed:  # nothing says whether these are the bytes that were written last
+            error = errors.MediumError(f"inode {node.ino}: a sync failed, bytes written in place may be lost")
+            self.core.doubt.lose(node, error)
+
+    # -- in the background ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Rewrite all that comes in doubt, until cancelled."""
+        pause = PAUSE_MIN
+        while True:
+            await self.core.doubt.arose.wait()
+            try:
+                await self.rewrite_all()
+                pause = PAUSE_MIN
+            except (errors.EngineError, errors.OperationError) as error:
+                log.warning("what a failed sync left in doubt is not yet written again: %s", error)
+                await trio.sleep(pause)
+                pause = min(2 * pause, PAUSE_MAX)
+
+    async def rewrite_all(self) -> None:
+        """Return when a sync vouches again for all that was in doubt at the call. EngineError, NoSpace."""
+        doubt = self.core.doubt
+        if not doubt.is_any:
+            return
+        doubted, inodes = doubt.all, 0
+        await self._rewrite_headers()
+        async for parent, name in self._doubtful_names():
+            node = (await self.lookup.find(parent, name)).node
+            if node is not None and node.namespace not in self.core.caches:
+                await self.rewrite(node)
+                inodes += 1
+        for node in list(self.core.nodes):
+            if node.nlink and node.namespace not in self.core.caches:
+                await self.rewrite(node)
+        await self.journal.sync()
+        if doubt.settled(doubted, are_kept=bool(self.core.caches)):
+            self.core.health.worked(SYNC)
+            self.core.segments.drop_cache()
+            log.warning("what a failed sync left in doubt was written again, and is synced: of %d files", inodes)
+
+    async def _rewrite_headers(self) -> None:
+        """Of segments: they may have been made since the sync before, and a mount needs them."""
+        made = {info.segment for info in await self.core.segments.list()} & set(range(self.core.geometry.segment_count))
+        self.core.made_segments -= made
+        await self.core.make_segments(made)
+
+    async def _doubtful_names(self) -> AsyncIterator[tuple[int, bytes]]:
+        """(directory, name) of files that may have bytes in doubt, as the store has them."""
+        references: dict[int, tuple[int, bytes]] = {}
+        async for rows, _ in ScanPages(self.core.records, b"d"):
+            for row in rows:
+                parent, _, name = schema.split_entry_key(row.key)
+                entry = schema.decode_entry(row.value)
+                if isinstance(entry, int):
+                    references[entry] = parent, name
+                elif self._is_doubtful(entry):
+                    yield parent, name
+        async for rows, _ in ScanPages(self.core.records, b"i"):
+            for row in rows:
+                record = schema.decode_inode(row.value)
+                if record.ino in references and self._is_doubtful(record):
+                    yield references[record.ino]
+
+    def _is_doubtful(self, record: schema.InodeRecord) -> bool:
+        """Chunks with records of their own are looked at one by one, later."""
+        rows = [row for chunk in record.chunks for row in chunk]
+        extents = [Extent(row.addr, 0, row.length, row.generation, row.checksums, COMMITTED) for row in rows]
+        return bool(record.flags & schema.FLAG_CHUNK_RECORDS) or self.core.doubt.covers(record.ino, [Chunk(extents)])
