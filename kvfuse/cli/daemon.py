@@ -305,6 +305,7 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
     if leaving.is_done:
         holding.left()
         os._exit(0)  # nothing of this process is to take time now
+    failing.end_by(None)
     holding.end()
 
 

@@ -251,7 +251,7 @@ def test_status_and_top_tell_of_it(mount: KvfuseMount) -> None:
     kill_daemon(mount)
     wait_until(lambda: holder_says(mount)["serves"] is True, "the next daemon to be ready")
     for command, *words in (("status",), ("top", "--once")):
-        assert "2 daemons died (the last with SIGKILL), 0 upgrades; at 20" in said(command, *words)
+        assert "2 daemons died (2 killed, the last with SIGKILL), 0 upgrades; at 20" in said(command, *words)
     facts = holder_says(mount)
     assert 0 < facts["last_stall"] <= facts["longest_stall"]
     assert facts["waits"] is None
