@@ -231,6 +231,7 @@ def started(command: list[str], folder: str, *, heard: bool = False, checked: bo
     if pid == 0:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            _inherit_nothing()
             os.set_inheritable(theirs.fileno(), True)
             os.environ[VARIABLE] = str(theirs.fileno())
             if said is not None:
@@ -248,6 +249,13 @@ def started(command: list[str], folder: str, *, heard: bool = False, checked: bo
             os._exit(127)
     theirs.close()
     return Child(ours, pid, os.pidfd_open(pid), said)
+
+
+def _inherit_nothing() -> None:
+    """But the standard streams: not what the holder has of its starter, as the pipe that says how the start went."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing
+            os.set_inheritable(int(number), int(number) < 3)
 
 
 def _ends() -> tuple[socket.socket, socket.socket]:

@@ -83,10 +83,11 @@ class Client:
         """to upgrade to, checked only once it is started; None: it asks for the status"""
         self.seconds = 0.0
         stream.settimeout(REQUEST_SECONDS)
+        said = stream.recv(ANSWER_SIZE_MAX)  # first, as a caller that is refused before it spoke would get no answer
         if peer_of(stream)[1] not in (0, os.geteuid()):
             raise Refused("only root, and the user who mounted, may ask for that")
         try:
-            request = json.loads(stream.recv(ANSWER_SIZE_MAX))
+            request = json.loads(said)
         except (ValueError, RecursionError):
             request = None
         what = request.get("do") if isinstance(request, dict) else None

@@ -3,7 +3,7 @@
 A program that the holder runs has the holder's user, groups and capabilities. Uid 0 alone is no proof that the caller
 has as much: the root of a container may lack capabilities, or have them in a user namespace of its own. So the holder
 reads the caller's effective capabilities and its user namespace from /proc. A pid may be reused meanwhile; SO_PEERPIDFD
-(Linux 6.5) proves that this did not happen, and without that proof nobody but the holder's own program is run.
+(Linux 6.5) proves that this did not happen; without that proof no program is run for anybody.
 
 The program has to be one that only root and the holder's user can change: itself, each folder above it, and each link
 on the way. The check begins at the root. In a folder to which nobody else may write, nobody else replaces a name, so
@@ -65,6 +65,8 @@ def _lacking(stream: socket.socket, pid: int, uid: int) -> int:
     except OSError as error:
         raise OSError(f"the kernel does not say which process asks: {error.strerror}; Linux 6.5 does") from None
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            raise OSError("/proc has the processes of another place, by other numbers")
         needed = _given(uid)
         fields = _status(str(pid))
         # Capabilities first, then the namespace: in between a process may enter a child namespace, never a parent.

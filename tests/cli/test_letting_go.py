@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from cli_lab import CAPACITY, Place, daemons_of, kvfuse
 from mounting import KVFUSE, PATIENCE_S, wait_until
 from places import ROOT
 
+CONTENT = bytes(range(256)) * 1000
 PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 ALL_KINDS = pytest.mark.parametrize("words", [[], ["outlive=false"], ["standby"]], ids=["held", "alone", "standby"])
 
@@ -70,12 +72,25 @@ def start(place: Place, words: Sequence[str], folder: Path) -> None:
     assert process.wait(PATIENCE_S) == 0, output
 
 
+def is_closed_on_exec(process: Path, number: str) -> bool:
+    """What is not, somebody before this process had opened; or it is closed meanwhile."""
+    try:
+        flags = re.search(r"flags:\s*(\d+)", (process / "fdinfo" / number).read_text())
+    except FileNotFoundError:
+        return True
+    assert flags is not None
+    return bool(int(flags[1], 8) & os.O_CLOEXEC)
+
+
 def check_all(place: Place, folder: Path, words: list[str]) -> None:
     for pid in processes_of(place):
         process = Path(f"/proc/{pid}")
         name = (process / "comm").read_text().strip()
         opened = {number: os.readlink(process / "fd" / number) for number in os.listdir(process / "fd")}
         assert not [target for target in opened.values() if str(folder) in target or "/pts/" in target], (name, opened)
+        pipes = [number for number, target in opened.items() if target.startswith("pipe:")]
+        inherited = [number for number in pipes if not is_closed_on_exec(process, number)]
+        assert not inherited, (name, inherited, opened)
         assert os.readlink(process / "cwd") == "/", name
         fields = status_of(pid)
         ignored = {signal.SIGINT} if name == "kvfuse-standby" else set()
@@ -123,12 +138,12 @@ def test_paths_of_words_are_those_of_the_folder_it_was_begun_in(place: Place, tm
     done = kvfuse("mount", place.volume, place.point, *words, cwd=begun)
     assert done.returncode == 0, done.stderr
     with (place.point / "file").open("wb") as file:
-        file.write(b"content")
+        file.write(CONTENT)
         os.fsync(file.fileno())
     assert list((begun / "bytes").iterdir())
     former = place.pid
     os.kill(former, signal.SIGKILL)
-    assert (place.point / "file").read_bytes() == b"content"
+    assert (place.point / "file").read_bytes() == CONTENT
     assert place.pid != former
     assert str(former) in (begun / "here.log").read_text()
     assert not Path("/bytes").exists()
