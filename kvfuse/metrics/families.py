@@ -135,7 +135,7 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     yield _gauge("kvfuse_staged_bytes", "Bytes in memory that wait for their slots.", (), [((), staged)])
     rows = [(("capacity",), tier["capacity"]), (("used",), tier["used_bytes"]), (("kept",), tier["kept_bytes"])]
     yield _gauge("kvfuse_tier_bytes", "The shared-memory tier.", ("kind",), rows)
-    names = {"hit": "hits", "miss": "misses", "eviction": "evictions", "adopted": "adopted", "move": "moves"}
+    names = {"hit": "hits", "miss": "misses", "eviction": "evictions", "adopted": "adopted"}
     text = "Look-ups in the shared-memory tier, its evictions, and what a daemon before this one left there."
     yield _counter("kvfuse_tier_events", text, ("event",), [((event,), tier[name]) for event, name in names.items()])
     yield from _reports(stats.get("reports") or Counter())

@@ -15,7 +15,10 @@ from collections.abc import Callable
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 SA_SIGINFO = 4
-FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE = 1, 16
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_FL_ZERO_RANGE = 1, 2, 16
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 1 << 14, 1 << 18
+_CLONE_NEWNS = 0x20000
 
 _SignalHandler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _handlers: list[object] = []
@@ -41,6 +44,7 @@ _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctyp
 _libc.mremap.restype = ctypes.c_void_p
 _libc.sigaction.argtypes = [ctypes.c_int, ctypes.POINTER(_Sigaction), ctypes.c_void_p]
 _libc.syscall.restype = ctypes.c_long
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -49,6 +53,21 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2). Unlike ``os.posix_fallocate`` it says EOPNOTSUPP instead of writing into every block."""
     _check(_libc.fallocate64(fd, mode, offset, length))
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    """Give the pages of a range back, also those that other processes have mapped: they find zeros there."""
+    fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length)
+
+
+def leave_mounts() -> None:
+    """unshare(2): from now on this thread, and no other one, has mounts of its own. It takes CAP_SYS_ADMIN."""
+    _check(_libc.unshare(_CLONE_NEWNS))
+
+
+def mount(source: str, target: str, kind: str, flags: int, words: str = "") -> None:
+    """mount(2)."""
+    _check(_libc.mount(os.fsencode(source), os.fsencode(target), os.fsencode(kind), flags, os.fsencode(words)))
 
 
 def is_resident(address: int, length: int) -> bool:

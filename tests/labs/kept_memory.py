@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
 
 from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.views.tier import SharedTier
@@ -15,7 +16,7 @@ def after_kill(keeper: MemoryKeeper) -> MemoryKeeper:
     for name in keeper.names(""):
         kept = keeper.take(name)
         assert kept is not None
-        copies = [_copy_of(descriptor) for descriptor in kept.descriptors]
+        copies = _copies_of(kept.descriptors)
         copy.keep(name, kept.content, copies)
         for descriptor in (*kept.descriptors, *copies):
             os.close(descriptor)
@@ -37,6 +38,20 @@ def free(tier: SharedTier) -> None:
     for left in tier.left.values():
         if left.block is not None:
             del left.block.buffer
+
+
+def _copies_of(descriptors: Sequence[int]) -> list[int]:
+    """Of one memory one copy, however many descriptors it has."""
+    made: dict[int, int] = {}
+    copies = []
+    for descriptor in descriptors:
+        inode = os.fstat(descriptor).st_ino
+        if inode in made:
+            copies.append(os.open(f"/proc/self/fd/{made[inode]}", os.O_RDONLY | os.O_CLOEXEC))
+        else:
+            made[inode] = _copy_of(descriptor)
+            copies.append(made[inode])
+    return copies
 
 
 def _copy_of(descriptor: int) -> int:

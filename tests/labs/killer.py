@@ -92,7 +92,7 @@ def footprint(mount: KvfuseMount) -> Footprint:
 def _descriptors(pid: int) -> int:
     """Those of the shared-memory tier are a cache's: not counted."""
     names = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    return sum(not name.startswith(("/memfd:kvfuse-tier", "/memfd:kvfuse-rows")) for name in names)
+    return sum(not name.startswith(("/kvfuse-tier", "/memfd:kvfuse-rows")) for name in names)
 
 
 def _resident(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import select
 import socket
@@ -95,10 +96,16 @@ class ServiceManager:
             self.stored = [entry for entry in self.stored if entry[0] != words["FDNAME"]]
         elif words.get("FDSTORE") == "1" and self.keeps:
             for descriptor in descriptors:
-                if not any(os.path.sameopenfile(descriptor, other) for _, other in self.stored):
+                if not any(_is_same(descriptor, other) for _, other in self.stored):
                     self.stored.append((words["FDNAME"], descriptor))
                     continue
                 os.close(descriptor)
             return
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _is_same(descriptor: int, other: int) -> bool:
+    """As systemd judges where the kernel does not tell it: the same file, opened for the same."""
+    flags = [fcntl.fcntl(each, fcntl.F_GETFL) for each in (descriptor, other)]
+    return os.path.sameopenfile(descriptor, other) and flags[0] == flags[1]

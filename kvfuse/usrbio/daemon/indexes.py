@@ -43,6 +43,8 @@ class Indexes:
         there are no more. PermissionDenied: the client may not find out every name. NotSupported: somebody has to
         count what is read.
         """
+        if not self.volume.tier.may_show(is_unlimited=self.peer.is_unlimited):
+            raise errors.Unsupported("this daemon could not take shared memory back: it lacks CAP_SYS_ADMIN")
         await self._check(namespace)
         if namespace.measures.limiters:
             raise errors.Unsupported("the speed of this namespace is limited: its blocks are got through rings")

@@ -117,6 +117,11 @@ class Pins:
                     self._keeping.page.let_go(pin)
                 self._pinned.give(self._user, block.home)
 
+    def blocks(self) -> list[TierBlock]:
+        """All that are held."""
+        with self._lock:
+            return list(self._blocks.values())
+
     def clear(self) -> None:
         with self._lock:
             for block in self._blocks.values():

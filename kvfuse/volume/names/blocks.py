@@ -115,6 +115,7 @@ class Blocks:
             if node is not None and node.map is not None:
                 node.map.hide_copies()
         self.core.tier.tell_keeper(self._regime)
+        self.core.tier.settle()
 
     def _regime(self, directory: int) -> bytes:
         node = self.core.nodes.get(directory)

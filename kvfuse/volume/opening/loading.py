@@ -128,9 +128,9 @@ async def _load_values(
     namespaces = await _read_namespaces(records, options.namespace.given)
     tier = SharedTier(cache.tier_size, placement, keeper)
     if keeper.outlives:
-        check_volume(keeper, superblock.volume_id)
+        is_ours = check_volume(keeper, superblock.volume_id)
         began = perf_counter()
-        await _adopt(tier, find_left(keeper, placement), records, namespaces, began, is_alone=is_alone)
+        await _adopt(tier, find_left(keeper, placement), records, namespaces, began, is_alone, is_ours=is_ours)
         await trio.sleep(seconds_to_wait(keeper))
         tier.residents.alive = Alive(keeper)
         tier.residents.live_on()
@@ -168,8 +168,9 @@ async def _adopt(
     records: RecordStore,
     namespaces: Namespaces,
     began: float,
-    *,
     is_alone: bool,
+    *,
+    is_ours: bool,
 ) -> None:
     """Take over what the daemon before this one left in shared memory, if those who may use the directories are the
     same. Where no other host could change that, what is not known is the same."""
@@ -182,6 +183,8 @@ async def _adopt(
     }
 
     def may_adopt(readers: ReadClass, regime: bytes) -> bool:
+        if not is_ours:
+            return False
         is_known = regime != NO_REGIME
         return readers.directory in regimes and (regime == regimes[readers.directory] if is_known else is_alone)
 

@@ -16,16 +16,21 @@ from kvfuse.volume.views.arena_numbers import ArenaNumbers
 from kvfuse.volume.views.arena_rows import ArenaRows
 from kvfuse.volume.views.arenas import Arena, Kind, Memory, ReadClass
 from kvfuse.volume.views.placement import Placement
+from kvfuse.volume.views.revocable import Supply
 
 ARENA_SIZE = 64 << 20
 """Bytes of an arena, about; more where one slot is larger, or the tier is. Memory is used as it is touched."""
 ARENAS_MAX = 256
-"""Each takes a descriptor, and one more where somebody keeps it."""
+"""Each takes a few descriptors."""
 SLOT_ALIGNMENT = 4096
 ARENA_PREFIX = "tier/arena/"
 REGIME_SIZE = 16
 NO_REGIME = bytes(REGIME_SIZE)
-_FORM = 1
+RETIRED = b"\xff" * REGIME_SIZE
+"""the regime of no directory: nothing is found in the arena any more, and clients may have it mapped"""
+FREED_AT_ONCE = 4 << 20
+"""bytes of an arena that has ended, which go while somebody waits for memory: 1 ms"""
+_FORM = 2
 _FACTS = struct.Struct(f"<IIQQQQII{REGIME_SIZE}s")
 """form, bits of the mode, number, slot size, size, directory, uid, gid, regime"""
 
@@ -70,18 +75,23 @@ class ArenaPool:
         self.withheld: set[tuple[Arena, int]] = set()
         """free slots that a client of the daemon before this one may hold, while that is not known"""
         self.used_bytes = 0
-        self.allowance = 0
-        """bytes beyond the capacity, while others are about to be given back"""
+        self.ended: deque[Arena] = deque()
+        """given back, while somebody may have them mapped: their memory is counted until it was taken back"""
         self.news: deque[int] = deque()
         """numbers of arenas of which the keeper is to hear; appended in any thread"""
         self._undescribed: set[int] = set()
         """those that are kept, though the regime of their directory is not known yet"""
         self.knows_pins = not keeper.outlives
         """what clients hold of the arenas of a daemon before this one is known"""
-        self._placement = placement
+        self.supply = Supply(placement)
         self._recent = recent
         self.keeper = keeper
         self._numbers = ArenaNumbers(keeper)
+
+    @property
+    def has_news(self) -> bool:
+        """The event loop has something to do: `tell_keeper`, or `free_some`."""
+        return bool(self.news or self.ended)
 
     # -- slots ---------------------------------------------------------------------------------------
 
@@ -101,12 +111,11 @@ class ArenaPool:
         while self.returned:
             arena, slot = self.returned.popleft()
             arena.leased_count -= 1
-            if arena.memory.is_writable and not arena.kind.retired:
-                if arena.is_former and not self.knows_pins:
-                    self.withheld.add((arena, slot))
-                else:
-                    arena.kind.free.append((arena, slot))
-            elif not arena.leased_count and (arena.kind.retired or self.knows_pins):
+            if arena.is_former and not self.knows_pins:
+                self.withheld.add((arena, slot))
+            elif not arena.kind.retired:
+                arena.kind.free.append((arena, slot))
+            elif not arena.leased_count:
                 self.give_back(arena)
 
     def take(self, kind: Kind) -> tuple[Arena, int] | None:
@@ -126,7 +135,7 @@ class ArenaPool:
         """Take one slot more of an arena into use. False where that is too much memory."""
         end = (arena.touched + 1) * arena.kind.slot_size
         added = max(0, self._resident_to(end, len(arena.memory.bytes)) - arena.memory.resident)
-        if self.used_bytes + added > self.capacity + self.allowance:
+        if not self._has_room(added):
             return False
         self.used_bytes += added
         arena.memory.resident += added
@@ -135,9 +144,14 @@ class ArenaPool:
             arena.rows.touch(arena.touched)
         return True
 
+    def _has_room(self, size: int) -> bool:
+        while self.ended and self.used_bytes + size > self.capacity:
+            self.free_some(max(FREED_AT_ONCE, self.used_bytes + size - self.capacity))
+        return self.used_bytes + size <= self.capacity
+
     def _resident_to(self, end: int, size: int) -> int:
         """Bytes of memory of ``size`` that are taken when those before ``end`` were touched."""
-        page_size = self._placement.page_size
+        page_size = self.supply.placement.page_size
         return min(-(-end // page_size) * page_size, size)
 
     # -- arenas --------------------------------------------------------------------------------------
@@ -149,9 +163,9 @@ class ArenaPool:
             about = max(ARENA_SIZE, -(-self.capacity // (ARENAS_MAX // 2)))
             size = max(1, about // kind.slot_size) * kind.slot_size
             first = self._resident_to(kind.slot_size, size)
-            if len(self.arenas) >= ARENAS_MAX or self.used_bytes + first > self.capacity + self.allowance:
+            if len(self.arenas) >= ARENAS_MAX or not self._has_room(first):
                 return None
-            memory = Memory(size, self._placement)
+            memory = Memory(self.supply.make("kvfuse-tier", size), self.supply.placement)
         rows = ArenaRows(len(memory.bytes) // kind.slot_size) if self.keeper.outlives else None
         arena = Arena(self._numbers.take(), kind, memory, self.returned, rows)
         self._enter(arena)
@@ -179,17 +193,19 @@ class ArenaPool:
 
     def oldest(self, kind: Kind, before: int | None) -> Arena | None:
         """The arena of another kind that nobody but the tier holds, and that was not used since ``before``; None: there
-        was no such moment. One of the same kind, too, that is frozen and has no blocks."""
+        was no such moment."""
         found, found_time = None, before
         for arena in self.arenas.values():
-            if arena.leased_count != arena.kept_count:
-                continue
-            if arena.kind is kind and (arena.kept_count or arena.memory.is_writable):
+            if arena.kind is kind or arena.leased_count != arena.kept_count or self._may_be_held(arena):
                 continue
             time = arena.used_at if arena.leased_count else 0
             if found_time is None or time < found_time:
                 found, found_time = arena, time
         return found
+
+    def _may_be_held(self, arena: Arena) -> bool:
+        """By a client of the daemon before this one."""
+        return arena.is_former and not self.knows_pins
 
     def pins_are_known(self) -> None:
         self.knows_pins = True
@@ -199,17 +215,49 @@ class ArenaPool:
                 arena.kind.free.append((arena, slot))
         self.withheld.clear()
         for arena in list(self.arenas.values()):
-            if arena.is_frozen and not arena.leased_count:
+            if arena.is_former and not arena.leased_count:
                 self.give_back(arena)
 
+    def give_back_retired(self) -> list[Arena]:
+        """Of retired kinds, those that nobody holds. Those that are left."""
+        left = []
+        for arena in [arena for arena in self.arenas.values() if arena.kind.retired]:
+            if arena.leased_count or self._may_be_held(arena):
+                left.append(arena)
+            else:
+                self.give_back(arena)
+        return left
+
     def give_back(self, arena: Arena) -> None:
-        """An arena that nobody uses is no more; its memory goes when nobody maps it."""
+        """An arena that nobody uses is no more. Where somebody may have it mapped, its memory is taken back first."""
         kind = arena.kind
         kind.free = [entry for entry in kind.free if entry[0] is not arena]
         kind.arenas.remove(arena)
         self.drop_if_empty(kind)
         del self.arenas[arena.number]
-        self.used_bytes -= arena.memory.resident
+        if arena.shared:
+            self.ended.append(arena)
+        else:
+            self.used_bytes -= arena.memory.resident
+            self._end(arena)
+
+    def free_some(self, size: int) -> None:
+        """Take back up to ``size`` bytes of an arena that has ended."""
+        arena = self.ended[0]
+        memory = arena.memory
+        end = memory.resident
+        memory.resident -= min(size, end)
+        if memory.resident:
+            memory.piece.take_back(memory.resident, end)
+        else:
+            memory.piece.take_back(0, len(memory.bytes))  # and what readers touched elsewhere
+            self.ended.popleft()
+            self._end(arena)
+        self.used_bytes -= end - memory.resident
+
+    def _end(self, arena: Arena) -> None:
+        if arena.rows is not None:
+            arena.rows.touch(0)  # its memory may be that of another arena soon
         self._tell_soon(arena.number)
 
     # -- for the daemon after this one ---------------------------------------------------------------
@@ -227,33 +275,36 @@ class ArenaPool:
             numbers[self.news.popleft()] = None
         for number in numbers:
             arena = self.arenas.get(number)
-            if arena is not None and not arena.kind.retired:
-                self._keep(arena, describe)
+            if arena is not None:
+                self._keep(arena, RETIRED if arena.kind.retired else describe(arena.kind.read_class.directory))
             else:
                 self.keeper.drop(f"{ARENA_PREFIX}{number}")
         self._numbers.announce_more()
 
-    def _keep(self, arena: Arena, describe: Describe) -> None:
+    def _keep(self, arena: Arena, regime: bytes) -> None:
         assert arena.rows is not None
-        kind, regime = arena.kind, describe(arena.kind.read_class.directory)
+        kind, memory = arena.kind, arena.memory
         if regime == NO_REGIME:
             self._undescribed.add(arena.number)
-        facts = ArenaFacts(arena.number, kind.slot_size, len(arena.memory.bytes), kind.read_class, regime)
-        descriptors = arena.memory.descriptor, arena.rows.descriptor
+        facts = ArenaFacts(arena.number, kind.slot_size, len(memory.bytes), kind.read_class, regime)
+        descriptors = memory.descriptor, memory.piece.readable, arena.rows.descriptor
         self.keeper.keep(f"{ARENA_PREFIX}{arena.number}", facts.pack(), descriptors)
 
     def forget(self, arenas: Iterable[Arena]) -> None:
-        """The next daemon is not to find these. Event loop only, where somebody keeps them."""
-        for arena in arenas:
-            self.keeper.drop(f"{ARENA_PREFIX}{arena.number}")
+        """The next daemon is to find nothing in these. Event loop only, where somebody keeps them."""
+        for arena in arenas if self.keeper.outlives else ():
+            self._keep(arena, RETIRED)
 
     def add_left(self, number: int, kind: Kind, memory: Memory, rows: ArenaRows) -> Arena | None:
-        """An arena of the daemon before this one; None: there is no room for it."""
-        if len(self.arenas) >= ARENAS_MAX or self.used_bytes + memory.resident > self.capacity:
+        """An arena of the daemon before this one; None: there is no room for it. Of a retired kind there always is."""
+        touched = min(rows.touched, len(memory.bytes) // kind.slot_size)
+        resident = self._resident_to(touched * kind.slot_size, len(memory.bytes))
+        if not kind.retired and (len(self.arenas) >= ARENAS_MAX or self.used_bytes + resident > self.capacity):
             return None
         arena = Arena(number, kind, memory, self.returned, rows)
-        arena.is_former = True
-        arena.touched = min(rows.touched, arena.slot_count)
-        self.used_bytes += memory.resident
+        arena.is_former = arena.shared = True
+        arena.touched = touched
+        memory.resident = resident
+        self.used_bytes += resident
         self._enter(arena)
         return arena

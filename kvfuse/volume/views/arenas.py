@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +19,7 @@ from kvfuse.policy.hot import USES_MAX, HotOrder, Recent
 from kvfuse.volume.views.arena_rows import ArenaRows
 from kvfuse.volume.views.content_map import Source
 from kvfuse.volume.views.placement import ANYWHERE, Placement
-
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SEAL_FUTURE_WRITE = 0x0010
+from kvfuse.volume.views.revocable import Piece
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,56 +36,26 @@ class ReadClass(NamedTuple):
 
 
 class Memory:
-    """One memfd, mapped writable here and by nobody else.
+    """A piece of shared memory, mapped writable here. ``piece``: nothing else has it.
 
-    Before somebody else may map it, it is sealed: from then on no process can map it writable any more, nor write to
-    it. So the daemon after this one maps a sealed one to read it alone.
+    ``resident``: bytes from the start that were touched, and so take memory.
     """
 
-    __slots__ = ("address", "bytes", "descriptor", "is_sealed", "is_writable", "resident")
+    __slots__ = ("address", "bytes", "descriptor", "piece", "resident")
 
-    def __init__(self, size: int, placement: Placement = ANYWHERE) -> None:
-        descriptor = os.memfd_create("kvfuse-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, size)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
-            os.fchmod(descriptor, 0o400)
-            self._map(descriptor, size, placement)
-        except BaseException:
-            os.close(descriptor)
-            raise
-
-    @classmethod
-    def left(cls, descriptor: int, placement: Placement) -> Memory:
-        """Of a daemon before this one. The descriptor is the memory's from then on. OSError, ValueError."""
-        memory = cls.__new__(cls)
-        memory._map(descriptor, os.fstat(descriptor).st_size, placement)
-        memory.resident = os.fstat(descriptor).st_blocks * 512
-        return memory
-
-    def _map(self, descriptor: int, size: int, placement: Placement) -> None:
-        self.descriptor = descriptor
-        self.is_sealed = self.is_writable = False
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if seals & _SIZE_SEALS != _SIZE_SEALS:
-            raise ValueError("the size of a piece of shared memory may change")
-        self.is_sealed = bool(seals & _SEAL_FUTURE_WRITE)
-        self.is_writable = not self.is_sealed
-        memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if self.is_writable else 0))
+    def __init__(self, piece: Piece, placement: Placement = ANYWHERE) -> None:
+        self.piece = piece
+        self.descriptor = piece.descriptor
+        memory = mmap.mmap(piece.descriptor, os.fstat(piece.descriptor).st_size)
         self.bytes: Bytes = np.frombuffer(memory, np.uint8)
         self.address: int = self.bytes.ctypes.data
-        if self.is_writable:
-            placement.apply(memory, self.address)
-        weakref.finalize(self.bytes, os.close, descriptor)  # every view of the bytes keeps it open
+        placement.apply(memory, self.address)
+        weakref.finalize(self.bytes, _let_go, piece)  # every view of the bytes keeps it open
         self.resident = 0
-        """bytes from the start that were touched, and so take memory"""
 
-    def open_for_others(self) -> int:
-        """A new descriptor, by which nobody can write."""
-        if not self.is_sealed:
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE)
-            self.is_sealed = True
-        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+def _let_go(piece: Piece) -> None:
+    """The last one that knew of it."""
 
 
 class Arena:
@@ -135,18 +102,8 @@ class Arena:
         """of its blocks, since it was spared; up to `USES_MAX`"""
         self.is_former = False
         """the daemon before this one made it"""
-        self.shared = memory.is_sealed
+        self.shared = False
         """a descriptor was given: somebody may have it mapped"""
-
-    @property
-    def is_frozen(self) -> bool:
-        """What is in it stays as it is: it was sealed for the clients of a daemon before this one."""
-        return not self.memory.is_writable
-
-    @property
-    def is_idle(self) -> bool:
-        """Nobody but the tier holds a block in it."""
-        return self.leased_count == self.kept_count
 
     @property
     def slot_count(self) -> int:
@@ -155,13 +112,13 @@ class Arena:
     @property
     def has_unused(self) -> bool:
         """There are slots that were never in use."""
-        return self.memory.is_writable and (self.touched + 1) * self.kind.slot_size <= len(self.memory.bytes)
+        return (self.touched + 1) * self.kind.slot_size <= len(self.memory.bytes)
 
 
 class Kind:
     """All arenas with one slot size and one read class."""
 
-    __slots__ = ("ancestors", "arenas", "free", "kept", "read_class", "retired", "slot_size")
+    __slots__ = ("ancestors", "arenas", "free", "kept", "on_return", "read_class", "retired", "slot_size")
 
     def __init__(self, slot_size: int, read_class: ReadClass, recent: Recent) -> None:
         self.slot_size = slot_size
@@ -173,6 +130,8 @@ class Kind:
         self.retired = False
         self.ancestors: object = None
         """of its directory, where clients have mapped an arena: see `views.ancestors`"""
+        self.on_return: Callable[[], object] = lambda: None
+        """of a retired one: called, in any thread, when somebody lets go of a block: its arena may end"""
 
 
 class _Lease:
@@ -184,8 +143,7 @@ class _Lease:
         self.arena = arena
         self.slot = slot
         address = arena.memory.address + slot * arena.kind.slot_size
-        data = address, not arena.memory.is_writable
-        self.__array_interface__ = {"data": data, "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
     @property
     def root(self) -> Bytes:
@@ -193,7 +151,10 @@ class _Lease:
         return self.arena.memory.bytes
 
     def __del__(self) -> None:
-        self.arena.returned.append((self.arena, self.slot))
+        arena = self.arena
+        arena.returned.append((arena, self.slot))
+        if arena.kind.retired:
+            arena.kind.on_return()
 
 
 class TierBlock:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,32 +34,24 @@ from kvfuse.checksum import extent_checksum
 from kvfuse.keys import HASHED, key_of
 from kvfuse.volume.views.arenas import ReadClass, TierBlock
 from kvfuse.volume.views.name_filter import NameFilter
+from kvfuse.volume.views.revocable import Supply
 
 FULL = 0.75
 """of the slots: then a table of twice as many takes the place of this one"""
 TIER_DRAM = 1
 """as in answers of EXISTS with COSTS"""
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x0010  # F_SEAL_FUTURE_WRITE
 
 Shown = tuple[bytes, int, TierBlock]
 """name, inode, block"""
 
 
 class _Memory:
-    """One memfd with a table, which others can only read."""
+    """A table, which others can only read."""
 
-    def __init__(self, buckets: int, filter_bits: int, directory: int) -> None:
+    def __init__(self, buckets: int, filter_bits: int, directory: int, supply: Supply) -> None:
         fingerprints, slots, bitmap, size = places(buckets, filter_bits)
-        self.descriptor = os.memfd_create("kvfuse-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, size)
-            memory = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            os.fchmod(self.descriptor, 0o400)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        weakref.finalize(self, os.close, self.descriptor)
+        self.piece = supply.make("kvfuse-index", size)
+        memory = np.frombuffer(mmap.mmap(self.piece.descriptor, size), np.uint8)
         where = fingerprints, slots, size, directory, bitmap, filter_bits
         HEADER.pack_into(memory.data, 0, MAGIC, VERSION, buckets, *where)
         random = os.urandom(SUMS * WORDS_MAX * 8)
@@ -74,7 +64,9 @@ class _Memory:
 class BlockIndex:
     """The table of one read class. `Residents` has it, and calls it under its lock."""
 
-    def __init__(self, readers: ReadClass, buckets: int, filter_bits: int, valid_until: int) -> None:
+    def __init__(
+        self, readers: ReadClass, buckets: int, filter_bits: int, valid_until: int, supply: Supply
+    ) -> None:  # fmt: skip
         self.readers = readers
         self.user_count = 0
         """connections that have it"""
@@ -85,7 +77,7 @@ class BlockIndex:
         self._slots: dict[bytes, int] = {}
         self._inos: dict[int, int] = {}
         """slot -> inode"""
-        self._memory = _Memory(buckets, filter_bits, readers.directory)
+        self._memory = _Memory(buckets, filter_bits, readers.directory, supply)
         self._table = self._memory.table
         self.filter = NameFilter(self._table)
         self.extend_to(valid_until)
@@ -103,7 +95,7 @@ class BlockIndex:
 
     def descriptor(self) -> int:
         """A new one, which can only be read."""
-        return os.open(f"/proc/self/fd/{self._memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        return self._memory.piece.open_for_others()
 
     def extend_to(self, valid_until: int) -> None:
         self._table.words[VALID_UNTIL] = valid_until
@@ -116,9 +108,12 @@ class BlockIndex:
         return self._table.has_ended
 
     def end(self) -> None:
+        """Nothing of it holds any more, and all but its head is taken back from those who have it mapped."""
         self._table.words[STATE] = ENDED
         self.ancestors = None
         self.filter.give_up()
+        fence()
+        self._memory.piece.take_back(HEADER_SIZE, self.size)
         self._slots.clear()
         self._inos.clear()
         self.names.clear()

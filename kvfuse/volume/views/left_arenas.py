@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.keeper import Keeper
-from kvfuse.policy.hot import USES_MAX
+from kvfuse.policy.hot import USES_MAX, Recent
 from kvfuse.volume.views.arena_pool import ARENA_PREFIX, SLOT_ALIGNMENT, ArenaFacts, ArenaPool
 from kvfuse.volume.views.arena_rows import ArenaRows
-from kvfuse.volume.views.arenas import Arena, LeftBlock, LeftBlocks, LeftColumns, Memory, ReadClass, TierBlock
+from kvfuse.volume.views.arenas import Arena, Kind, LeftBlock, LeftBlocks, LeftColumns, Memory, ReadClass, TierBlock
 from kvfuse.volume.views.placement import Placement
+from kvfuse.volume.views.revocable import Piece
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +44,24 @@ class LeftArena:
     """that have valid rows"""
 
     @property
+    def has_ended(self) -> bool:
+        """Nobody holds any of it: its memory was taken back, or is that of another arena by now."""
+        return not self.rows.touched
+
+    @property
     def used_at(self) -> int:
         """When a block in it was last kept; 0: it has none."""
         return int(self.rows.table["kept_at"][self.slots].max(initial=0))
 
 
-def check_volume(keeper: Keeper, identity: bytes) -> None:
-    """What is left of another volume is dropped: a service may be started anew with another one. Event loop only."""
+def check_volume(keeper: Keeper, identity: bytes) -> bool:
+    """What is left is of this volume: a service may be started anew with another one. Event loop only."""
     kept = keeper.take(VOLUME_NAME)
+    keeper.keep(VOLUME_NAME, identity)
     if kept is not None and kept.content != identity:
         log.info("shared memory of another volume is not used")
-        for name in keeper.names(ARENA_PREFIX):
-            keeper.drop(name)
-    keeper.keep(VOLUME_NAME, identity)
+        return False
+    return True
 
 
 def find_left(keeper: Keeper, placement: Placement) -> list[LeftArena]:
@@ -80,10 +86,11 @@ def find_left(keeper: Keeper, placement: Placement) -> list[LeftArena]:
 def _open(content: bytes, descriptors: list[int], placement: Placement) -> LeftArena:
     """Takes descriptors that it goes on to hold out of the list."""
     facts = ArenaFacts.unpack(content)
-    if len(descriptors) != 2 or os.fstat(descriptors[0]).st_size != facts.size:
+    if len(descriptors) != 3 or os.fstat(descriptors[0]).st_size != facts.size:
         raise ValueError(f"arena {facts.number} has another size than was kept")
-    memory = Memory.left(descriptors[0], placement)
-    del descriptors[0]
+    piece = Piece(*descriptors[:2])
+    del descriptors[:2]
+    memory = Memory(piece, placement)
     rows = ArenaRows(facts.size // facts.slot_size, descriptors[0])
     del descriptors[0]
     table = rows.table
@@ -103,20 +110,18 @@ class Adoption:
     def add(self, left: LeftArena) -> bool:
         """False: there is no room for it, or nothing of use in it."""
         facts = left.facts
-        if not len(left.slots) and not left.memory.is_sealed:
-            return False  # its memory may be that of another arena by now, which has other readers
+        if not len(left.slots):
+            return False
         kind = self._pool.kind(facts.slot_size, facts.read_class)
         arena = self._pool.add_left(facts.number, kind, left.memory, left.rows)
         if arena is None:
             self._pool.drop_if_empty(kind)
             return False
         rows = left.rows.table[left.slots]
-        arena.touched = max(arena.touched, int(left.slots.max(initial=-1)) + 1)
         arena.leased_count = len(rows)
-        if not arena.is_frozen:
-            is_free = np.ones(arena.touched, np.bool_)
-            is_free[left.slots] = False
-            self._pool.withheld |= {(arena, slot) for slot in np.flatnonzero(is_free).tolist()}
+        is_free = np.ones(arena.touched, np.bool_)
+        is_free[left.slots] = False
+        self._pool.withheld |= {(arena, slot) for slot in np.flatnonzero(is_free).tolist()}
         self._columns.append(
             {
                 **{field: rows[field] for field in ("kept_at", "ino", "size", "uses", "is_proven")},
@@ -126,6 +131,19 @@ class Adoption:
         )
         self._arenas.append(arena)
         return True
+
+    def hold(self, left: LeftArena, on_return: Callable[[], object]) -> None:
+        """Nothing is found in it any more; its memory is counted until no client can hold any of it.
+
+        ``on_return``: see `Kind`.
+        """
+        facts = left.facts
+        left.rows.table["kept_at"] = 0
+        kind = Kind(facts.slot_size, facts.read_class, Recent())
+        kind.retired, kind.on_return = True, on_return
+        arena = self._pool.add_left(facts.number, kind, left.memory, left.rows)
+        assert arena is not None
+        self._pool.withheld |= {(arena, slot) for slot in range(arena.touched)}
 
     def end(self, left: LeftBlocks, of: Callable[[int], TierBlock | LeftBlock]) -> int:
         """Put all blocks into ``left``; the arenas' books have them, in the order in which they were kept.

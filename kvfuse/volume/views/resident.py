@@ -17,6 +17,7 @@ from kvfuse.keys import file_names
 from kvfuse.volume.views.alive import ALIVE_SECONDS, Alive
 from kvfuse.volume.views.arenas import ReadClass, TierBlock
 from kvfuse.volume.views.block_index import FULL, BlockIndex, Shown
+from kvfuse.volume.views.revocable import Supply
 from kvfuse.volume.views.touches import Touches
 
 __all__ = ["BlockIndex", "Residents", "Shown", "Touches"]
@@ -35,11 +36,12 @@ USES_MAX = 1 << 12
 class Residents:
     """All indexes of a volume. `SharedTier` has it.
 
-    ``note_use``: the block of an inode was read.
+    ``note_use``: the block of an inode was read. ``supply``: makes their memory.
     """
 
-    def __init__(self, note_use: Callable[[int], None]) -> None:
+    def __init__(self, note_use: Callable[[int], None], supply: Supply | None = None) -> None:
         self._note_use = note_use
+        self._supply = supply or Supply()
         self._touches: deque[Touches] = deque()
         """in the order in which they are looked at"""
         self._sampled_at = 0.0
@@ -79,6 +81,7 @@ class Residents:
         with self._lock:
             self._touches.remove(touches)
             touches.index.user_count -= 1
+            touches.end()
 
     def show(self, name: bytes, ino: int, block: TierBlock) -> None:
         """The tier keeps the block of a file, which has this name alone."""
@@ -244,10 +247,10 @@ class Residents:
         bits = self._filter_bits.get(readers.directory, FILTER_BITS_MIN)
         if self.alive is not None:
             self.alive.note(self._valid_until)
-        index = BlockIndex(readers, buckets, bits, self._valid_until)
+        index = BlockIndex(readers, buckets, bits, self._valid_until, self._supply)
         while not index.show_first(rows) and buckets < BUCKETS_MAX:
             buckets *= 2
-            index = BlockIndex(readers, buckets, bits, self._valid_until)
+            index = BlockIndex(readers, buckets, bits, self._valid_until, self._supply)
         self._shown |= {ino: (index, name) for name, ino in index.shown()}
         index.tell_of_neighbours(self._have_neighbours)
         self._set(readers, index)

@@ -1,18 +1,18 @@
 """The shared-memory tier: copies of whole files in memory that clients may map, read-only.
 
-The memory is cut into *arenas*, one memfd each. An arena has slots of one size, and blocks of one *read class*: a
+The memory is cut into *arenas*, one file each. An arena has slots of one size, and blocks of one *read class*: a
 client maps an arena as a whole, which it may because whoever may read one block in it may read all of them. Before
-other people than until now may use the directory, its arenas are *retired*: later blocks go to others. The
-daemon maps an arena writable and seals it before a client may map it: nobody else can, whoever he is. Numbers of arenas
-are never used again, and an arena that a client may have mapped never serves another read class.
+other people than until now may use the directory, its arenas are *retired*: later blocks go to others. Only the daemon
+maps an arena writable (`revocable`). Numbers of arenas are never used again, and an arena that a client may have mapped
+never serves another read class: when it is given back its memory is taken from all who have it mapped.
 
 A block is free when nobody holds it, or a view of its bytes, any more: the cache here (`keep`), a staged write, a
 row of a content map, a client's pin. Its slot then comes back by way of a queue, as that may happen in any thread
 at any time. Everything here may be called from any thread, and waits for nothing but a short lock.
 
 Arenas outlive the daemon where a keeper has them: `adopt`. Blocks of the daemon before this one are in ``left`` until
-they were compared with the records of their files. Slots of an arena that clients had mapped are not used again then:
-it was sealed, so that nobody but that daemon could write there. It goes as a whole (`tier_books`).
+they were compared with the records of their files. What clients of that daemon may hold stays as it is until that is
+known (`pins_are_known`).
 
 Which blocks go is decided as in S3-FIFO (`policy/hot`), for each size and read class: what is stored or loaded and then
 read at most once takes the places of its like alone. Readers note their uses in the block, without the lock.
@@ -37,6 +37,9 @@ from kvfuse.volume.views.placement import ANYWHERE, Placement
 from kvfuse.volume.views.resident import Shown
 from kvfuse.volume.views.tier_books import TierBooks
 
+FREED_IN_TURN = 32 << 20
+"""bytes of an arena that has ended, which go in one pass of the event loop: 10 ms"""
+
 __all__ = ["ARENAS_MAX", "ReadClass", "SharedTier", "TierBlock", "TierStatistics"]
 
 
@@ -53,8 +56,6 @@ class TierStatistics(NamedTuple):
     hits: int
     misses: int
     evictions: int
-    moves: int
-    """of blocks that the daemon before this one left, to make room"""
     adopted: int
     """blocks that the daemon before this one left, when this one began"""
     adoption_seconds: float
@@ -97,7 +98,7 @@ class SharedTier:
             block = TierBlock(*found, size) if found else None
             if not kind.arenas:
                 pool.drop_if_empty(kind)
-        if self._books.changes != changes or pool.news:
+        if self._books.changes != changes or pool.has_news:
             self.on_news()
         return block
 
@@ -158,17 +159,21 @@ class SharedTier:
         with self._lock:
             for key, kind in list(pool.kinds.items()):
                 if directories is None or kind.read_class.directory in directories:
-                    kind.retired = True
+                    kind.retired, kind.on_return = True, self._hear
                     kind.ancestors = None
                     del pool.kinds[key]
-                    for ino in list(kind.kept):
-                        self._books.forget(ino)
+                    self._books.drop_all(list(kind.kept))
             pool.collect()
-            retired = [arena for arena in pool.arenas.values() if arena.kind.retired]
-            for arena in retired:
-                if not arena.leased_count:
-                    pool.give_back(arena)
+            retired = pool.give_back_retired()
         pool.forget(retired)
+        self.on_news()
+
+    def may_show(self, *, is_unlimited: bool) -> bool:
+        """A process may map arenas and indexes. ``is_unlimited``: it could end the daemon anyway."""
+        return is_unlimited or self._pool.supply.is_for_all
+
+    def _hear(self) -> None:
+        self.on_news()
 
     def blocks_of(self, readers: ReadClass) -> list[Shown]:
         """(name, inode, block) of the blocks of a read class; a name may mean something else by now."""
@@ -199,7 +204,7 @@ class SharedTier:
             found.shared = True
             if not found.kind.retired:
                 found.kind.ancestors = ancestors
-            return found.memory.open_for_others()
+            return found.memory.piece.open_for_others()
 
     def statistics(self) -> TierStatistics:
         pool, counters = self._pool, self._books.counters
@@ -213,7 +218,6 @@ class SharedTier:
                 counters.hits,
                 counters.misses,
                 counters.evictions,
-                counters.moves,
                 counters.adopted,
                 counters.adoption_seconds,
             )
@@ -225,11 +229,12 @@ class SharedTier:
         loop. The blocks are in ``left`` then. ``began``: by `perf_counter`, when the search did."""
         began = perf_counter() if began is None else began
         adoption = Adoption(self._pool)
-        others = [
-            left for left in found if not may_adopt(left.facts.read_class, left.facts.regime) or not adoption.add(left)
-        ]
+        drop_left(self._pool.keeper, [left for left in found if left.has_ended])
+        for left in found:
+            is_adopted = may_adopt(left.facts.read_class, left.facts.regime) and adoption.add(left)
+            if not is_adopted and not left.has_ended:
+                adoption.hold(left, self._hear)
         self._books.kept_bytes = adoption.end(self.left, self._books.of)
-        drop_left(self._pool.keeper, others)
         self._books.clock = itertools.count(1 + max((left.used_at for left in found), default=0))
         self._books.counters.adopted = len(self.left)
         self._books.counters.adoption_seconds = perf_counter() - began
@@ -258,6 +263,16 @@ class SharedTier:
         """Have new arenas kept for the next daemon, and others no more. Event loop only."""
         self._pool.tell_keeper(describe)
 
+    def settle(self) -> None:
+        """Give back arenas that nobody needs any more, and take some memory back of those that ended."""
+        pool = self._pool
+        with self._lock:
+            pool.collect()
+            if pool.ended:
+                pool.free_some(FREED_IN_TURN)
+        if pool.has_news:
+            self.on_news()
+
     def adopt_pin(self, arena: int, offset: int, size: int) -> TierBlock | None:
         """What a client of the daemon before this one goes on to hold: any bytes of one slot, also of a block that was
         dropped. None: there is no such arena any more, and nobody writes there.
@@ -277,5 +292,5 @@ class SharedTier:
             with self._lock:
                 self._books.pins.clear()
                 pool.pins_are_known()
-            if pool.news:
+            if pool.has_news:
                 self.on_news()

@@ -19,6 +19,7 @@ from kvfuse.blockindex import (
     TOUCHES_SIZE,
     Numbers,
 )
+from kvfuse.remote.libc import punch_hole
 from kvfuse.volume.views.block_index import BlockIndex
 
 PAGE_SLOTS = 1024
@@ -43,6 +44,10 @@ class Touches:
         self._slots: npt.NDArray[np.uint32] = memory[HEADER_SIZE:ASKED_OFFSET].view(np.uint32)
         self._asked = memory[ASKED_OFFSET:].reshape(ASKED_MAX, ASKED_SIZE)
         self._seen = [0, 0]
+
+    def end(self) -> None:
+        """The client has it no more; if it goes on to use it, that is memory of its own."""
+        punch_hole(self.descriptor, 0, TOUCHES_SIZE)
 
     def take(self) -> list[int]:
         """Slots that were written since the last call, each once; of many the last ones."""
