@@ -166,9 +166,9 @@ class Page:
     """The page of one connection. ``descriptor`` stays the caller's."""
 
     def __init__(self, descriptor: int) -> None:
-        mapping = mmap.mmap(descriptor, PAGE_SIZE)
-        self.words = memoryview(mapping)[:PAGE].cast("Q")
-        self._rows = memoryview(mapping)[PAGE:].cast("Q")
+        self._mapping = mmap.mmap(descriptor, PAGE_SIZE)
+        self.words = memoryview(self._mapping)[:PAGE].cast("Q")
+        self._rows = memoryview(self._mapping)[PAGE:].cast("Q")
         self._kept_end = _data_end(descriptor) - PAGE
         """bytes of rows that a daemon before this one may have used"""
         self._places: dict[int, int] = {}
@@ -176,6 +176,14 @@ class Page:
         self._free: list[int] = []
         self._end = 0
         """rows from this word on were never used"""
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Nobody uses it any more: unmap it now, not when Python finds the connection among its garbage."""
+        self.words.release()
+        self._rows.release()
+        self._mapping.close()
+        self.is_closed = True
 
     @property
     def last_pin(self) -> int:
@@ -301,6 +309,9 @@ class Keeping:
             self._keeper.drop(name)
         self._names.clear()
         self.leave()
+        if self.page is not None:
+            self.page.close()
+            self.page = None
 
     def leave(self) -> None:
         """All stays as it is, for the next daemon."""

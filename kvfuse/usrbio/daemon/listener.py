@@ -194,7 +194,8 @@ class Clients:
                         if not self.limits.hands_over:
                             if left is not None:
                                 adoption.give_up_files(self.limits.volume, left.files)
-                                Keeping(self.limits.keeper, left).close()
+                                if not left.page.is_closed:
+                                    Keeping(self.limits.keeper, left).close()
                             await usher.empty()
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
                 self._warn(group.exceptions[0])
