@@ -40,14 +40,15 @@ from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, Layout, Message, Request
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.ring_files import KeptFile
+from kvfuse.volume.views.tier import TierBlock
 
 log = logging.getLogger(__name__)
 
 COSTS = {"file": 4, "iov": 4, "device": 16, "namespace": 4, "ring": 16}
 """of a thing that is registered again, in calls"""
 
-_left_pins: list[Pins] = []
-"""what clients hold that were left to the next daemon: nothing may take its place until this process has ended"""
+_held: list[Pins | list[TierBlock]] = []
+"""what clients hold whose daemon ends: nothing may take its place until this process has ended"""
 
 
 @dataclass
@@ -138,7 +139,8 @@ class _Adoption:
         layout = Layout.of(row.entries, row.aux_size)
         memory, journal, bell, client_bell = kept.descriptors
         with rings.taking(layout.size):
-            ring = OwnedRing(self.things, layout, row.op_mask, [memory, journal, os.dup(bell), os.dup(client_bell)])
+            shown = [memory, journal, os.dup(bell), os.dup(client_bell)]
+            ring = OwnedRing(self.things, layout, row.op_mask, shown, self.memories.charge, is_left=True)
             ring.loop.go_on()
             ring.start()
         self.volume.reading_threads.add(ring.loop.jobs)
@@ -226,9 +228,14 @@ def _reply_to(request: int, number: int, handle: int, things: Registered) -> Mes
     return Message(request, number, 0, values)
 
 
+def hold_on(pins: Pins) -> None:
+    """The mount ends while a client reads these blocks: they stay as they are."""
+    _held.append(pins.blocks())
+
+
 async def leave(things: Registered, calls: Calls, usher: Usher) -> None:
     """Leave a connection to the next daemon: its rings stop where they are, and nothing is given back."""
-    _left_pins.append(things.pins)
+    _held.append(things.pins)
     things.keeping.leave()
     calls.indexes.close()
     for ring in things.rings.values():

@@ -40,6 +40,11 @@ class Pool:
                 self._held[user] = held + size
             return True
 
+    def force(self, size: int) -> None:
+        """Count what somebody has already, whether there is room for it or not."""
+        with self._lock:
+            self.free -= size
+
     def give(self, size: int, user: Hashable = None) -> None:
         with self._lock:
             self.free += size

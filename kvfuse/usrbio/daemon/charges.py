@@ -1,9 +1,10 @@
-"""Clients' memory that is charged to the daemon: pages that were absent until the daemon wrote to them.
+"""Clients' memory that is charged to the daemon: pages that were absent until the daemon wrote to them; and rings.
 
 The kernel charges a page of shared memory to the control group of the process that touches it first, until nobody has
 the memory open any more - also after it was dropped here. So what a user has cost is remembered by the memory's file
 handle, which does not keep it, and looked at again where the user asks for more than it may have: how much of the
-memory is still there at all. Pages that the client touched itself cost nothing here.
+memory is still there at all. Pages that the client touched itself cost nothing here. Of a ring all of its size counts
+while the daemon has it, and afterwards what is there, until its client has let go of it, too.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class Charge:
         self._charges = charges
         self._sizes: dict[Memory, int] = {}
         """counted bytes, the memory last looked at at the end"""
+        self._rings: set[Memory] = set()
+        """that the daemon has: not to be looked at"""
         self._held = 0
         self._lock = threading.Lock()
         self._next_look = 0.0
@@ -120,7 +123,7 @@ class Charge:
         group = self._charges.group
         return group.count_pages(address, length) if group is not None else 0
 
-    def take(self, descriptor: int, size: int) -> None:
+    def take(self, descriptor: int, size: int, remedy: str = "touch the iov's pages before") -> None:
         """``size`` bytes of pages of some memory are about to be brought into being. OSError EDQUOT, ENOMEM."""
         if not self._charges.is_counting:
             return
@@ -135,10 +138,10 @@ class Charge:
         if self._take(memory, size):
             return
         if self._held + size > self._limit:
-            raise OSError(errno.EDQUOT, f"{self._held} bytes are charged to the daemon: touch the iov's pages before")
+            raise OSError(errno.EDQUOT, f"{self._held} bytes are charged to the daemon: {remedy}")
         self._charges.look_again()
         if not self._take(memory, size):
-            raise OSError(errno.ENOMEM, "all users have too much charged to the daemon: touch the iov's pages")
+            raise OSError(errno.ENOMEM, f"all users have too much charged to the daemon: {remedy}")
 
     def _take(self, memory: Memory, size: int) -> bool:
         with self._lock:
@@ -146,17 +149,43 @@ class Charge:
                 size = max(size, CHARGE_MIN)
             if self._held + size > self._limit or not self._charges.pool.take(size):
                 return False
-            self._held += size
-            self._sizes[memory] = self._sizes.get(memory, 0) + size
-            self._charges.holders.add(self)
+            self._count(memory, size)
             return True
+
+    def _count(self, memory: Memory, size: int) -> None:
+        self._held += size
+        self._sizes[memory] = self._sizes.get(memory, 0) + size
+        self._charges.holders.add(self)
+
+    @contextmanager
+    def having_ring(self, descriptor: int, size: int, *, is_left: bool) -> Iterator[None]:
+        """The daemon has the memory of a ring until the end of the body. OSError EDQUOT, ENOMEM: with those that ended,
+        and that clients go on to hold, that is too much.
+
+        ``is_left``: the daemon before this one had it, so that it goes on, whatever the limits are.
+        """
+        if not self._charges.is_counting:
+            yield
+            return
+        memory = Memory.of(descriptor)
+        if is_left:
+            with self._lock:
+                self._charges.pool.force(size)
+                self._count(memory, size)
+        else:
+            self.take(descriptor, size, "unmap and close rings that have ended")
+        self._rings.add(memory)
+        try:
+            yield
+        finally:
+            self._rings.remove(memory)
 
     def look_again(self) -> None:
         """Give back what is gone: some memories in turn, as this may be the thread that all wait for."""
         with self._lock, _bases() as bases:
             if time.monotonic() < self._next_look:
                 return
-            for memory in list(islice(self._sizes, LOOKS)):
+            for memory in list(islice((memory for memory in self._sizes if memory not in self._rings), LOOKS)):
                 size = self._sizes.pop(memory)
                 there = memory.size_there(bases[memory.device])
                 left = min(size, max(there, CHARGE_MIN)) if there else 0

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+import sys
 from contextlib import suppress
 from functools import partial
 
@@ -127,8 +128,9 @@ class Connection:
         finally:
             if not self._has_asked:
                 self._audience.penalty.judge_one(is_bad=True)
+            is_cut = isinstance(sys.exception(), trio.Cancelled)
             with trio.CancelScope(shield=True):
-                await self._reap()
+                await self._reap(is_cut=is_cut)
 
     async def _adopt(self, left: Left) -> None:
         """Go on with a connection of the daemon before this one."""
@@ -284,7 +286,7 @@ class Connection:
         shown: list[int] = []
         with self.registered.rings.taking(layout.size):
             try:
-                ring = OwnedRing.create(self.registered, layout, values[2] or -1, shown)
+                ring = OwnedRing.create(self.registered, layout, values[2] or -1, shown, self._charge)
             except BaseException:
                 close_all(shown)
                 raise
@@ -371,7 +373,8 @@ class Connection:
 
     # -- the end -------------------------------------------------------------------------------------
 
-    async def _reap(self) -> None:
+    async def _reap(self, *, is_cut: bool) -> None:
+        """``is_cut``: the daemon ends, not the client, which goes on to read its views."""
         things = self.registered
         if self._limits.hands_over:
             await adoption.leave(things, self._calls, self._usher)
@@ -394,6 +397,8 @@ class Connection:
         iovs = list(things.iovs.values())
         things.iovs.clear()
         await _drop_memory(self._usher, iovs)
+        if is_cut:
+            adoption.hold_on(things.pins)
         things.pins.clear()
         things.keeping.close()
 

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from kvfuse.usrbio.daemon.call import Completions
+from kvfuse.usrbio.daemon.charges import Charge
 from kvfuse.usrbio.daemon.entries import EntryServer
 from kvfuse.usrbio.daemon.interpreter import Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
@@ -297,7 +298,10 @@ class OwnedRing:
     It takes the last two over; the others stay the caller's, who keeps them for the next daemon.
     """
 
-    def __init__(self, registered: Registered, layout: Layout, op_mask: int, descriptors: list[int]) -> None:
+    def __init__(
+        self, registered: Registered, layout: Layout, op_mask: int, descriptors: list[int], charge: Charge, *,
+        is_left: bool = False,
+    ) -> None:  # fmt: skip
         self.size = layout.size
         self.layout = layout
         self.op_mask = op_mask
@@ -306,6 +310,7 @@ class OwnedRing:
         with ExitStack() as undo:
             undo.callback(os.close, bell)
             undo.callback(os.close, client_bell)
+            undo.enter_context(charge.having_ring(memory_descriptor, layout.size, is_left=is_left))
             memory = RingMemory(memory_descriptor, layout)
             memory.sign(own_id())
             journal = Journal(journal_descriptor, layout.entries)
@@ -313,7 +318,9 @@ class OwnedRing:
             self._end = undo.pop_all()
 
     @classmethod
-    def create(cls, registered: Registered, layout: Layout, op_mask: int, shown: list[int]) -> OwnedRing:
+    def create(
+        cls, registered: Registered, layout: Layout, op_mask: int, shown: list[int], charge: Charge
+    ) -> OwnedRing:  # fmt: skip
         """A new one, whose thread runs. ``shown``: the client's descriptors, and the journal's; to be closed once they
         were sent, and kept."""
         with ExitStack() as undo:
@@ -329,7 +336,7 @@ class OwnedRing:
             _, journal_descriptor = Journal.create(layout.entries)
             shown.append(journal_descriptor)
             undo.pop_all()
-        ring = cls(registered, layout, op_mask, [descriptor, journal_descriptor, bell, ours.detach()])
+        ring = cls(registered, layout, op_mask, [descriptor, journal_descriptor, bell, ours.detach()], charge)
         ring.start()
         return ring
 
