@@ -110,6 +110,7 @@ async def _serve(
     import trio
 
     from kvfuse import failing
+    from kvfuse.cli.heap import give_memory_back
     from kvfuse.fs.doors import Service
     from kvfuse.fs.mount import serve
     from kvfuse.usrbio.daemon.listener import serve_rings
@@ -143,6 +144,7 @@ async def _serve(
     failure: KvfuseError | None = None
     async with trio.open_nursery() as nursery:
         await nursery.start(failing.vital_task, _cancel_on_signal, nursery.cancel_scope)
+        nursery.start_soon(failing.service, "heap", give_memory_back)
         if leaving is not None:
             nursery.start_soon(failing.vital_task, leaving.hear)
         try:
