@@ -15,8 +15,8 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -163,7 +163,15 @@ class Points:
 
     def strike(self, kind: str) -> None:
         lost = self._rings.lost
-        {"takeover": self._takeover, "service": self._service, "upgrade": self._upgrade}[kind]()
+        with {"takeover": self._takeover, "service": self._service, "upgrade": self._upgrade}[kind]():
+            where = self._measure()
+        self._rings.work()
+        assert self._rings.lost == lost or where.endswith("Clients._serve"), (
+            f"a client of rings lost its connection: {where}"
+        )
+
+    def _measure(self) -> str:
+        """Where it was raised; notes how long the mount took to answer after that."""
         at, where = raised(self._folder)
         with suppress(FileNotFoundError):
             os.lstat(self._mount.point / f"absent-{at}")
@@ -173,27 +181,32 @@ class Points:
         if self.places[place] == KNOWN_COUNT:
             with (self._folder / "known").open("a") as known:
                 known.write(place + "\n")
-        self._rings.work()
-        assert self._rings.lost == lost or where.endswith("Clients._serve"), (
-            f"a client of rings lost its connection: {where}"
-        )
+        return where
 
-    def _takeover(self) -> None:
+    @contextmanager
+    def _takeover(self) -> Iterator[None]:
         arm(self._folder, "start", self._chance.randint(1, AWAITS_MAX))
         pid = serving_of(self._mount.pid)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         self._rings.work()
+        yield
 
-    def _service(self) -> None:
+    @contextmanager
+    def _service(self) -> Iterator[None]:
         arm(self._folder, "now", self._chance.randint(1, AWAITS_MAX))
         self._rings.work()
+        yield
 
-    def _upgrade(self) -> None:
+    @contextmanager
+    def _upgrade(self) -> Iterator[None]:
+        """The command may go on for much longer than anybody waits for the mount."""
         arm(self._folder, self._chance.choice(("now", "start")), self._chance.randint(1, AWAITS_MAX))
         command = [*KVFUSE, "upgrade", str(self._mount.point), "--timeout", str(PATIENCE_S)]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False)
-        assert said.returncode in (0, 5), said.stderr
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as upgrade:
+            yield
+            _, said = upgrade.communicate(timeout=4 * PATIENCE_S)
+        assert upgrade.returncode in (0, 5), said
 
 
 def metrics_of(words: tuple[str, ...]) -> str:
