@@ -117,19 +117,19 @@ class Session:
 
     @property
     def lacks_adapter(self) -> str:
-        """Why the daemon can register no memory of a GPU; "" where it may be able to. TimeoutError, Disconnected.
+        """Why the daemon can register no memory of a GPU; "" where it may be able to. Disconnected.
 
         It is asked each time: the next daemon may be another version, or live on with other devices.
         """
-        reply, _ = self.request(Request.HELLO, VERSION)
-        if Ability.DMABUF in Ability(reply.values[3]):
-            return ""
         descriptor = os.memfd_create("kvfuse-probe", os.MFD_CLOEXEC)
         try:
+            reply, _ = self.request(Request.HELLO, VERSION)
+            if Ability.DMABUF in Ability(reply.values[3]):
+                return ""
             self.request(Request.ADD_DMABUF, 0, PAGE, descriptors=[descriptor])
         except OSError as error:
-            if error.errno == EOPNOTSUPP:
-                return str(error.strerror)
+            if error.errno == EOPNOTSUPP or isinstance(error, TimeoutError):
+                return error.strerror or str(error)
         finally:
             os.close(descriptor)
         return "the daemon is of an older version, which registers no memory of GPUs"
