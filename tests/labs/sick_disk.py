@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from bad_medium import BadMedium, bad_medium
+from mounting import wait_until
 
 SIZE = 192 << 20
 
@@ -59,7 +60,10 @@ class SickDisk:
 
     def mount_again(self) -> None:
         """All that is not on the disk is gone: nothing of it is in a cache afterwards."""
-        subprocess.run(["umount", self.path], check=True)
+        unmount = ["umount", self.path]
+        wait_until(
+            lambda: subprocess.run(unmount, capture_output=True, check=False).returncode == 0, "the disk's users"
+        )
         subprocess.run(["e2fsck", "-fy", self.device], capture_output=True, check=False)
         self.mount()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from pathlib import Path
 
@@ -28,16 +27,10 @@ class MetaPages:
         self._known = self._read()
 
     def renew(self) -> None:
-        """Have them on the disk, past the kernel's cache where the file system can."""
-        flags = os.O_RDWR | os.O_CLOEXEC
+        """Have them on the disk. By way of the kernel's cache: there the next daemon finds them where this fails."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            descriptor = os.open(self._path, flags | os.O_DIRECT)
-        except OSError:
-            descriptor = os.open(self._path, flags)
-        try:
-            with mmap.mmap(-1, self._size) as aligned:
-                aligned[:] = self._known
-                os.pwrite(descriptor, aligned, 0)
+            os.pwrite(descriptor, self._known, 0)
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
