@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -139,10 +140,8 @@ class SegmentStore(ABC):
 
     limits: SegmentLimits
     counters: SegmentCounters = field(default_factory=SegmentCounters, init=False)
-    servers: Servers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.servers = Servers(self)
+    servers = cached_property(Servers)
+    """what is known of those; an engine that has servers, and a decorator, put their own in its place"""
 
     @abstractmethod
     async def create(self, segment: int, size: int) -> None:

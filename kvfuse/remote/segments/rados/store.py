@@ -200,8 +200,12 @@ class RadosSegments(SegmentStore):
 
     async def _use(self, batch: Sequence[Transfer], in_use: contextlib.ExitStack) -> int:
         """The bytes of the batch, whose segments are there and stay as long as ``in_use``; else ValueError."""
-        for segment in {transfer.segment for transfer in batch}:
-            await self._known(segment)
+        for segment in {transfer.segment for transfer in batch} - self._segments.keys():
+            if 0 <= segment <= SEGMENT_MAX:  # this store did not meet it yet
+                async with self._names_lock:
+                    size = await self._stored_size(segment)
+                    if size:
+                        self._segments.setdefault(segment, UsedSegment(size))
         # No await from here on, and none above with a segment in use: a removal waits for its users.
         byte_count = 0
         for segment in {transfer.segment for transfer in batch}:
@@ -216,15 +220,6 @@ class RadosSegments(SegmentStore):
                 raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
             byte_count += length
         return byte_count
-
-    async def _known(self, segment: int) -> None:
-        """Look up a segment that this store did not meet yet."""
-        if segment in self._segments or not 0 <= segment <= SEGMENT_MAX:
-            return
-        async with self._names_lock:
-            size = await self._stored_size(segment)
-            if size:
-                self._segments.setdefault(segment, UsedSegment(size))
 
     async def _check_room(self, segment: int, size: int) -> None:
         available = await self._dispatcher.available_bytes()
