@@ -217,6 +217,7 @@ def metrics_of(words: tuple[str, ...]) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.timeout(300 + 10 * scaled(POINTS))
 def test_at_any_await(folder: Path, words: tuple[str, ...], seed: int) -> None:
     chance = random.Random(seed)
     with temporary_mount(words) as mount:

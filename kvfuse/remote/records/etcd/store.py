@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -352,10 +353,8 @@ class EtcdRecords(RecordStore):
     async def revoke(self, lease_id: int) -> None:
         """End a lease, if it has not ended."""
         self._client.check_open()
-        try:
+        with suppress(LeaseGone):
             await self._client.call("lease/revoke", wire.LeaseCall(lease_id), wire.ANSWER, self._deadline())
-        except LeaseGone:
-            pass
 
     async def aclose(self) -> None:
         """As the contract says. Leases that were not given back end when their time does.
@@ -368,16 +367,9 @@ class EtcdRecords(RecordStore):
                 if self._client.closed:
                     return
                 if self._marker is not None:
-                    with trio.move_on_after(CLOSE_SECONDS):
-                        await self._forget(self._marker)
+                    with trio.move_on_after(CLOSE_SECONDS), suppress(EngineError):  # else it goes with its lease, later
+                        await self.revoke(self._marker.lease_id)
                 await self._client.aclose()
-
-    async def _forget(self, marker: _Marker) -> None:
-        """Where that fails the marker goes with its lease, later."""
-        try:
-            await self.revoke(marker.lease_id)
-        except EngineError:
-            pass
 
     def _deadline(self) -> float:
         return trio.current_time() + self._options.deadline
