@@ -209,7 +209,8 @@ def test_a_mount_is_found_by_its_volume(place: Place) -> None:
 
 
 def test_a_daemon_that_hangs_hangs_nobody_else(place: Place) -> None:
-    pid = place.mount()
+    """Also one that nobody replaces."""
+    pid = place.mount("-o", "outlive=false")
     with stopped(pid):
         done = kvfuse("status", place.point)
         assert done.returncode == 1
