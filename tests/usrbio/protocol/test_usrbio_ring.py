@@ -57,7 +57,9 @@ def test_the_parts_of_a_ring_do_not_overlap(entries: int) -> None:
     assert layout.cq_offset + entries * CQE.itemsize <= layout.aux_offset
     assert layout.aux_offset + 5000 <= layout.size
     assert layout.sq_offset % 64 == layout.cq_offset % 32 == layout.aux_offset % PAGE == layout.size % PAGE == 0
-    assert len({word * 8 // 64 for word in Word}) == len(Word), "two words share a cache line"
+    of_daemon = {word for word in Word if word.name.startswith("DAEMON_")}  # written once, before anybody looks
+    lines = [word * 8 // 64 for word in Word if word not in of_daemon] + [Word.DAEMON_EPOCH * 8 // 64]
+    assert len(set(lines)) == len(lines), "words of two writers share a cache line"
     assert Layout.parse(layout.header()) == layout
 
 
