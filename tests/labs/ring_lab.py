@@ -63,6 +63,8 @@ def footprint(mount: KvfuseMount) -> Footprint:
             target = os.readlink(entry.path)
         except FileNotFoundError:
             continue
+        if target == "/":  # the file system of shared memory, which is made when that is needed first
+            continue
         if "kvfuse-tier" not in target and not target.startswith(f"{mount.volume}/"):
             descriptors[re.sub(r"\[\d+\]| \(deleted\)|psm_\w+", "", target)] += 1
     lines = Path(f"/proc/{mount.pid}/maps").read_text().splitlines()
