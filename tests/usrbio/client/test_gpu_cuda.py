@@ -108,7 +108,7 @@ def test_no_device_no_driver_and_no_package(monkeypatch: pytest.MonkeyPatch) -> 
             cuda.load_driver()
     for name in ("cuda", "cuda.bindings"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(DeviceError, match=r"cuda-bindings is missing; type: pip install 'kvfuse\[gpu\]'"):
+    with pytest.raises(DeviceError, match=r"cuda-bindings is missing; type: pip install 'cuda-bindings>=12.8'"):
         cuda.load_driver()
 
 
