@@ -273,11 +273,12 @@ class ArenaPool:
         numbers, self._undescribed = dict.fromkeys(self._undescribed), set()
         while self.news:
             numbers[self.news.popleft()] = None
+        ended = {arena.number for arena in list(self.ended)}
         for number in numbers:
             arena = self.arenas.get(number)
             if arena is not None:
                 self._keep(arena, RETIRED if arena.kind.retired else describe(arena.kind.read_class.directory))
-            else:
+            elif number not in ended:  # the next daemon has to take its memory back, if this one is killed before
                 self.keeper.drop(f"{ARENA_PREFIX}{number}")
         self._numbers.announce_more()
 

@@ -17,7 +17,7 @@ from kvfuse.blockindex import VALID_UNTIL, Table
 from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.running import end_indexes
 from kvfuse.volume.views.alive import ALIVE_SECONDS, Alive, seconds_to_wait
-from kvfuse.volume.views.arena_pool import ARENA_PREFIX
+from kvfuse.volume.views.arena_pool import ARENA_PREFIX, NO_REGIME
 from kvfuse.volume.views.arenas import LeftBlock
 from kvfuse.volume.views.left_arenas import find_left
 from kvfuse.volume.views.placement import ANYWHERE, Placement
@@ -336,6 +336,30 @@ def test_an_arena_without_pins_goes_when_all_clients_were_heard(keeper: MemoryKe
     settle(tier)
     assert tier.statistics().used_bytes == 0
     assert keeper.names(ARENA_PREFIX) == []
+
+
+def test_an_arena_is_kept_until_its_memory_was_taken_back(
+    keeper: MemoryKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that is killed before leaves the rest to the next one."""
+    monkeypatch.setattr("kvfuse.volume.views.tier.FREED_IN_TURN", 64 * KIB)
+    tier = tier_of(keeper)
+    blocks = [tier.allocate(64 * KIB, HERE) for _ in range(3)]
+    tier.tell_keeper(lambda _: NO_REGIME)  # whose it is has to be told again
+    share(tier, next(iter(tier.read_classes())))
+    blocks.clear()
+    tier.retire([HERE.directory])
+    tier.tell_keeper(lambda _: REGIME)
+    tier.settle()
+    assert tier.statistics().used_bytes == 128 * KIB
+    copy = after_kill(keeper)
+    assert len(copy.names(ARENA_PREFIX)) == 1
+    after = tier_of(copy)
+    assert after.statistics().used_bytes == 0
+    assert copy.names(ARENA_PREFIX) == []
+    settle(tier)
+    assert keeper.names(ARENA_PREFIX) == []
+    let_go(copy)
 
 
 @pytest.mark.parametrize("damage", ["content", "size", "rows", "two descriptors"])
