@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from errno import EDQUOT
 from pathlib import Path
 
@@ -30,9 +31,19 @@ def hold(descriptor: int, size: int, prot: int = mmap.PROT_READ) -> None:
     DESCRIPTORS.append(descriptor)
 
 
+def again(ask: Callable[[], int]) -> int:
+    """A daemon that was killed meanwhile had taken the request: ask the next one."""
+    while True:
+        try:
+            return ask()
+        except InterruptedError:
+            pass
+
+
 def arenas(mount: Path, folder: Path) -> None:
-    client = Attacker(mount)
-    namespace, iov, ring = client.namespace(folder, 0o644), client.iov(memfd(2 * MIB), 2 * MIB), client.ring(8)
+    client, memory = Attacker(mount), memfd(2 * MIB)
+    namespace = again(lambda: client.namespace(folder, 0o644))
+    iov, ring = again(lambda: client.iov(memory, 2 * MIB)), client.ring(8)
     known = set()
     for number in range(BLOCKS):
         ring.map[ring.aux] = number + 1

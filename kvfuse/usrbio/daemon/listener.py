@@ -193,6 +193,7 @@ class Clients:
                     finally:
                         if not self.limits.hands_over:
                             if left is not None:
+                                left.pins.clear()  # where nobody has come to take them over
                                 adoption.give_up_files(self.limits.volume, left.files)
                                 if not left.page.is_closed:
                                     Keeping(self.limits.keeper, left).close()

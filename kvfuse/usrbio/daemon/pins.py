@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Hashable
 
 from kvfuse.usrbio.daemon.keeping import Keeping
 from kvfuse.volume.views.arenas import Arena
@@ -69,9 +68,10 @@ class Pins:
 
     def __init__(
         self, count_max: int, pinned: Pinned, user: Hashable = None, keeping: Keeping | None = None,
-        left: Mapping[int, TierBlock] = MappingProxyType({}),
+        left: dict[int, TierBlock] | None = None,
     ) -> None:  # fmt: skip
-        """``keeping``: tells the next daemon. ``left``: what the connection held in the daemon before this one."""
+        """``keeping``: tells the next daemon. ``left``: what the connection held in the daemon before this one;
+        taken out of it, as whoever made it may keep it for longer than the connection lives."""
         self._count_max = count_max
         self._pinned = pinned
         self._user = user
@@ -81,7 +81,8 @@ class Pins:
         self._lock = threading.Lock()
         self.arenas: set[int] = set()
         """in which the client was ever given a block"""
-        for pin, block in left.items():
+        while left:
+            pin, block = left.popitem()
             self._pinned.take(user, block.home, is_held=True)
             self._blocks[pin] = block
             self.arenas.add(block.arena)

@@ -55,7 +55,7 @@ class Registered:
             "ring", RINGS_MAX, keeping, account, "user_rings", "user_ring_size", lambda ring: ring.kept()
         )
         pins_max = THINGS_MAX if limits.volume.tier.may_show(is_unlimited=peer.is_unlimited) else 0
-        self.pins = Pins(pins_max, limits.pinned, account.key, keeping, left.pins if left else {})
+        self.pins = Pins(pins_max, limits.pinned, account.key, keeping, left.pins if left else None)
         self.share = share
         self._user_key: Hashable = (peer.uid, peer.is_unlimited)
         self.user = limits.doorman.interpreter.user(self._user_key)

@@ -273,3 +273,18 @@ def test_a_user_pins_blocks_in_a_part_of_the_tier() -> None:
     one.clear()
     two.clear()
     assert not pinned._held
+
+
+def test_what_a_connection_was_left_is_free_when_it_ends() -> None:
+    """The listener has what the daemon before it left for as long as it runs: its blocks stayed used, by nobody."""
+    tier = SharedTier(64 * KIB)
+    block = tier.allocate(64 * KIB, ReadClass(1, 0, 0, 0o444))
+    assert block is not None
+    left = {7: block}
+    del block
+    pins = Pins(10, Pinned(64 * KIB), 1000, left=left)
+    assert len(pins) == 1
+    assert tier.allocate(64 * KIB, ReadClass(1, 0, 0, 0o444)) is None
+    pins.clear()
+    assert tier.allocate(64 * KIB, ReadClass(1, 0, 0, 0o444)) is not None
+    assert not left
