@@ -149,6 +149,12 @@ LOSSES: dict[str, Callable[[Tree], None]] = {
 CASES = [(way, "") for way in LOSSES] + [(way, kill) for way in ("mode", "mode above", "token") for kill in ("1", "2")]
 
 
+def check_lost(seen: dict[str, set[int]], *former: int) -> None:
+    """Nothing is answered. What it had before may be there still: until the daemon takes back memory that has ended."""
+    assert seen["answered"] == set()
+    assert seen["mapped"] | seen["found"] <= set(former)
+
+
 @pytest.mark.parametrize(("way", "kill"), CASES)
 def test_who_lost_a_right_sees_nothing_that_is_stored_later(
     mount: KvfuseMount, users: tuple[User, User], tree: Tree, way: str, kill: str
@@ -165,10 +171,10 @@ def test_who_lost_a_right_sees_nothing_that_is_stored_later(
         kill_daemon(mount)
     assert victim.put(tree.blocks, 3) == {3}
     seen = thief.look(1, 2, 3)
-    assert seen == {"mapped": {1, 2}, "answered": set(), "found": {1, 2}}, "what it has had it has"
+    check_lost(seen, 1, 2)
     thief.ask("connect", token="")
     thief.open(tree.blocks)
-    assert thief.look(1, 2, 3) == seen
+    check_lost(thief.look(1, 2, 3), 1, 2)
 
 
 def test_who_gets_a_right_again_sees_all(mount: KvfuseMount, users: tuple[User, User], tree: Tree) -> None:
@@ -197,7 +203,7 @@ def test_the_token_that_a_client_showed_is_another_one(users: tuple[User, User],
     assert thief.look(1) == by_all_ways(1)
     set_token(tree.top, OTHER)
     victim.put(tree.blocks, 2)
-    assert thief.look(1, 2) == {"mapped": {1}, "answered": set(), "found": {1}}
+    check_lost(thief.look(1, 2), 1)
 
 
 def test_a_token_ends_with_its_namespace(users: tuple[User, User], tree: Tree) -> None:
@@ -213,7 +219,7 @@ def test_a_token_ends_with_its_namespace(users: tuple[User, User], tree: Tree) -
         path.unlink()
     os.removexattr(tree.blocks, NAMESPACE)
     victim.put(tree.blocks, 2)
-    assert thief.look(1, 2) == {"mapped": {1}, "answered": set(), "found": {1}}
+    check_lost(thief.look(1, 2), 1)
 
 
 def test_memory_is_not_mapped_without_the_folder_it_is_of(users: tuple[User, User], tree: Tree) -> None:
@@ -242,7 +248,7 @@ def test_a_descriptor_of_a_folder_is_a_right(users: tuple[User, User], tree: Tre
     assert thief.look(1)["answered"] == {1}
     tree.blocks.chmod(0o700)
     victim.put(tree.blocks, 2)
-    assert thief.look(1, 2) == {"mapped": {1}, "answered": set(), "found": {1}}
+    check_lost(thief.look(1, 2), 1)
 
 
 # -- any sequence ------------------------------------------------------------------------------------

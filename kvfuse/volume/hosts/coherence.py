@@ -16,6 +16,7 @@ import logging
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from stat import S_ISDIR
 from weakref import WeakSet
 
 import trio
@@ -215,8 +216,9 @@ class Coherence:
             core.places.set_content_version(record.ino, 0)
             self.news.content(record.ino)
         if node is None and own:  # perhaps a directory that is in use here, or one above
-            if changed := core.namespaces.gates.ancestors.change(record.ino):
-                core.tier.retire(changed)
+            changed, is_directory = core.namespaces.gates.ancestors.change(record.ino), S_ISDIR(record.mode)
+            if changed or is_directory:
+                core.tier.retire(changed, left_too=is_directory)
         elif node is None:
             core.nodes.handover.is_at(record.ino, parent, name)
 
@@ -360,6 +362,7 @@ class Coherence:
         core = self.core
         core.dentries.clear()
         ancestors = core.namespaces.gates.ancestors
+        core.tier.retire((), left_too=True)
         for ino in [ino for ino in ancestors.inodes() if core.nodes.get(ino) is None]:
             core.tier.retire(ancestors.change(ino))  # nobody knows what it was
         kept = [node for node in core.nodes if node.handles or not is_quiet(node) or node.is_directory]

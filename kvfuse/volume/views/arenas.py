@@ -118,7 +118,7 @@ class Arena:
 class Kind:
     """All arenas with one slot size and one read class."""
 
-    __slots__ = ("ancestors", "arenas", "free", "kept", "on_return", "read_class", "retired", "slot_size")
+    __slots__ = ("ancestors", "arenas", "free", "is_left", "kept", "on_return", "read_class", "retired", "slot_size")
 
     def __init__(self, slot_size: int, read_class: ReadClass, recent: Recent) -> None:
         self.slot_size = slot_size
@@ -128,6 +128,8 @@ class Kind:
         self.kept = HotOrder[TierBlock | LeftBlock](recent)
         """blocks by inode"""
         self.retired = False
+        self.is_left = False
+        """it has arenas that clients of a daemon before this one may have mapped"""
         self.ancestors: object = None
         """of its directory, where clients have mapped an arena: see `views.ancestors`"""
         self.on_return: Callable[[], object] = lambda: None

@@ -117,6 +117,7 @@ class Adoption:
         if arena is None:
             self._pool.drop_if_empty(kind)
             return False
+        kind.is_left = True
         rows = left.rows.table[left.slots]
         arena.leased_count = len(rows)
         is_free = np.ones(arena.touched, np.bool_)

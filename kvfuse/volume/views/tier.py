@@ -147,10 +147,12 @@ class SharedTier:
             if (block := self.kept.get(ino)) is not None:
                 block.name = b""
 
-    def retire(self, directories: Collection[int] | None) -> None:
+    def retire(self, directories: Collection[int] | None, *, left_too: bool = False) -> None:
         """Nothing is added to the arenas of these directories (None: of all) any more: others may use them than until
         now. What is in them is found no more.
 
+        ``left_too``: nor to those that a daemon before this one left, as long as nobody counts changes of folders above
+        theirs: a client may have mapped them, and it is not known which folders let it through.
         Nor does the next daemon find them. So it is for the event loop alone, where somebody keeps arenas.
         """
         pool = self._pool
@@ -158,7 +160,8 @@ class SharedTier:
         self.residents.end(directories)
         with self._lock:
             for key, kind in list(pool.kinds.items()):
-                if directories is None or kind.read_class.directory in directories:
+                is_doubtful = left_too and kind.is_left and kind.ancestors is None
+                if is_doubtful or directories is None or kind.read_class.directory in directories:
                     kind.retired, kind.on_return = True, self._hear
                     kind.ancestors = None
                     del pool.kinds[key]
