@@ -123,8 +123,13 @@ class Charge:
         group = self._charges.group
         return group.count_pages(address, length) if group is not None else 0
 
-    def take(self, descriptor: int, size: int, remedy: str = "touch the iov's pages before") -> None:
-        """``size`` bytes of pages of some memory are about to be brought into being. OSError EDQUOT, ENOMEM."""
+    def take(
+        self, descriptor: int, size: int, remedy: str = "touch the iov's pages before", *, at_once: bool = False
+    ) -> None:  # fmt: skip
+        """``size`` bytes of pages of some memory are about to be brought into being. OSError EDQUOT, ENOMEM.
+
+        ``at_once``: look again at what is there, however lately that was done.
+        """
         if not self._charges.is_counting:
             return
         memory = Memory.of(descriptor)
@@ -134,7 +139,7 @@ class Charge:
             return
         if self._take(memory, size):
             return
-        self.look_again()
+        self.look_again(at_once=at_once)
         if self._take(memory, size):
             return
         if self._held + size > self._limit:
@@ -173,17 +178,17 @@ class Charge:
                 self._charges.pool.force(size)
                 self._count(memory, size)
         else:
-            self.take(descriptor, size, "unmap and close rings that have ended")
+            self.take(descriptor, size, "unmap and close rings that have ended", at_once=True)
         self._rings.add(memory)
         try:
             yield
         finally:
             self._rings.remove(memory)
 
-    def look_again(self) -> None:
+    def look_again(self, *, at_once: bool = False) -> None:
         """Give back what is gone: some memories in turn, as this may be the thread that all wait for."""
         with self._lock, _bases() as bases:
-            if time.monotonic() < self._next_look:
+            if time.monotonic() < self._next_look and not at_once:
                 return
             for memory in list(islice((memory for memory in self._sizes if memory not in self._rings), LOOKS)):
                 size = self._sizes.pop(memory)

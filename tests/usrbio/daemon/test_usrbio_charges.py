@@ -135,3 +135,25 @@ def test_reading_from_holes_brings_no_page(iov: Iov) -> None:
     iov.read(0, target)
     assert target.tobytes() == bytes(3 * PAGE) + b"x" * PAGE + bytes(6 * PAGE)
     assert there(iov) == PAGE
+
+
+def test_a_ring_counts_whole_while_it_is_there_and_then_until_nobody_holds_it() -> None:
+    """However fast one follows the other: what was let go of is never what refuses a ring."""
+    charge = Charges(UsrbioOptions(user_charged_size=LIMIT)).of(Peer(1, 65533, 65533, frozenset()))
+    first, second = memory(LIMIT), memory(LIMIT)
+    with charge.having_ring(first, LIMIT, is_left=False):
+        with (
+            pytest.raises(OSError, match="unmap and close rings") as raised,
+            charge.having_ring(second, LIMIT, is_left=False),
+        ):
+            pass
+        assert raised.value.errno == errno.EDQUOT, "it counts, although no page of it is there"
+    os.pwrite(first, bytes(LIMIT), 0)
+    with pytest.raises(OSError), charge.having_ring(second, LIMIT, is_left=False):
+        pass
+    os.close(first)
+    with charge.having_ring(second, LIMIT, is_left=False):
+        pass
+    with charge.having_ring(second, LIMIT, is_left=True):
+        pass  # that of a daemon before this one goes on
+    os.close(second)
