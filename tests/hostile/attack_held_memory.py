@@ -22,6 +22,14 @@ BLOCKS = 8
 AUX_SIZE = 4 * MIB
 RINGS = 64
 
+
+class Patient(Attacker):
+    """Its daemon may be killed."""
+
+    def answer(self) -> tuple[int, tuple[int, ...], list[int]]:
+        return self.last_answer()
+
+
 HELD: list[mmap.mmap] = []
 DESCRIPTORS: list[int] = []
 
@@ -41,7 +49,7 @@ def again(ask: Callable[[], int]) -> int:
 
 
 def arenas(mount: Path, folder: Path) -> None:
-    client, memory = Attacker(mount), memfd(2 * MIB)
+    client, memory = Patient(mount), memfd(2 * MIB)
     namespace = again(lambda: client.namespace(folder, 0o644))
     iov, ring = again(lambda: client.iov(memory, 2 * MIB)), client.ring(8)
     known = set()

@@ -79,11 +79,23 @@ class Attacker:
 
     def answer(self) -> tuple[int, tuple[int, ...], list[int]]:
         """(0 or errno, values, descriptors) of the next reply. ConnectionResetError when the daemon hung up."""
+        return self._next_answer()[1:]
+
+    def last_answer(self) -> tuple[int, tuple[int, ...], list[int]]:
+        """The same, to the last request: a daemon after one that was killed may answer those before it once more."""
+        while True:
+            number, error, values, received = self._next_answer()
+            if number == self._number:
+                return error, values, received
+            for descriptor in received:
+                os.close(descriptor)
+
+    def _next_answer(self) -> tuple[int, int, tuple[int, ...], list[int]]:
         data, descriptors, _, _ = socket.recv_fds(self.socket, 4096, 3)
         if len(data) < MESSAGE.size:
             raise ConnectionResetError("the daemon hung up")
-        _, _, status, *values = MESSAGE.unpack_from(data)
-        return -status, tuple(values), list(descriptors)
+        _, number, status, *values = MESSAGE.unpack_from(data)
+        return number, -status, tuple(values), list(descriptors)
 
     def show(self, token: str) -> None:
         """Show the token of a namespace. OSError."""
