@@ -127,7 +127,7 @@ def test_a_client_waits_where_many_wait_to_be_accepted(tmp_path: Path) -> None:
         listener.listen(0)
         other.connect(str(tmp_path / SOCKET_PATH))
         started = time.monotonic()
-        with pytest.raises(Disconnected, match="no daemon answers"):
+        with pytest.raises(TimeoutError, match=r"accepted no connection within 0\.2 s"):
             connect(tmp_path, deadline=0.2)
         assert time.monotonic() - started >= 0.19
 
@@ -142,10 +142,10 @@ def test_a_path_inside_finds_the_mount(shared_mount: KvfuseMount) -> None:
 def test_the_completions_of_a_daemon_that_lies_are_not_taken(client: Client, path: Path) -> None:
     path.write_bytes(b"x")
     ring = client.ring(4)
-    ring._attached._cq._words[Word.CQ_TAIL] += 1
+    ring.attached._cq._words[Word.CQ_TAIL] += 1
     with pytest.raises(Disconnected):
         ring.peek()
-    ring._attached._cq._words[Word.CQ_TAIL] -= 1
-    ring._attached._sq._words[Word.SQ_HEAD] += 1
+    ring.attached._cq._words[Word.CQ_TAIL] -= 1
+    ring.attached._sq._words[Word.SQ_HEAD] += 1
     with pytest.raises(Disconnected):
         ring.prep_read(client.iov(10), 0, client.file(path), 0, 1)
