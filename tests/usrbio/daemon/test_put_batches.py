@@ -218,8 +218,10 @@ class Commits:
         await self.go.wait()
         if self.failures_left:
             self.failures_left -= 1
-            raise EngineError("the store does not answer")
+            self.journal.failure = EngineError("the store does not answer")
+            raise self.journal.failure
         await self.commit()
+        self.journal.failure = None
 
 
 async def test_puts_wait_together_for_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
