@@ -218,10 +218,10 @@ class Commits:
         await self.go.wait()
         if self.failures_left:
             self.failures_left -= 1
-            self.journal.failure = EngineError("the store does not answer")
-            raise self.journal.failure
+            error = EngineError("the store does not answer")
+            self.journal.failure = error if self.failures_left else None  # the journal's own next try succeeds then
+            raise error
         await self.commit()
-        self.journal.failure = None
 
 
 async def test_puts_wait_together_for_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
