@@ -124,11 +124,11 @@ class Rings:
         self._point = point
         self.lost = 0
         self._number = 0
-        # A daemon that was killed before it had bound the socket is followed by one that binds it.
-        wait_until((point / ".kvfuse/control.sock").is_socket, "the control socket")
         self._connect()
 
     def _connect(self) -> None:
+        # A daemon that ended before it had bound the socket is followed by one that binds it.
+        wait_until((self._point / ".kvfuse/control.sock").is_socket, "the control socket")
         self._client: Client = connect(self._point, deadline=PATIENCE_S)
         self._store = BlockStore(self._client, "blocks")
 
