@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mounting import mount_rows
 
 from kvfuse.bench.cluster import ABSENT, CLUSTER_BENCHES, COUNTS, ENGINE_READS, OPERATIONS, ROUND_TRIPS, WRITERS
 from kvfuse.bench.cluster_blocks import BlockSet
@@ -32,7 +33,7 @@ NEEDED = (*PROGRAMS, "ceph-mds", "ceph-fuse", "etcd")
 
 def left_behind(folder: Path) -> list[str]:
     """Processes whose command line names something in ``folder``, and what is mounted there."""
-    found = [row for row in Path("/proc/self/mountinfo").read_text().splitlines() if f" {folder}/" in row]
+    found = [row for row in mount_rows() if f" {folder}/" in row]
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mounting import KvfuseMount, wait_until
+from mounting import KvfuseMount, mount_rows, wait_until
 from posix_calls import fails, opened
 
 from kvfuse.fs.guarding import open_switch
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 def row_of(mount: KvfuseMount) -> list[str]:
     """device, mount options, type and source of the mount, as the kernel tells them."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in mount_rows():
         before, _, after = line.partition(" - ")
         if before.split(" ")[4] == str(mount.point):
             return [before.split(" ")[2], before.split(" ")[5], *after.split(" ")[:2]]

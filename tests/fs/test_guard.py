@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from mounting import KVFUSE, PATIENCE_S, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
+from mounting import KVFUSE, PATIENCE_S, KvfuseMount, mount_rows, shared_conf, stopped, temporary_mount, wait_until
 from places import LABS
 from stuck_daemon import NAME, STUCK_DAEMON
 
@@ -266,7 +266,7 @@ def test_another_mount_with_the_number_of_one_that_is_gone_is_left_alone() -> No
 
 def control_file_systems() -> list[str]:
     """The mounts of FUSE's control file system."""
-    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if " - fusectl " in line]
+    return [line for line in mount_rows() if " - fusectl " in line]
 
 
 @pytest.mark.parametrize("is_mounted", [True, False], ids=["mounted", "not mounted"])

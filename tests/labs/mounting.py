@@ -69,7 +69,8 @@ def stopped(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _mount_rows() -> list[str]:
+def mount_rows() -> list[str]:
+    """What is mounted here, a row each. Names in it may have any bytes but a newline."""
     return os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).strip().split("\n")
 
 
@@ -99,7 +100,7 @@ class KvfuseMount:
     @property
     def is_mounted(self) -> bool:
         """Asks the kernel's table, not the daemon, which may hang."""
-        return any(row.split(" ")[4] == str(self.point) for row in _mount_rows())
+        return any(row.split(" ")[4] == str(self.point) for row in mount_rows())
 
     def mount(self) -> None:
         """Start a daemon in the foreground of a process of its own, and wait until the mount answers."""

@@ -62,7 +62,9 @@ def main(folder: Path, is_mounted: bool, words: list[str]) -> None:
         assert file.read(100_001) == b"x" * 100_000
         seen["names"] = sorted(os.listdir(point))
         seen["flags"] = os.statvfs(point).f_flag
-    seen["table"] = next(row for row in Path("/proc/self/mountinfo").read_text().splitlines() if str(point) in row)
+    seen["table"] = next(
+        row for row in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n") if str(point) in row
+    )
     if not is_mounted:
         seen["umount"] = run("umount", str(point))
         assert not os.path.ismount(point)

@@ -18,7 +18,7 @@ from typing import Any
 import schedule_client
 import schedule_content as content
 import trio
-from mounting import PATIENCE_S, KvfuseMount, conf_elsewhere, shared_conf, wait_until
+from mounting import PATIENCE_S, KvfuseMount, conf_elsewhere, mount_rows, shared_conf, wait_until
 from records_audit import Audit
 from schedule_history import History, Span
 from schedule_settling import kernel_stacks
@@ -142,7 +142,7 @@ class Lab:
         """SIGKILL. A daemon that one of its own threads keeps from ending is let go, and that is noted."""
         mount = self.mounts[index]
         pid, client = mount.pid, self.client(mount)
-        (row,) = [row for row in Path("/proc/self/mountinfo").read_text().splitlines() if f" {mount.point} " in row]
+        (row,) = [row for row in mount_rows() if f" {mount.point} " in row]
         os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
         if client is not None:
