@@ -26,7 +26,7 @@ from volume_lab import Disk
 
 from kvfuse.cluster.ceph import CephServers
 from kvfuse.cluster.etcd import EtcdServers
-from kvfuse.errors import EngineError
+from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.options import config
 from kvfuse.remote.records.api import Record, Versioned
 from kvfuse.slab.layout import Superblock
@@ -256,8 +256,17 @@ class Lab:
 
     def audit(self) -> list[str]:
         """What is wrong with the records now."""
-        disk = Disk(trio.run(self._superblock))
-        disk.records = {row.key: Versioned(row.value, row.version) for row in trio.run(self._scan, b"")}
+        found: list[tuple[Superblock, list[Record]]] = []
+
+        def ask() -> bool:
+            with contextlib.suppress(EngineTimeout):  # servers that come back may still look for a leader
+                found.append((trio.run(self._superblock), trio.run(self._scan, b"")))
+            return bool(found)
+
+        wait_until(ask, "the records")
+        superblock, records = found[0]
+        disk = Disk(superblock)
+        disk.records = {row.key: Versioned(row.value, row.version) for row in records}
         found = Audit(disk)
         return [*found.slot_problems(), *found.tree_problems()]
 
