@@ -51,6 +51,8 @@ LOOK_SECONDS = 0.2
 """between looks at a daemon: of a first thread that ended alone nothing tells"""
 LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
 """that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
+ENDING_DEATHS_MAX = 3
+"""daemons that may die while they end the mount: each next one goes on to store what is left"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -69,6 +71,7 @@ class Holder:
         self.was_ready = False
         self.failures = Failures()
         self.told_to_end: int | None = None
+        self.ending_deaths = 0
         self.status = 1
         self.dying: list[int] = []
         """processes whose last thread has not ended"""
@@ -208,7 +211,8 @@ class Holder:
             self.stalled_at = time.monotonic()
         if self.goes_on_with_upgrade(child, how):
             return
-        if child.has_ended or not self.was_ready or self.told_to_end is not None:
+        self.ending_deaths += self.told_to_end is not None
+        if child.has_ended or not self.was_ready or self.ending_deaths > ENDING_DEATHS_MAX:
             if self.was_ready and not child.has_ended:
                 self.things.unmount()
             self.finish(code if code >= 0 else 128 - code)

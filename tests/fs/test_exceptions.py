@@ -33,6 +33,7 @@ from kvfuse.usrbio.client import BlockStore, Client, connect
 
 POINTS = 25
 STARTS = 6
+ENDS = 6
 ANSWER_SECONDS = 2.0
 """that a mount may take to answer after an exception, where nothing else uses the machine"""
 KILLS, KILL_FACTOR = 3, 4.0
@@ -271,6 +272,22 @@ def test_in_the_first_start(folder: Path, seed: int) -> None:
             Rings(mount.point).close()
         wait_until(lambda: holder_says(mount)["serves"] is True, "a daemon that serves")
         subprocess.run([*KVFUSE, "upgrade", str(mount.point)], check=True, timeout=4 * PATIENCE_S)  # errors are counted
+
+
+def test_at_the_end(folder: Path, seed: int) -> None:
+    """A daemon that raises while it stores all and unmounts is followed by one that does: nothing is lost."""
+    chance = random.Random(seed)
+    with temporary_mount((*OUTLIVE, "publish.window=60")) as mount:
+        for number in range(scaled(ENDS)):
+            for name in range(5):
+                (mount.point / f"file-{name}").write_bytes(b"%d" % number * 20_000)
+            arm(folder, "now", chance.randint(1, AWAITS_MAX // 3))
+            mount.terminate()
+            print((folder / "raised").read_text() if (folder / "raised").exists() else "it did not raise")
+            (folder / "now").unlink(missing_ok=True)
+            mount.fsck()
+            mount.mount()
+            assert [(mount.point / f"file-{name}").read_bytes() for name in range(5)] == [b"%d" % number * 20_000] * 5
 
 
 def test_a_silent_daemon_is_replaced() -> None:
