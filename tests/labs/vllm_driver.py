@@ -149,14 +149,17 @@ class Engine:
         self.manager.reset_cache()
         getattr(self.manager, "on_reset_flushed", lambda: None)()
 
-    def store_at_once(self, jobs: int, count: int) -> list[bool]:
-        """Stores of more than fits, without a pause."""
+    def begin_stores(self, jobs: int, count: int) -> None:
+        """Of more than fits, without a pause."""
         for number in range(jobs):
             job = known(
                 TransferJob, job_id=number, keys=keys_of(1000 + number, count), is_promotion=False,
                 req_context=ReqContext("shed"), chunk_ids=np.arange(count), block_ids=np.arange(count),
             )  # fmt: skip
             self.tier.submit_store(job)
+
+    def end_stores(self) -> list[bool]:
+        """Success of each, once all are over."""
         self.tier.drain_jobs()
         return [result.success for result in sorted(self.tier.get_finished_jobs(), key=lambda result: result.job_id)]
 
