@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from mounting import PATIENCE_S
 
 WRITER = """
 import os, sys
@@ -55,5 +58,16 @@ for number in range(200):
 print(won)
 """
     command = [sys.executable, "-c", code, str(folder)]
-    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert sum(int(racer.communicate(timeout=30)[0]) for racer in racers) == 200
+    with ExitStack() as stack:
+        racers = [stack.enter_context(racing(command)) for _ in range(3)]
+        assert sum(int(racer.communicate(timeout=PATIENCE_S)[0]) for racer in racers) == 200
+
+
+@contextmanager
+def racing(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that is not left behind."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
