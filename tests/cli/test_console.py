@@ -137,8 +137,8 @@ class Terminal:
     def __init__(self, words: Sequence[str | Path], until: str = "", number: int = signal.SIGINT) -> None:
         """``until``: for a command that goes on, what it shows before it gets signal ``number``."""
         ours, theirs = os.openpty()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "250"}
-        command = [*KVFUSE, *map(str, words)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "400"}
+        command = ["env", "--default-signal=INT", *KVFUSE, *map(str, words)]  # in the background it would be ignored
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
         self.output = b""

@@ -78,7 +78,7 @@ def test_the_slab_map_is_whole(stats: dict[str, Any]) -> None:
 
 def test_names_that_no_terminal_can_show(stats: dict[str, Any]) -> None:
     stats["namespaces"][0]["path"] = "/\udcff[bold]"
-    assert "/?[bold]" in shown(Look({}, stats, 1.0))
+    assert r"/\xff[bold]" in shown(Look({}, stats, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mounting import KVFUSE, PATIENCE_S, wait_until
@@ -103,7 +103,8 @@ def a_place() -> Iterator[Place]:
         place = Place(Path(folder))
         yield place
         for pid in daemons_of(place.volume):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(pid, signal.SIGKILL)
             wait_for_end(pid)
         while place.is_mounted:
             mounts.detach(place.point, lazy=True)
