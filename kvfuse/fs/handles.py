@@ -14,6 +14,8 @@ import struct
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+import trio
+
 from kvfuse.errors import BadHandle, EngineError, OperationError, Stale
 from kvfuse.fs.rows import Rows
 from kvfuse.keeper import Keeper
@@ -226,15 +228,27 @@ class HandleTable:
         self._rows.close()
 
 
+TOLD_SECONDS = 5.0
+"""that the kernel may take to drop what was lost, where somebody waits for that"""
+
+
 class OpenFiles:
     """All open files of a volume. ``table``: None where nothing outlives this daemon.
 
-    ``cut``: inodes that may have lost their end with the daemon before this one.
+    ``cut``: inodes that may have lost their end with the daemon before this one. ``kernel_told``: the kernel's cache
+    has nothing any more of what was lost.
     """
 
-    def __init__(self, volume: VolumeApi, table: HandleTable | None, cut: Collection[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        volume: VolumeApi,
+        table: HandleTable | None,
+        cut: Collection[int] = frozenset(),
+        kernel_told: trio.Event | None = None,
+    ) -> None:
         self._volume = volume
         self._table = table
+        self._kernel_told = kernel_told
         self._cut = frozenset(cut)
         self.has_losses = bool(cut) or (table is not None and bool(table.lost))
         """something was lost with the daemon before this one"""
@@ -284,6 +298,16 @@ class OpenFiles:
     def append_offset(self, fh: int, handle: Handle, offset: int) -> int:
         """Where bytes go that the kernel wants at ``offset``, by a handle for appends: it may know a lost end."""
         return min(offset, handle.size) if self._cut and self._inodes.get(fh) in self._cut else offset
+
+    async def losses_dropped(self) -> None:
+        """With `has_losses`: wait until the kernel's cache has nothing of them, so that whoever hears of a loss reads
+        what is left.
+
+        Not for a write: the kernel may have its pages locked, and could not drop them.
+        """
+        if self._kernel_told is not None:
+            with trio.move_on_after(TOLD_SECONDS):
+                await self._kernel_told.wait()
 
     def tell_lost(self, fh: int, by: Callable[[HandleTable, int], None]) -> None:
         """EngineError, where the daemon before this one was killed before it had stored what the file has. ``by``: the

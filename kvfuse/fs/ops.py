@@ -111,7 +111,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self._volume = volume
         self._virtual = virtual
         if handover is not None:
-            self._open = OpenFiles(volume, handover.handles, handover.lost)
+            self._open = OpenFiles(volume, handover.handles, handover.lost, handover.told)
         else:
             self._open = OpenFiles(volume, None)
         self.number_of_request = fusewire.request if handover is not None else _no_request
@@ -376,6 +376,8 @@ class KvfuseOperations(pyfuse3.Operations):
     async def flush(self, fh: int) -> None:
         if not is_virtual_handle(fh):
             await self._volume.files.flush(self._open.get(fh) or await self._open.find(fh))
+            if self._open.has_losses:
+                await self._open.losses_dropped()
             self._open.tell_lost(fh, HandleTable.close_lost)
 
     @answered
@@ -383,6 +385,8 @@ class KvfuseOperations(pyfuse3.Operations):
         if not is_virtual_handle(fh):
             number = self.number_of_request()
             await self._volume.files.fsync(self._open.get(fh) or await self._open.find(fh), data_only=datasync)
+            if self._open.has_losses:
+                await self._open.losses_dropped()
             self._open.sync_lost(fh, *number)
 
     @answered
