@@ -241,7 +241,8 @@ class Holder:
                 self.failures.daemon_died(0.0, was_killed=False, was_ready=False)
             else:
                 return
-        self.say(f"too many daemons in a row have failed, the last with {how}: the mount is given up")
+        what = "the mount is given up, and what was not stored is lost"
+        self.say(f"too many daemons in a row have failed, the last with {how}: {what}")
         self.things.abort()
         self.finish(1)
 

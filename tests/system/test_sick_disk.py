@@ -223,6 +223,22 @@ def is_synced(descriptor: int) -> bool:
     return True
 
 
+def test_a_lazy_unmount_says_what_may_be_lost(lab: Lab) -> None:
+    """The next daemons go on to store it: a disk that is well within half a minute has all."""
+    lab.disk.refuse()
+    assert lab.write("new") == errno.EIO
+    assert lab.reasons()
+    done = run("umount", "--lazy", str(lab.point))
+    assert not done.returncode
+    assert "what is not stored is lost, unless" in done.stderr
+    assert "degraded: " in done.stderr
+    wait_until(lambda: "another one takes over" in lab.mount.log.read_text(), "a daemon that cannot store it")
+    lab.disk.mend()
+    lab.mount.wait()
+    lab.mount.mount()
+    lab.check("new")
+
+
 def test_a_disk_that_turned_read_only() -> None:
     """The next daemon serves what there is, and keeps what is new until the disk takes it."""
     with mounted(journal=True) as lab:
