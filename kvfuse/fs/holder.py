@@ -220,7 +220,7 @@ class Holder:
             return
         self.ending_deaths += self.told_to_end is not None
         if child.has_ended or not self.was_ready or self.ending_deaths > ENDING_DEATHS_MAX:
-            if self.was_ready and not child.has_ended:
+            if self.was_ready and not child.has_ended and self.desk.is_on_top(str(self.config["point"])):
                 self.things.unmount()
             self.finish(code if code >= 0 else 128 - code)
             return
