@@ -56,6 +56,8 @@ LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
 ENDING_DEATHS_MAX = 3
 """daemons that may die while they end the mount: each next one goes on to store what is left"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO)
+"""that would end a process, and mean nothing to this one: as from a tool that has other daemons open their logs anew"""
 
 
 class Holder:
@@ -428,8 +430,8 @@ class Holder:
         for end in (wake, woken):
             end.setblocking(False)
         signal.set_wakeup_fd(woken.fileno())
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+        for number in (*STOP_SIGNALS, *OTHER_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)  # ignored, they would be ignored by daemons, too
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.start()
