@@ -31,7 +31,7 @@ DESCRIPTORS_MAX = 16
 KNOWN = (
     "config", "fuse/answers", "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/places",
     "fuse/switch", "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers",
-    "tier/volume", "volume/commits-fail", "volume/doubt", "volume/failed", "volume/unstored",
+    "tier/volume", "volume/commits-fail", "volume/doubt", "volume/failed", "volume/given", "volume/unstored",
 )  # fmt: skip
 """all names; with a slash at the end: beginnings of names"""
 

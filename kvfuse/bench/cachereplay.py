@@ -89,7 +89,7 @@ def _times(setup: Setup, factor: float) -> Setup:
 def replay_on_cache(
     requests: Iterable[Request], target: Path, plan: ReplayPlan, progress: Callable[[CacheReplay], None]
 ) -> CacheReplay:
-    """Ask a folder in ``target`` for every chain of ``requests``, in order. ``progress`` is called after each."""
+    """Ask a folder in ``target`` for every chain of ``requests``, in order. ``progress`` is called meanwhile."""
     with CacheFolder(target / FOLDER, plan.block_size) as folder:
         before = folder.statistics()
         result = CacheReplay(plan, Tally(_setup_of(before, plan)), found_blocks=before["cache"]["blocks"])
@@ -97,6 +97,8 @@ def replay_on_cache(
         start, sampled, asked = time.monotonic(), 0.0, 0
 
         def goes_on() -> bool:
+            result.seconds = time.monotonic() - start
+            progress(result)
             return _has_time(plan, start)
 
         for request in islice(requests, plan.request_max):

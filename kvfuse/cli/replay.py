@@ -166,6 +166,7 @@ def replay(
     if size % 8:
         raise click.BadParameter("a multiple of 8 bytes is needed", param_hint="--block-size")
     plan = ReplayPlan(model, block_tokens, size, worker_count, request_max, block_max, duration)
+    note(f"replaying on {target}, for {_limits(plan)}")
     if on_cache:
         tried = make_setups(policies or (DEFAULT_POLICY,), admissions or (DEFAULT_ADMISSION,), capacities or (0,))
         run_on_cache(requests, target, plan, tried if is_tried else [], picture)
@@ -183,6 +184,13 @@ def _run_on_folder(requests: Iterable[Request], target: Path, plan: ReplayPlan, 
         note(f"wrong block: {detail}")
     if result.wrong:
         raise Failure(f"{result.wrong} of {result.blocks} blocks were wrong")
+
+
+def _limits(plan: ReplayPlan) -> str:
+    requests = f"{plan.request_max:,} requests" if plan.request_max else ""
+    blocks = f"{plan.block_max:,} blocks" if plan.block_max else ""
+    seconds = f"{plan.duration:g} s" if plan.duration else ""
+    return " or ".join(filter(None, (requests, blocks, seconds)))
 
 
 def _advance(progress: Bars, result: ReplayResult, plan: ReplayPlan) -> None:

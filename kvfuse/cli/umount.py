@@ -14,7 +14,7 @@ import click
 
 from kvfuse.cli import Failure, MountBusy, holders
 from kvfuse.cli.console import note
-from kvfuse.cli.mounts import detach, kvfuse_mount_at, read_virtual, within
+from kvfuse.cli.mounts import degraded, detach, kvfuse_mount_at, read_virtual, within
 from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.mounttable import Mounted, seen_elsewhere
 
@@ -105,17 +105,21 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
     mounted = kvfuse_mount_at(mountpoint)
     point = mounted.point
     try:
-        pid = read_virtual(point, "stats").get("pid")
+        stats = read_virtual(point, "stats")
     except MountError as error:
         detach(point, lazy=True)
         note(f"kvfuse: {error}; detached")
         return
+    pid = stats.get("pid")
     holder = holders.look_at(mounted)  # ends after its daemon, whichever that is by then
     daemon = _follow(holder["holder"] if holder is not None else pid)
     if not lazy:
         _check_stored(point, timeout)
     try:
         _detach_soon(point, lazy=lazy)
+        if lazy and (troubles := stats.get("degraded")):
+            why = "; ".join(map(degraded, troubles))
+            note(f"kvfuse: {point} is detached; what is not stored is lost, unless it works in half a minute: {why}")
         if daemon is not None and not lazy and not _wait_until_gone(daemon, mounted, timeout):
             raise Failure(f"{point} is unmounted, but its daemon (pid {pid}) still writes after {timeout:g} s")
     finally:

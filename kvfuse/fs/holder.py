@@ -25,11 +25,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
@@ -54,6 +56,8 @@ LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
 ENDING_DEATHS_MAX = 3
 """daemons that may die while they end the mount: each next one goes on to store what is left"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO)
+"""that would end a process, and mean nothing to this one: as from a tool that has other daemons open their logs anew"""
 
 
 class Holder:
@@ -164,7 +168,12 @@ class Holder:
             return False
         kind, name, content, descriptors = message
         if kind == HELLO:
-            child.said_hello(content)
+            try:
+                child.said_hello(content)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                self.say(f"process {child.pid} is killed: it is no daemon of kvfuse by its first message")
+                os.kill(child.pid, signal.SIGKILL)
+                return True
             if child is self.serving:
                 self.begin(child)
         elif kind == KEEP and child is self.serving:
@@ -213,7 +222,7 @@ class Holder:
             return
         self.ending_deaths += self.told_to_end is not None
         if child.has_ended or not self.was_ready or self.ending_deaths > ENDING_DEATHS_MAX:
-            if self.was_ready and not child.has_ended:
+            if self.was_ready and not child.has_ended and self.desk.is_on_top(str(self.config["point"])):
                 self.things.unmount()
             self.finish(code if code >= 0 else 128 - code)
             return
@@ -221,18 +230,23 @@ class Holder:
         was_killed = code == -signal.SIGKILL and not child.pulse.cause
         self.failures.daemon_died(lived, was_killed=was_killed, was_ready=child.is_ready)
         self.facts.daemon_died(how, child.cause_of_death(code))
-        if self.failures.are_too_many:
-            self.say(f"too many daemons in a row have failed, the last with {how}: the mount is given up")
-            self.things.abort()
-            self.finish(1)
-            return
-        pause = self.failures.pause
-        self.say(
-            f"the daemon {child.pid} is dead ({how}): another one takes over" + (f" in {pause:g} s" if pause else "")
-        )
-        if pause:
-            time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
-        self.start()
+        what = f"the daemon {child.pid} is dead ({how})"
+        while not self.failures.are_too_many:
+            pause = self.failures.pause
+            self.say(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
+            if pause:
+                time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
+            try:
+                self.start()
+            except OSError as error:  # no process, memory or descriptor is free
+                how = what = f"no daemon can be started ({error})"
+                self.failures.daemon_died(0.0, was_killed=False, was_ready=False)
+            else:
+                return
+        what = "the mount is given up, and what was not stored is lost"
+        self.say(f"too many daemons in a row have failed, the last with {how}: {what}")
+        self.things.abort()
+        self.finish(1)
 
     def is_served(self, child: Child) -> None:
         """A daemon is ready."""
@@ -312,7 +326,8 @@ class Holder:
             elif child.has_said_hello and (back is None or back.has_said_hello):
                 upgrade.enter(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
                 self.stalled_at = upgrade.began = time.monotonic()
-                serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
+                with suppress(OSError):  # it has just died, or takes nothing: then it is late
+                    serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
             elif upgrade.is_late:
                 words = child.last_words()
                 self.refuse("the new daemon did not get ready in time" + (f": {words}" if words else ""))
@@ -415,8 +430,8 @@ class Holder:
         for end in (wake, woken):
             end.setblocking(False)
         signal.set_wakeup_fd(woken.fileno())
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+        for number in (*STOP_SIGNALS, *OTHER_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)  # ignored, they would be ignored by daemons, too
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.start()
@@ -458,7 +473,11 @@ class Holder:
         serving = self.serving
         is_wanted = self.config["standby"] and self.standby is None and self.upgrade is None
         if is_wanted and serving is not None and serving.is_ready and self.pace.is_due:
-            self.standby = self.new(self.command)
+            try:
+                self.standby = self.new(self.command)
+            except OSError as error:
+                self.say(f"nobody can stand by: {error}")
+                self.pace.one_died(0.0)
 
     def reap(self) -> None:
         """Take dead processes out of the table, whoever began them: those whose parents died are ours now."""
@@ -481,6 +500,8 @@ def main() -> None:
     os.chdir("/")
     with open("/proc/self/comm", "w") as comm:
         comm.write("kvfuse-holder")
+    _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # it has what the daemon has of clients
     sys.exit(Holder(json.loads(sys.argv[1])).run())
 
 

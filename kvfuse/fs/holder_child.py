@@ -248,7 +248,12 @@ def started(command: list[str], folder: str, *, heard: bool = False, checked: bo
         finally:
             os._exit(127)
     theirs.close()
-    return Child(ours, pid, os.pidfd_open(pid), said)
+    try:
+        return Child(ours, pid, os.pidfd_open(pid), said)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _inherit_nothing() -> None:
@@ -271,10 +276,14 @@ def receive(end: socket.socket) -> tuple[bytes, list[int]]:
     """The next datagram and its descriptors, which no child gets (`socket.recv_fds` of Python 3.11 takes no flags)."""
     descriptors = array.array("i")
     size = socket.CMSG_SPACE(DESCRIPTORS_MAX * descriptors.itemsize)
-    data, ancillary, _, _ = end.recvmsg(MESSAGE_SIZE_MAX, size, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = end.recvmsg(MESSAGE_SIZE_MAX, size, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
+    if flags & socket.MSG_CTRUNC and data[:1] == bytes([KEEP]):  # no descriptor is free: half a thing is none
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return bytes([DROP]) + data[1:], []
     return data, descriptors.tolist()
 
 
@@ -319,8 +328,10 @@ def is_dead(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # no descriptor or memory is free: nothing is known
+        return False
     fields = dict(line.split(b":\t", 1) for line in lines if b":\t" in line)
     return fields.get(b"State", b"")[:1] in (b"Z", b"X") or fields.get(b"CoreDumping") == b"1"
 

@@ -170,6 +170,7 @@ class Desk:
         self._notify = os.environ.pop("NOTIFY_SOCKET", None)  # not for daemons: systemd is to hear of one process
         self._listener: socket.socket | None = None
         self._path = ""
+        self._device: str | None = None
         self.problem = ""
         """why nobody can ask anything"""
 
@@ -177,15 +178,20 @@ class Desk:
         """Once the mount is there."""
         if self._listener is not None:
             return
+        self._device = device_of(point)
         self.problem = "no folder for it: XDG_RUNTIME_DIR is not set"
         for folder in folders(os.geteuid()):
             try:
-                self._listen(folder, device_of(point) or "")
+                self._listen(folder, self._device or "")
             except (OSError, ValueError) as error:
                 self.problem = f"{folder}: {error}"
             else:
                 self.problem = ""
                 return
+
+    def is_on_top(self, point: str) -> bool:
+        """The mount is what is mounted there, and no other one above it."""
+        return self._device is not None and device_of(point) == self._device
 
     def _listen(self, folder: str, device: str) -> None:
         if not device:

@@ -30,6 +30,8 @@ class Things:
         self._command = [*guard, str(os.getpid()), point]
         self._store = Store()
         self._kept = self._store.take()
+        self._dropped: list[int] = []
+        """descriptors that are to be closed"""
         self.guard = 0
         self._guard_begun = 0.0
 
@@ -41,10 +43,15 @@ class Things:
             self._start_guard(descriptors[0])
 
     def drop(self, name: str) -> None:
-        for descriptor in self._kept.pop(name, (b"", []))[1]:
-            # The last one of the control socket is closed when the kernel has written everything back, which the
-            # daemon has to answer; and large memory takes its time.
-            _thread.start_new_thread(os.close, (descriptor,))
+        self._dropped += self._kept.pop(name, (b"", []))[1]
+        try:
+            while self._dropped:
+                # The last one of the control socket is closed when the kernel has written everything back, which the
+                # daemon has to answer; and large memory takes its time.
+                _thread.start_new_thread(os.close, (self._dropped[-1],))
+                self._dropped.pop()
+        except RuntimeError:
+            pass  # there can be no more threads now: the next time
 
     def give_to(self, child: Child) -> None:
         """Tell a daemon of all that is kept. OSError: it is dead, or does not take it."""
@@ -63,7 +70,11 @@ class Things:
 
     def _start_guard(self, switch: int) -> None:
         self._guard_begun = time.monotonic()
-        self.guard = os.fork()
+        try:
+            self.guard = os.fork()
+        except OSError as error:
+            os.write(2, f"kvfuse: {self._point} has no guard: {error}\n".encode("utf-8", "backslashreplace"))
+            return
         if self.guard == 0:
             try:
                 os.setsid()

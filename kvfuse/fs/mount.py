@@ -35,7 +35,7 @@ from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
-from kvfuse.mounttable import top_mount
+from kvfuse.mounttable import all_mounts, top_mount
 from kvfuse.options.options import MountOptions, Options
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.views.kernel_cache import KernelCache
@@ -199,6 +199,8 @@ class _Session:
     leaving: Leaving = field(default_factory=Leaving)
     is_ending: bool = False
     """by a word of ours, not because somebody unmounted it"""
+    device: int | None = None
+    """st_dev of the mount, once that is known"""
     detached: bool = False
     """the mount is not in the mount table any more"""
     is_adopted: bool = False
@@ -238,8 +240,9 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
                 log.warning("%s has no guard: it is not in the mount table", point)
             yield
         finally:
-            pyfuse3.close(unmount=not (session.detached or session.is_left))
-            if place != point and not (session.detached or session.is_left):  # libfuse knows another place
+            stays = session.detached or session.is_left or _place(session) != plain_point
+            pyfuse3.close(unmount=not stays)
+            if place != point and not stays:  # libfuse knows another place
                 unmount(Path(plain_point))
 
 
@@ -258,8 +261,8 @@ def _adopted(session: _Session, operations: KvfuseOperations, words: set[str], l
             yield
         finally:
             pyfuse3.close(unmount=False)
-            if not (session.detached or session.is_left):
-                unmount(session.mountpoint)
+            if not (session.detached or session.is_left) and (on_top := _place(session)) is not None:
+                unmount(Path(on_top))
 
 
 async def _answer(
@@ -307,6 +310,7 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
     else:
         device = (await trio.to_thread.run_sync(os.stat, session.mountpoint)).st_dev
         session.keeper.keep(KEPT_DEVICE, b"%d" % device)
+    session.device = device
     if (begun := fusewire.connection()) is not None and not session.is_adopted:
         session.keeper.keep(KEPT, begun[0], [begun[1]])
         if session.keeper.outlives and fusewire.kernel() < KERNEL_RESENDS:
@@ -405,7 +409,11 @@ async def _detach(session: _Session) -> bool:
 async def _detach_once(session: _Session) -> bool:
     command = ["umount", "-i"] if os.geteuid() == 0 else ["fusermount3", "-u"]
     lazily = "-l" if os.geteuid() == 0 else "-z"
-    path = os.fspath(session.mountpoint)
+    path = _place(session)
+    if path is None:
+        log.error("%s is beneath another mount, and stays there without a daemon", session.mountpoint)
+        await _succeeds(["sync"])
+        return False
     session.detached = await _succeeds([*command, path])
     if session.detached:
         return True
@@ -413,6 +421,15 @@ async def _detach_once(session: _Session) -> bool:
     await _succeeds(["sync", "-f", path])
     session.detached = await _succeeds([*command, lazily, path])
     return False
+
+
+def _place(session: _Session) -> str | None:
+    """Where the mount is on top: it may have been moved. None: nowhere, as where another one is mounted on it."""
+    row = top_mount(session.mountpoint)
+    if session.device is None or (row is not None and row.st_dev == session.device):
+        return os.fspath(row.point if row is not None else session.mountpoint)
+    on_top = {str(row.point): row.st_dev for row in all_mounts()}
+    return next((point for point, device in on_top.items() if device == session.device), None)
 
 
 async def _succeeds(command: list[str]) -> bool:

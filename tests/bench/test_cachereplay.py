@@ -101,6 +101,16 @@ def test_a_request_that_the_end_cuts_off_counts_as_far_on_both_sides(
     assert len(result.requests) == 3
 
 
+def test_progress_is_told_before_a_long_request_is_done(point: Path) -> None:
+    """With large blocks one request takes many seconds."""
+    told: list[int] = []
+    request = next(iter(Generator()))
+    with namespace_for(point, Setup("lru", "all", 2000)) as folder:
+        result = replay_on_cache([request], folder, PLAN, lambda result: told.append(len(result.requests)))
+    assert len(result.requests) == 1
+    assert 0 in told
+
+
 def test_which_folders_are_in_caches(point: Path, tmp_path: Path) -> None:
     assert not is_in_cache(tmp_path)
     assert not is_in_cache(point)
@@ -122,6 +132,7 @@ def test_the_command_compares_policies(point: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if " + " in line and "requests" not in line]
     assert [(row[0], row[3]) for row in rows] == [("lru", "200"), ("lru", "400"), ("chain", "200"), ("chain", "400")]
+    assert done.stderr.splitlines()[0] == f"replaying on {point}, for 60 requests"
     assert "the line is its capacity" in done.stderr
     assert picture.stat().st_size > 1000
     stats = json.loads((point / ".kvfuse" / "stats").read_bytes())

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
 
+from kvfuse.fs.holder import OTHER_SIGNALS
 from kvfuse.fs.takeover import libc
 
 OUTLIVE = ("outlive=true", "standby=false")
@@ -144,6 +145,14 @@ def test_sigterm_to_the_holder_unmounts(mount: KvfuseMount) -> None:
     mount.terminate()
     mount.mount()
     assert (mount.point / "file").exists()
+
+
+def test_signals_that_mean_nothing_to_the_holder_do_not_end_it(mount: KvfuseMount) -> None:
+    for number in OTHER_SIGNALS:
+        os.kill(mount.pid, number)
+    time.sleep(0.5)
+    assert not mount.has_ended
+    assert kill_daemon(mount) < PATIENCE_S
 
 
 def test_with_the_holder_all_ends_and_nobody_waits(mount: KvfuseMount) -> None:

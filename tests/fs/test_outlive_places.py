@@ -24,6 +24,7 @@ from places import ROOT
 from test_outlive import OUTLIVE, settle
 from test_upgrade import other_python
 
+from kvfuse.mounttable import top_mount
 from kvfuse.options import config
 from kvfuse.volume.check.fsck import fsck
 
@@ -279,3 +280,36 @@ def test_a_kernel_that_does_not_send_calls_again(tmp_path: Path) -> None:
 def fsyncs(mount: KvfuseMount) -> int:
     stats = json.loads((mount.point / ".kvfuse" / "stats").read_bytes())
     return int(stats["fs"]["requests"].get("fsync", 0))
+
+
+def test_the_end_of_a_mount_that_was_moved(tmp_path: Path) -> None:
+    """It is unmounted where it is now, with all that was written."""
+    with temporary_mount(OUTLIVE) as mount:
+        subprocess.run(["mount", "--move", mount.point, tmp_path], check=True)
+        try:
+            (tmp_path / "file").write_bytes(b"x" * 100_000)
+            os.kill(mount.pid, signal.SIGTERM)
+            mount.wait()
+            assert top_mount(tmp_path) is None
+        finally:
+            subprocess.run(["umount", "-l", tmp_path], check=False, capture_output=True)
+        mount.mount()
+        assert (mount.point / "file").read_bytes() == b"x" * 100_000
+
+
+def test_the_end_of_a_mount_that_another_one_covers() -> None:
+    """The other one stays, and so does what is on it."""
+    with temporary_mount(OUTLIVE) as mount:
+        (mount.point / "file").write_bytes(b"x" * 100_000)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount.point], check=True)
+        try:
+            (mount.point / "precious").write_bytes(b"y")
+            os.kill(mount.pid, signal.SIGTERM)
+            mount.wait()
+            assert (mount.point / "precious").read_bytes() == b"y"
+            assert "is beneath another mount" in mount.log.read_text()
+        finally:
+            for _ in range(2):
+                subprocess.run(["umount", "-l", mount.point], check=False, capture_output=True)
+        mount.mount()
+        assert (mount.point / "file").read_bytes() == b"x" * 100_000

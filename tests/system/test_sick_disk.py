@@ -149,6 +149,26 @@ def test_a_full_disk_and_killed_daemons(lab: Lab) -> None:
     lab.check(*new, size=3000)
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_new_files_after_a_kill_are_taken_as_before(lab: Lab, is_full: bool) -> None:
+    """The next daemon has numbers for them that the former one did not use."""
+    lab.disk.fill() if is_full else lab.disk.refuse()
+    names = [f"new{number}" for number in range(30 * KILLS)]
+    for number in range(KILLS):
+        some = names[30 * number : 30 * number + 30]
+        assert [lab.write(name, 3000, sync=False) for name in some] == [0] * len(some)
+        assert lab.write("synced", 1000) in (0, errno.ENOSPC, errno.EIO)
+        lab.kill()
+    assert [lab.write(name, 5000, sync=False) for name in names[:10]] == [0] * 10
+    assert len({(lab.point / name).stat().st_ino for name in names}) == len(names)
+    lab.disk.make_room()
+    lab.disk.mend()
+    wait_until(lambda: lab.write("synced", 1000) == 0, "the disk to be well")
+    lab.kill()
+    lab.check(*names[10:], size=3000)
+    lab.check(*names[:10], size=5000)
+
+
 def test_a_volume_on_a_full_disk_is_mounted_and_read(lab: Lab) -> None:
     assert lab.write("file") == 0
     lab.mount.unmount()
@@ -221,6 +241,22 @@ def is_synced(descriptor: int) -> bool:
         assert error.errno == errno.EIO, error
         return False
     return True
+
+
+def test_a_lazy_unmount_says_what_may_be_lost(lab: Lab) -> None:
+    """The next daemons go on to store it: a disk that is well within half a minute has all."""
+    lab.disk.refuse()
+    assert lab.write("new") == errno.EIO
+    assert lab.reasons()
+    done = run("umount", "--lazy", str(lab.point))
+    assert not done.returncode
+    assert "what is not stored is lost, unless" in done.stderr
+    assert "degraded: " in done.stderr
+    wait_until(lambda: "another one takes over" in lab.mount.log.read_text(), "a daemon that cannot store it")
+    lab.disk.mend()
+    lab.mount.wait()
+    lab.mount.mount()
+    lab.check("new")
 
 
 def test_a_disk_that_turned_read_only() -> None:

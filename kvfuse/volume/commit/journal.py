@@ -291,8 +291,6 @@ class Journal:
             try:
                 await self._commit_batch()
                 failure_count, self.failure = 0, None
-                self.core.health.worked(COMMIT, WRITE)
-                self.core.doubt.note_commit(has_failed=False)
             except EngineError as error:
                 self.failure = error
                 self.core.health.failed(COMMIT, error)
@@ -338,6 +336,8 @@ class Journal:
             shown = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
             self.waiters.release(waiters, shown)
             raise
+        self.core.health.worked(COMMIT, WRITE)  # before anybody hears that it did
+        self.core.doubt.note_commit(has_failed=False)
         self.waiters.release(waiters)
         await self.settling.free_slots()
 

@@ -45,7 +45,7 @@ class Doubt:
         self._keeper = keeper
         self.have_commits_failed = bool(keeper.names(COMMITS_FAIL))
         """those of the record store, and none succeeded since"""
-        self._words = _page(keeper, content)
+        self._words = kept_page(keeper, NAME, content)
         if not self._words[_VOUCHED]:
             self._words[_VOUCHED] = generations.upcoming
         self._writing: int | None = None
@@ -180,9 +180,9 @@ class Doubt:
         return is_all
 
 
-def _page(keeper: Keeper, content: bytes) -> memoryview:
+def kept_page(keeper: Keeper, name: str, content: bytes) -> memoryview:
     """That of the daemon before this one, or a new one, as 64-bit words."""
-    kept = keeper.take(NAME)
+    kept = keeper.take(name)
     descriptors = kept.descriptors if kept is not None else ()
     try:
         if kept is not None and kept.content == content and len(descriptors) == 1:
@@ -194,10 +194,10 @@ def _page(keeper: Keeper, content: bytes) -> memoryview:
             os.close(descriptor)
     if not keeper.outlives:
         return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
-    descriptor = os.memfd_create("kvfuse-doubt", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(f"kvfuse-{name[7:]}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
-        keeper.keep(NAME, content, [descriptor])
+        keeper.keep(name, content, [descriptor])
         return memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("q")
     finally:
         os.close(descriptor)

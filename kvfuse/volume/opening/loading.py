@@ -22,7 +22,7 @@ from kvfuse.slab.image import SlabState
 from kvfuse.slab.layout import PAGE_SIZE, Superblock
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.inodes.doubt import Doubt
+from kvfuse.volume.inodes.doubt import Doubt, kept_page
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
@@ -48,6 +48,8 @@ from kvfuse.volume.views.tier import ReadClass, SharedTier
 
 log = logging.getLogger(__name__)
 
+GIVEN = "volume/given"
+"""what the keeper knows a page by: of inodes and of generations, the number after the last one that was given"""
 OWN_CLIENT = 0
 """number of the client of a volume that one host has"""
 REUSE_SECONDS_MIN = 1.0
@@ -139,7 +141,8 @@ async def _load_values(
     used = {geometry.locate_head(state.slab)[0] for state in states}
     await _check_segments(options.title, superblock, segments, used)
     kept_size = options.mount.outlive_size if is_alone and keeper.outlives and not options.mount.read_only else 0
-    generations = NumberRange(schema.COUNTER_GENERATION, generation)
+    given = kept_page(keeper if is_alone else NO_KEEPER, GIVEN, superblock.volume_id)
+    generations = NumberRange(schema.COUNTER_GENERATION, generation, given[1:2])
     return Core(
         unstored_log=KeptLog(kept_size) if kept_size else None,
         superblock=superblock,
@@ -153,7 +156,7 @@ async def _load_values(
         chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
         strict=options.publish_mode == "strict",
         read_only=options.mount.read_only,
-        inodes=NumberRange(schema.COUNTER_INODE, inode),
+        inodes=NumberRange(schema.COUNTER_INODE, inode, given[:1]),
         generations=generations,
         doubt=Doubt(generations, keeper if is_alone else NO_KEEPER, superblock.volume_id),
         metadata=_bounded(records, metadata_limit, geometry.data_size),

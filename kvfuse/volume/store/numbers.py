@@ -27,14 +27,19 @@ class NumberRange:
 
     A range is announced (`take`) by commits that are half a range ahead of what was given: a number that a slot
     header shows was announced before, so none is given again after a crash. The first range is announced before the
-    first number is given; where the store refuses that commit, none is given (`withhold`) until a commit brings it.
+    first number is given. Where the store refuses that commit (`withhold`), those are given which the daemon before
+    this one announced and did not give; then none, until a commit brings more.
     """
 
-    def __init__(self, key: bytes, start: int) -> None:
+    def __init__(self, key: bytes, start: int, word: memoryview | None = None) -> None:
+        """``word``: 64 bits that outlive the daemon: the number after the last one that was given; 0: nobody knows."""
         self.key = key
         self._next = start
         self._end = start
         self._refusal: EngineError | None = None
+        self._word = word if word is not None else memoryview(bytearray(8)).cast("q")
+        self._left = range(self._word[0] or start, start)
+        """announced by the daemon before this one, and not given"""
 
     @property
     def upcoming(self) -> int:
@@ -43,10 +48,11 @@ class NumberRange:
 
     def next(self) -> int:
         """EngineError, as the store refused it, while nothing is announced."""
-        if self._refusal is not None:
+        if self._refusal is not None and self._next >= self._end:
             raise type(self._refusal)(f"no number is left for {self.key[1:].decode()}: {self._refusal}")
         value = self._next
         self._next += 1
+        self._word[0] = self._next
         return value
 
     def pass_over(self, number: int) -> None:
@@ -55,11 +61,13 @@ class NumberRange:
 
     def withhold(self, error: EngineError) -> None:
         """The store refused the first range, of which nothing was given: `take` says it again."""
-        self._end, self._refusal = self._next, error
+        if self._refusal is None and self._next == self._left.stop:  # else numbers behind those were seen
+            self._next = min(self._left.start, self._next)
+        self._end, self._refusal = max(self._next, self._left.stop), error
 
     @property
     def is_withheld(self) -> bool:
-        """`next` has none."""
+        """The first range is not announced."""
         return self._refusal is not None
 
     def announced(self) -> None:
