@@ -13,7 +13,7 @@ import killer
 import pytest
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, stopped, temporary_mount, wait_until
 from test_outlive import OUTLIVE, children_of, daemon_of, kill_daemon, settle
-from test_upgrade import FAILING, Users, holder_says, other_python, refused, upgrade
+from test_upgrade import FAILING, SECONDS, Users, holder_says, other_python, refused, upgrade
 
 import kvfuse
 from kvfuse.cli.checks import stands_by
@@ -231,7 +231,7 @@ def test_upgrades_that_fail(mount: KvfuseMount, tmp_path: Path, how: str) -> Non
     lines, message = FAILING[how]
     former = standby_of(mount)
     with other_python(tmp_path, lines) as python:
-        said = refused(mount, "--python", python, "--timeout", "10" if how in ("hello", "ready") else "60")
+        said = refused(mount, "--python", python, "--timeout", SECONDS.get(how, "60"))
         assert message in said
         assert (mount.point / ".kvfuse" / "version").read_text() == f"{kvfuse.__version__}\n"
         wait_until(lambda: has_standby(mount), "the end of the new version")

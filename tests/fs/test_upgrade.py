@@ -137,6 +137,8 @@ FAILING = {
         "not ready",
     ),
 }
+SECONDS = {"hello": "10", "ready": "20"}
+"""that an upgrade waits for a daemon which fails by being late: it has to begin in them, at least"""
 
 
 @pytest.mark.parametrize("how", FAILING)
@@ -145,7 +147,7 @@ def test_one_that_fails_is_not_noticed(mount: KvfuseMount, tmp_path: Path, how: 
     # One that served and is killed has lost what was not stored yet.
     with other_python(tmp_path, lines) as python, nullcontext() if how == "ready" else Users(mount.point):
         former = daemon_of(mount)
-        said = refused(mount, "--python", python, "--timeout", "10" if how in ("hello", "ready") else "60")
+        said = refused(mount, "--python", python, "--timeout", SECONDS.get(how, "60"))
         assert message in said
         assert (daemon_of(mount) == former) == (how in ("import", "hello"))
     assert (mount.point / ".kvfuse" / "version").read_text() == f"{kvfuse.__version__}\n"
