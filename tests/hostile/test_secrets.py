@@ -25,7 +25,7 @@ def check_public(said: dict[str, Any], mount: KvfuseMount) -> None:
     assert not re.search(r"endpoints|password|keyring|key_file|\"path\"|http://", text)
     assert said["config"].keys() == {"volume", "publish", "mount", "cache", "usrbio"}
     assert said["stats"].keys() == {
-        "pid", "space", "volume", "uptime", "rings", "ring_users", "metadata", "capacity", "slab_size",
+        "pid", "degraded", "space", "volume", "uptime", "rings", "ring_users", "metadata", "capacity", "slab_size",
     }  # fmt: skip
 
 
