@@ -93,7 +93,7 @@ class Indexes:
             raise errors.PermissionDenied("the client's user may not list this folder")
 
     def _read_class(self, namespace: Namespace, number: int) -> ReadClass:
-        own = ReadClass(namespace.ino, self.peer.uid, namespace.gid, namespace.mode & 0o444)
+        own = ReadClass(namespace.ino, self.peer.uid, namespace.group.gid, namespace.mode & 0o444)
         if not number:
             readers = [own]
         else:
