@@ -75,6 +75,21 @@ def test_arenas_that_were_given_back_are_taken_from_who_maps_them(mount: KvfuseM
         attack.hear()
 
 
+def test_holes_of_arenas_that_a_reader_has_filled_are_taken_back(outliving: KvfuseMount) -> None:
+    """Each page that it reads in a mapping takes memory. It had 16 GiB of a tier of 64 MiB, also when it had ended."""
+    mount, folder = outliving, outliving.point / "folder"
+    folder.mkdir()
+    os.chown(folder, ATTACKER, ATTACKER)
+    with attacker("attack_held_memory.py", mount, "holes", folder) as attack:
+        attack.hear()
+        assert stats(mount)["tier"]["used_bytes"] < MIB
+        wait_until(lambda: held(attack) < MIB, "the memory of blocks alone")
+        attack.tell("again")
+        attack.hear()
+        kill(mount)
+        wait_until(lambda: held(attack) < MIB, "the same by the next daemon")
+
+
 def test_the_tier_comes_back_whenever_its_daemon_is_killed(outliving: KvfuseMount, rng: random.Random) -> None:
     """64 of 67 MiB stayed used, by no block: of arenas that clients had mapped, and of folders that were closed."""
     mount, folder = outliving, outliving.point / "folder"
