@@ -22,6 +22,8 @@ MAP_INDEX = 14
 BLOCKS = 8
 AUX_SIZE = 4 * MIB
 RINGS = 64
+CONNECTIONS, INDEXES = 24, 64
+CLIENTS: list[Attacker] = []
 
 
 class Patient(Attacker):
@@ -96,6 +98,24 @@ def index(mount: Path, folder: Path) -> None:
     close_and_open(folder)
 
 
+def indexes(mount: Path, folder: Path) -> None:
+    """As many as it gets."""
+    folders = [folder / str(number) for number in range(INDEXES)]
+    for path in folders:
+        path.mkdir()
+    for _ in range(CONNECTIONS):
+        client = Attacker(mount)
+        CLIENTS.append(client)
+        for path in folders:
+            client.request(MAP_INDEX, client.namespace(path, 0o644), 0)
+            error, _, descriptors = client.answer()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if error:
+                assert error == EDQUOT, error
+                return
+
+
 def close_and_open(folder: Path) -> None:
     """The daemon gives all that others could see of the folder back."""
     for mode in (0o711, 0o755):
@@ -125,7 +145,7 @@ def main() -> None:
     become(uid)
     word = "again"
     while word == "again":
-        {"arenas": arenas, "holes": holes, "index": index, "rings": rings}[kind](mount, folder)
+        {"arenas": arenas, "holes": holes, "index": index, "indexes": indexes, "rings": rings}[kind](mount, folder)
         say(count=len(HELD))
         while (word := wait_for_word()) in ("look", "free"):
             if word == "free":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hostile_lab import ATTACKER, AttackProcess, attacker
-from mounting import KvfuseMount, temporary_mount, wait_until
+from mounting import FOREGROUND, KvfuseMount, temporary_mount, wait_until
 from ring_lab import stats, wait_for_rings
 
 pytestmark = pytest.mark.root
@@ -27,6 +27,7 @@ WORDS = (
     f"user_charged_size={CHARGED}",
 )
 ROUNDS = 3
+DESCRIPTORS = 1024
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,20 @@ def test_all_but_the_head_of_an_index_that_ended_is_taken_back(mount: KvfuseMoun
             wait_until(lambda count=number + 1: held(attack) <= 4096 * count, "the memory of indexes")
             attack.tell("again")
         attack.hear()
+
+
+def test_a_user_has_its_share_of_descriptors_for_indexes() -> None:
+    """One user had all of the daemon's, and nobody else could connect."""
+    limited = ("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}", *FOREGROUND)
+    with temporary_mount(WORDS, limited) as mount:
+        wait_for_rings(mount)
+        folder = mount.point / "folder"
+        folder.mkdir()
+        os.chown(folder, ATTACKER, ATTACKER)
+        with attacker("attack_held_memory.py", mount, "indexes", folder) as attack:
+            attack.hear()
+            assert len(os.listdir(f"/proc/{stats(mount)['pid']}/fd")) < DESCRIPTORS * 3 / 4
+            wait_for_rings(mount)
 
 
 def test_rings_that_were_dropped_count_until_they_are_let_go_of(mount: KvfuseMount, folder: Path) -> None:

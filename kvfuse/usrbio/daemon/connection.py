@@ -364,7 +364,8 @@ class Connection:
         return (), []
 
     async def _map_index(self, values: tuple[int, ...]) -> Answer:
-        return await self._calls.indexes.open(self._namespace(values[0]), values[1])
+        namespace, account = self._namespace(values[0]), self.registered.namespaces.account
+        return await self._calls.indexes.open(namespace, values[1], account)
 
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
         namespaces, is_viewed = self.registered.namespaces.values(), values[0] in self.registered.pins.arenas
