@@ -43,6 +43,9 @@ REJOIN_SECONDS = 0.5
 REAP_PAUSE = 1.0
 """Seconds between two looks whether the store takes removals again."""
 
+TOUCHED_SECONDS = 1.0
+TOUCHED_PAUSE = 0.005
+"""Seconds between looks for memory of the tier that only readers have touched, and between parts that go."""
 PINS_SECONDS = 60.0
 """after which no client of the daemon before this one is waited for, where nobody said that all are known"""
 
@@ -84,6 +87,7 @@ class Running:
         self._keeper = keeper
         self._keeping = trio.CancelScope()
         self._living = trio.CancelScope()
+        self._looking = trio.CancelScope()
         self._reaping = trio.CancelScope()
         self._scrubber = Scrubber(lambda: volume.parts, options)
 
@@ -116,6 +120,8 @@ class Running:
             self._nursery.start_soon(failing.service, "open files", self._volume.left_open.load_all)
         if parts.core.tier.residents.alive is not None:
             self._nursery.start_soon(failing.vital_task, self._live)
+        if parts.core.tier.capacity:
+            self._nursery.start_soon(failing.service, "tier", self._free_touched)
         if (disk := parts.core.disk) is not None:
             self._volume.sections["disk"] = disk.statistics
             self._nursery.start_soon(failing.service, "disk tier", partial(disk.run, parts.core.reads.speeds.disk))
@@ -189,6 +195,7 @@ class Running:
         """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
         self._keeping.cancel()
         self._living.cancel()
+        self._looking.cancel()
         self._reaping.cancel()
         self._scrubber.stop()
         parts = self._volume.parts
@@ -216,6 +223,13 @@ class Running:
                 self._volume.parts.core.tier.residents.live_on()
                 self._volume.parts.blocks.hear_of_tier()
                 await trio.sleep(RENEW_SECONDS)
+
+    async def _free_touched(self) -> None:
+        """Take back memory of the tier that nobody but its readers needs, until `finish`."""
+        with self._looking:
+            while True:
+                are_some = await trio.to_thread.run_sync(self._volume.parts.core.tier.free_touched)
+                await trio.sleep(TOUCHED_PAUSE if are_some else TOUCHED_SECONDS)  # others want the tier, too
 
     async def _finish(self, parts: Parts) -> None:
         is_writable = not parts.core.read_only

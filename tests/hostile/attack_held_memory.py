@@ -1,8 +1,9 @@
 """``attack_held_memory.py UID MOUNT KIND FOLDER``: goes on to hold what the daemon has given back.
 
 A line each round, for a word each: ``arenas`` maps all arenas of blocks in its own folder, and then closes the folder
-to others, which ends them; ``index`` does so with the index of the folder; ``rings`` drops a ring that it goes on to
-map, until it gets no more. ``free`` as a word: closes all that it holds.
+to others, which ends them; ``holes`` reads all of such arenas, also where no block is; ``index`` does so with the
+index of the folder; ``rings`` drops a ring that it goes on to map, until it gets no more. ``free`` as a word: closes
+all that it holds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ MAP_INDEX = 14
 BLOCKS = 8
 AUX_SIZE = 4 * MIB
 RINGS = 64
+CONNECTIONS, INDEXES = 24, 64
+CLIENTS: list[Attacker] = []
 
 
 class Patient(Attacker):
@@ -49,19 +52,32 @@ def again(ask: Callable[[], int]) -> int:
 
 
 def arenas(mount: Path, folder: Path) -> None:
+    map_arenas(mount, folder, [2 * MIB] * BLOCKS)
+    close_and_open(folder)
+
+
+def holes(mount: Path, folder: Path) -> None:
+    map_arenas(mount, folder, [4096 * (number + 1) for number in range(BLOCKS)])
+    for mapping in HELD:
+        assert not sum(mapping[8 * MIB :: 4096])
+        mapping.close()
+    HELD.clear()
+
+
+def map_arenas(mount: Path, folder: Path, sizes: list[int]) -> None:
     client, memory = Patient(mount), memfd(2 * MIB)
     namespace = again(lambda: client.namespace(folder, 0o644))
     iov, ring = again(lambda: client.iov(memory, 2 * MIB)), client.ring(8)
     known = set()
-    for number in range(BLOCKS):
+    for number, size in enumerate(sizes):
         ring.map[ring.aux] = number + 1
         for entry in (
-            sqe(PUT, handle=namespace, iov=iov, length=2 * MIB, key_length=1),
+            sqe(PUT, handle=namespace, iov=iov, length=size, key_length=1),
             sqe(GET, handle=namespace, iov=iov, length=2 * MIB, key_length=1, flags=VIEW),
         ):
             ring.push(entry)
             _, result, _, arena, _ = ring.wait()[0]
-            assert result == 2 * MIB, result
+            assert result == size, result
         if arena and arena not in known:
             known.add(arena)
             client.request(MAP_ARENA, arena)
@@ -69,7 +85,6 @@ def arenas(mount: Path, folder: Path) -> None:
             assert not error
             hold(descriptors[0], values[0])
     client.close()
-    close_and_open(folder)
 
 
 def index(mount: Path, folder: Path) -> None:
@@ -81,6 +96,24 @@ def index(mount: Path, folder: Path) -> None:
     DESCRIPTORS.append(descriptors[1])
     client.close()
     close_and_open(folder)
+
+
+def indexes(mount: Path, folder: Path) -> None:
+    """As many as it gets."""
+    folders = [folder / str(number) for number in range(INDEXES)]
+    for path in folders:
+        path.mkdir()
+    for _ in range(CONNECTIONS):
+        client = Attacker(mount)
+        CLIENTS.append(client)
+        for path in folders:
+            client.request(MAP_INDEX, client.namespace(path, 0o644), 0)
+            error, _, descriptors = client.answer()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if error:
+                assert error == EDQUOT, error
+                return
 
 
 def close_and_open(folder: Path) -> None:
@@ -112,7 +145,7 @@ def main() -> None:
     become(uid)
     word = "again"
     while word == "again":
-        {"arenas": arenas, "index": index, "rings": rings}[kind](mount, folder)
+        {"arenas": arenas, "holes": holes, "index": index, "indexes": indexes, "rings": rings}[kind](mount, folder)
         say(count=len(HELD))
         while (word := wait_for_word()) in ("look", "free"):
             if word == "free":

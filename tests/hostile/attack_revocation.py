@@ -22,6 +22,7 @@ from attacker_kit import (
     GET,
     MAP_ARENA,
     OPEN_NAMESPACE,
+    PREFETCH,
     PUT,
     VIEW,
     Attacker,
@@ -75,7 +76,7 @@ class User:
         self.ring: Ring = self.client.ring(64, ROOM)
         self.iov = self.client.iov(self.memory, ROOM)
 
-    def open(self, folders: list[str]) -> list[str]:
+    def open(self, folders: list[str], mode: int = 0o644) -> list[str]:
         """Register folders, as far as the kernel and the daemon let it. Which are registered now."""
         for folder in folders:
             if folder in self.handles:
@@ -84,7 +85,7 @@ class User:
                 descriptor = os.dup(self.held[folder]) if folder in self.held else os.open(folder, os.O_PATH)
             except OSError:
                 continue
-            self.client.request(OPEN_NAMESPACE, 0o644, descriptors=[descriptor])
+            self.client.request(OPEN_NAMESPACE, mode, descriptors=[descriptor])
             os.close(descriptor)
             error, values, _ = self.client.answer()
             if not error:
@@ -107,6 +108,11 @@ class User:
     def _put(self, folder: str, number: int, size: int) -> int:
         self.map[:size] = content(number, size)
         return self._ask(PUT, folder, key(number), iov=self.iov, length=size)[1]
+
+    def prefetch(self, folder: str, number: int) -> None:
+        """Have a stored block brought into the memory of who may read it."""
+        name = key(number)
+        self._ask(PREFETCH, folder, struct.pack("<H", len(name)) + name, length=1, offset=ROOM // 2)
 
     def _ask(self, op: int, folder: str, packed: bytes, **fields: int) -> tuple[int, ...]:
         aux = self.ring.aux

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hostile_lab import ATTACKER, AttackProcess, attacker
-from mounting import KvfuseMount, temporary_mount, wait_until
+from mounting import FOREGROUND, KvfuseMount, temporary_mount, wait_until
 from ring_lab import stats, wait_for_rings
 
 pytestmark = pytest.mark.root
@@ -27,6 +27,7 @@ WORDS = (
     f"user_charged_size={CHARGED}",
 )
 ROUNDS = 3
+DESCRIPTORS = 1024
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,21 @@ def test_arenas_that_were_given_back_are_taken_from_who_maps_them(mount: KvfuseM
         attack.hear()
 
 
+def test_holes_of_arenas_that_a_reader_has_filled_are_taken_back(outliving: KvfuseMount) -> None:
+    """Each page that it reads in a mapping takes memory. It had 16 GiB of a tier of 64 MiB, also when it had ended."""
+    mount, folder = outliving, outliving.point / "folder"
+    folder.mkdir()
+    os.chown(folder, ATTACKER, ATTACKER)
+    with attacker("attack_held_memory.py", mount, "holes", folder) as attack:
+        attack.hear()
+        assert stats(mount)["tier"]["used_bytes"] < MIB
+        wait_until(lambda: held(attack) < MIB, "the memory of blocks alone")
+        attack.tell("again")
+        attack.hear()
+        kill(mount)
+        wait_until(lambda: held(attack) < MIB, "the same by the next daemon")
+
+
 def test_the_tier_comes_back_whenever_its_daemon_is_killed(outliving: KvfuseMount, rng: random.Random) -> None:
     """64 of 67 MiB stayed used, by no block: of arenas that clients had mapped, and of folders that were closed."""
     mount, folder = outliving, outliving.point / "folder"
@@ -102,6 +118,20 @@ def test_all_but_the_head_of_an_index_that_ended_is_taken_back(mount: KvfuseMoun
             wait_until(lambda count=number + 1: held(attack) <= 4096 * count, "the memory of indexes")
             attack.tell("again")
         attack.hear()
+
+
+def test_a_user_has_its_share_of_descriptors_for_indexes() -> None:
+    """One user had all of the daemon's, and nobody else could connect."""
+    limited = ("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}", *FOREGROUND)
+    with temporary_mount(WORDS, limited) as mount:
+        wait_for_rings(mount)
+        folder = mount.point / "folder"
+        folder.mkdir()
+        os.chown(folder, ATTACKER, ATTACKER)
+        with attacker("attack_held_memory.py", mount, "indexes", folder) as attack:
+            attack.hear()
+            assert len(os.listdir(f"/proc/{stats(mount)['pid']}/fd")) < DESCRIPTORS * 3 / 4
+            wait_for_rings(mount)
 
 
 def test_rings_that_were_dropped_count_until_they_are_let_go_of(mount: KvfuseMount, folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,9 +41,9 @@ class User:
         self._process.tell(json.dumps({"do": do, **arguments}))
         return self._process.hear()["answer"]
 
-    def open(self, *folders: Path) -> int:
-        """How many folders are registered then."""
-        return len(self.ask("open", folders=list(map(str, folders))))
+    def open(self, *folders: Path, mode: int = 0o644) -> int:
+        """How many folders are registered then. ``mode``: of new blocks."""
+        return len(self.ask("open", folders=list(map(str, folders)), mode=mode))
 
     def put(self, folder: Path, *numbers: int, size: int = SIZES[0]) -> set[int]:
         """Those that were stored. ``folder``: where it was when it was registered."""
@@ -220,6 +221,32 @@ def test_a_token_ends_with_its_namespace(users: tuple[User, User], tree: Tree) -
     os.removexattr(tree.blocks, NAMESPACE)
     victim.put(tree.blocks, 2)
     check_lost(thief.look(1, 2), 1)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("way", ["group", "mode"])
+def test_new_blocks_have_the_group_that_their_folder_gives_now(
+    mount: KvfuseMount, users: tuple[User, User], tree: Tree, way: str, kill: bool
+) -> None:
+    """Their bytes lie in no memory of a group that may not read them; blocks of that group bring it there."""
+    victim, thief = users
+    tree.blocks.chmod(0o2755)
+    victim.open(tree.blocks, mode=0o640)
+    thief.open(tree.blocks)
+    victim.put(tree.blocks, 1)
+    if way == "group":
+        os.chown(tree.blocks, -1, VICTIM)
+    else:
+        tree.blocks.chmod(0o755)
+    if kill:
+        kill_daemon(mount)
+    subprocess.run(["sync", "-f", tree.top], check=True)
+    victim.ask("prefetch", folder=str(tree.blocks), number=1)
+    assert thief.look(1) == by_all_ways(1), "its group has not changed"
+    assert victim.put(tree.blocks, 2, 3, 4) == {2, 3, 4}
+    assert {os.stat(tree.blocks / f"key-{number:08d}").st_gid for number in (2, 3, 4)} == {VICTIM}
+    seen = thief.look(1, 2, 3, 4)
+    assert seen["mapped"] | seen["answered"] == {1}
 
 
 def test_memory_is_not_mapped_without_the_folder_it_is_of(users: tuple[User, User], tree: Tree) -> None:

@@ -24,7 +24,7 @@ from kvfuse.usrbio.daemon.interpreter import Interpreter
 from kvfuse.usrbio.daemon.journal import Journal
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.peer import Peer
-from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.registry import Group, Namespace
 from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.queues import RingMemory
 from kvfuse.usrbio.protocol.wire import Layout, Op
@@ -78,7 +78,7 @@ async def ring_client(volume: Volume, size: int) -> AsyncIterator[RingClient]:
             nursery.start_soon(limits.desk.run)
             share = Share(limits.pool, account.key, limits.under_way)
             connection = Connection(limits, nobody, peer, account, nobody, nobody, nursery, share)
-            connection.registered.namespaces[NAMESPACE] = Namespace(ROOT_INODE, 0o644, 0)
+            connection.registered.namespaces[NAMESPACE] = Namespace(ROOT_INODE, 0o644, Group(0))
             descriptor = shared(size, sealed=True)
             seal_memory(descriptor)
             connection.registered.iovs[IOV] = Iov(descriptor, size, limits.charges.of(peer))

@@ -10,6 +10,7 @@ import resource
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Literal
 from weakref import WeakValueDictionary
 
@@ -22,12 +23,21 @@ from kvfuse.usrbio.daemon.machine_memory import memory_size
 from kvfuse.usrbio.daemon.peer import Peer
 
 Limit = Literal[
-    "user_connections", "user_rings", "user_ring_size", "user_files", "user_followers", "user_iovs", "user_iov_size"
+    "user_connections",
+    "user_rings",
+    "user_ring_size",
+    "user_files",
+    "user_followers",
+    "user_iovs",
+    "user_iov_size",
+    "user_indexes",
 ]
-"""the option that says how much"""
+"""the option that says how much; of indexes none does: what the daemon has room for is shared"""
 CONNECTIONS_MAX = 1024
 ALL_RINGS_MAX = 1024
-DESCRIPTORS: dict[Limit, int] = {"user_connections": 1, "user_rings": 5, "user_iovs": 2}
+ALL_INDEXES_MAX = 16384
+"""a mapping of each, of 65,530 that a process has"""
+DESCRIPTORS: dict[Limit, int] = {"user_connections": 1, "user_rings": 5, "user_iovs": 2, "user_indexes": 2}
 """of the daemon, that one of these takes"""
 ADDRESSES = 128
 """times the memory that the daemon may have: so much of clients' memory takes a quarter of it for page tables"""
@@ -53,7 +63,7 @@ class Account:
 
     def take(self, limit: Limit, amount: int = 1) -> None:
         """QuotaExceeded, and nothing is taken, where that is more than the user may have."""
-        held, allowed = self._user.held[limit], getattr(self._options, limit)
+        held, allowed = self._user.held[limit], getattr(self._options, limit, inf)
         if not self._peer.is_unlimited and held + amount > allowed:
             raise QuotaExceeded(
                 f"user {self._peer.uid} asks for {amount} more than the {held} it has, and usrbio.{limit} is {allowed}"
@@ -97,7 +107,11 @@ class Pools:
 
     def __init__(self) -> None:
         self._descriptors = Pool(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
-        self._things: dict[Limit, Pool] = {"user_connections": Pool(CONNECTIONS_MAX), "user_rings": Pool(ALL_RINGS_MAX)}
+        self._things: dict[Limit, Pool] = {
+            "user_connections": Pool(CONNECTIONS_MAX),
+            "user_rings": Pool(ALL_RINGS_MAX),
+            "user_indexes": Pool(ALL_INDEXES_MAX),
+        }
 
     def of(self, limit: Limit, amount: int) -> list[tuple[Pool, int]]:
         """The pools from which ``amount`` of something is taken, and how much of each."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 from dataclasses import dataclass, field
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.peer import Peer
-from kvfuse.usrbio.daemon.registry import UNCHECKED, Namespace
+from kvfuse.usrbio.daemon.registry import UNCHECKED, Group, Namespace
 from kvfuse.volume.api import Attributes, Binding, RingApi
 from kvfuse.volume.views.gates import ENDED, Gate, fits, is_token
 
@@ -65,6 +66,13 @@ class Admission:
         _, above = await self.volume.search.ancestors(directory)
         return all(self.peer.may(one, 1) for one in above)
 
+    async def group_in(self, directory: int) -> Group:
+        """The group that the client's new blocks in a directory have. Stale: it was removed."""
+        ancestors, _ = await self.volume.search.ancestors(directory)
+        changes = ancestors.changes
+        found = await self.volume.inodes.attributes(directory)
+        return Group(found.gid if found.mode & stat.S_ISGID else self.peer.gid, ancestors, changes)
+
     async def directory(self, namespace: Namespace) -> Attributes:
         """A registered directory as it is now. What the namespace says of the client's rights is as of now, too.
 
@@ -87,6 +95,7 @@ class Admission:
         try:
             namespace.ancestors, above = await self.volume.search.ancestors(namespace.ino)
             namespace.changes = namespace.ancestors.changes
+            namespace.group = await self.group_in(namespace.ino)
             is_cut_off = namespace.by_path and not all(self.peer.may(one, 1) for one in above)
             namespace.has_token = await self.check(namespace.ino)
             namespace.is_absent = await self._has_other_descriptor(namespace)

@@ -120,11 +120,12 @@ class _Adoption:
         with namespaces.taking():
             with suppress(errors.Stale):  # it may not use it any more: it finds nothing there, as before
                 has_token = await self.calls.admission.check(row.ino)
+            group = await self.calls.admission.group_in(row.ino)
             directory = await self.volume.inodes.attributes(row.ino)
         namespaces[handle] = Namespace(
             row.ino,
             row.mode,
-            row.gid,
+            group,
             row.read_only,
             may_put=has_token or self.calls.peer.may(directory, 3),
             waits=self.volume.blocks.waits(row.ino),

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import socket
-import stat
 import sys
 from contextlib import suppress
 from functools import partial
@@ -33,7 +32,7 @@ from kvfuse.usrbio.daemon.passing import SO_PASSRIGHTS, Usher, close_all
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
+from kvfuse.usrbio.daemon.registry import NO_GROUP, Namespace, OpenFile, Remembered
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.protocol.wire import (
     ENTRIES_MAX,
@@ -149,7 +148,7 @@ class Connection:
             await self._reply(reply, [])
             things.keeping.answered()
         if left.said.follows:
-            namespace = Namespace(left.said.follows, 0, 0, by_path=left.said.by_path)
+            namespace = Namespace(left.said.follows, 0, NO_GROUP, by_path=left.said.by_path)
             self._follower = Follower(
                 volume, self._admission, self._stream, namespace, self._audience.pause, goes_on=True
             )
@@ -317,11 +316,12 @@ class Connection:
             ino, read_only = await self._usher.inspect(partial(registry.check_directory, device=self._limits.device))
             has_token = await self._admission.check(ino)
             by_path = await self._admission.reaches(ino)
+            group = await self._admission.group_in(ino)
             directory = await self._limits.volume.inodes.attributes(ino)
         namespace = Namespace(
             ino,
             values[0] & 0o777,
-            directory.gid if directory.mode & stat.S_ISGID else self.peer.gid,
+            group,
             read_only,
             may_put=has_token or self.peer.may(directory, 3),
             waits=self._limits.volume.blocks.waits(ino),
@@ -344,7 +344,7 @@ class Connection:
 
     async def _follow(self, values: tuple[int, ...]) -> Answer:
         registered = self._namespace(values[0])
-        namespace = Namespace(registered.ino, 0, 0, by_path=registered.by_path)
+        namespace = Namespace(registered.ino, 0, NO_GROUP, by_path=registered.by_path)
         follower = Follower(self._limits.volume, self._admission, self._stream, namespace, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
@@ -364,7 +364,8 @@ class Connection:
         return (), []
 
     async def _map_index(self, values: tuple[int, ...]) -> Answer:
-        return await self._calls.indexes.open(self._namespace(values[0]), values[1])
+        namespace, account = self._namespace(values[0]), self.registered.namespaces.account
+        return await self._calls.indexes.open(namespace, values[1], account)
 
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
         namespaces, is_viewed = self.registered.namespaces.values(), values[0] in self.registered.pins.arenas

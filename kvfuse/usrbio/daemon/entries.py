@@ -371,7 +371,7 @@ class EntryServer:
         call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
         if namespace.read_only:
             raise Refused(errno.EROFS)
-        if namespace.may_put:
+        if namespace.may_copy:
             with self._reserved(call, entry.length):
                 self._copy_put(call)
         else:

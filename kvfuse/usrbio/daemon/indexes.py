@@ -12,6 +12,7 @@ from typing import NamedTuple
 import trio
 
 from kvfuse import errors
+from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.volume.api import RingApi
@@ -36,12 +37,13 @@ class Indexes:
     def __post_init__(self) -> None:
         self.peer = self.admission.peer
 
-    async def open(self, namespace: Namespace, number: int) -> tuple[tuple[int, ...], list[int]]:
+    async def open(self, namespace: Namespace, number: int, account: Account) -> tuple[tuple[int, ...], list[int]]:
         """(size), and descriptors of an index and of the page for touches of it.
 
         ``number`` 0: that of the blocks that this client puts; from 1 on those of other owners and modes. NotFound:
         there are no more. PermissionDenied: the client may not find out every name. NotSupported: somebody has to
-        count what is read.
+        count what is read. QuotaExceeded: the client's user has its share of what the daemon has room for; ``account``
+        has those of the connection, also at its end.
         """
         if not self.volume.tier.may_show(is_unlimited=self.peer.is_unlimited):
             raise errors.Unsupported("this daemon could not take shared memory back: it lacks CAP_SYS_ADMIN")
@@ -51,11 +53,13 @@ class Indexes:
         readers = self._read_class(namespace, number)
         for former in [own for own, touches in self._opened.items() if own == readers or touches.index.has_ended]:
             self.volume.tier.residents.leave(self._opened.pop(former))
+            account.give("user_indexes")
         if len(self._opened) >= INDEXES_MAX:
             raise errors.InvalidArgument(f"a connection has at most {INDEXES_MAX} indexes of blocks")
-        touches = self.volume.search.open(readers, namespace.ancestors)
-        if touches is None:
-            raise errors.InvalidArgument("the daemon has as many indexes of blocks as it may have")
+        with account.taking("user_indexes"):
+            touches = self.volume.search.open(readers, namespace.ancestors)
+            if touches is None:
+                raise errors.InvalidArgument("the daemon has as many indexes of blocks as it may have")
         self._opened[readers] = touches
         self.nursery.start_soon(self.volume.search.read_names, readers)
         return (touches.index.size,), [touches.index.descriptor(), os.dup(touches.descriptor)]
@@ -93,7 +97,7 @@ class Indexes:
             raise errors.PermissionDenied("the client's user may not list this folder")
 
     def _read_class(self, namespace: Namespace, number: int) -> ReadClass:
-        own = ReadClass(namespace.ino, self.peer.uid, namespace.gid, namespace.mode & 0o444)
+        own = ReadClass(namespace.ino, self.peer.uid, namespace.group.gid, namespace.mode & 0o444)
         if not number:
             readers = [own]
         else:

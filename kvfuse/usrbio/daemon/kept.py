@@ -52,5 +52,5 @@ def device(thing: DeviceIov) -> Kept:
 
 
 def namespace(thing: Namespace) -> Kept:
-    row = KeptNamespace(thing.ino, thing.mode, thing.gid, thing.read_only, thing.descriptor, thing.by_path)
+    row = KeptNamespace(thing.ino, thing.mode, thing.group.gid, thing.read_only, thing.descriptor, thing.by_path)
     return row, []

@@ -178,9 +178,14 @@ class Ushers:
             raise TimeoutError(errno.ETIMEDOUT, "the descriptor's file system does not answer")
 
     def _start(self, user: _User, stream: trio.socket.SocketType, call: _Call[Any]) -> int:
-        """Queue a call for a thread; returns its number. OSError where the kernel does not pass the client's socket."""
+        """Queue a call for a thread; returns its number. The turn ends with an OSError: where the kernel does not pass
+        the client's socket, or the daemon has no descriptor left."""
         number, self._numbers = self._numbers, self._numbers + 1
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except BaseException:
+            self._end_turn(user)
+            raise
         self._calls[number] = call
         try:
             with theirs:
@@ -211,7 +216,7 @@ class Ushers:
                     data, ancillary, _, _ = await end.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
                     if not data:
                         break
-                    call.memory = _descriptors_in(ancillary)[0]
+                    call.memory = next(iter(_descriptors_in(ancillary)), None)  # None: the process has none left
         finally:
             self._end_turn(user)
             call.ended.set()
@@ -305,10 +310,11 @@ class Usher:
         try:
             await self._do_in_time(call)
             _answer(call)
+            if call.memory is None:
+                raise OSError(errno.EMFILE, "the daemon has no descriptor left for the memory")
         except BaseException:
             self._ushers.background.start_soon(failing.vital_task, self._close_memory, call)
             raise
-        assert call.memory is not None
         return call.memory
 
     async def empty(self) -> None:

@@ -44,7 +44,7 @@ class PutFinder:
         namespace, iov = self._registered.namespaces.get(entry.handle), self._registered.iovs.get(entry.iov)
         if entry.flags or entry.priority > Priority.LOW or namespace is None or iov is None:
             return 0
-        if namespace.read_only or not namespace.may_put or namespace.waits or namespace.measures.limiters:
+        if namespace.read_only or not namespace.may_copy or namespace.waits or namespace.measures.limiters:
             return 0
         if not self._are_plain(rows, iov):
             return 0

@@ -97,13 +97,18 @@ class Registered:
     def allocate_many(self, namespace: Namespace, sizes: Sequence[int]) -> list[TierBlock | None]:
         """As `allocate`, for many new files.
 
-        None where the user's calls under way could hold too much of the tier: their blocks cannot be evicted.
+        None where the user's calls under way could hold too much of the tier: their blocks cannot be evicted. Also
+        where the directory may give new files another group by now, until the event loop has looked at it.
         """
         tier = self._limits.volume.tier
         if self.share.user_size > TIER_PART * tier.capacity:
             return [None] * len(sizes)
-        readers = ReadClass(namespace.ino, self._peer.uid, namespace.gid, namespace.mode & 0o444)
-        return [tier.allocate(size, readers) if size else None for size in sizes]
+        group = namespace.group
+        readers = ReadClass(namespace.ino, self._peer.uid, group.gid, namespace.mode & 0o444)
+        blocks = [tier.allocate(size, readers) if size else None for size in sizes]
+        if not group.is_current:  # or others than who may read the files would have the arena mapped
+            return [None] * len(sizes)
+        return blocks
 
     def failed(self, reason: str) -> None:
         """The client broke its ring: disconnect it."""

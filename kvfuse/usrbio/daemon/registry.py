@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.accounts import Account, Limit
@@ -73,6 +73,23 @@ class Remembered:
             self.count = 0
 
 
+class Group(NamedTuple):
+    """The group of new blocks in a directory, as of ``changes`` of ``ancestors``."""
+
+    gid: int
+    ancestors: Ancestors = _NO_ANCESTORS
+    changes: int = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Neither the directory's group nor its mode is about to be another one. Any thread."""
+        return self.changes == self.ancestors.changes
+
+
+NO_GROUP = Group(0)
+"""where nothing is put"""
+
+
 @dataclass(eq=False)
 class Namespace:
     """A registered directory, whose files are blocks."""
@@ -80,8 +97,7 @@ class Namespace:
     ino: int
     mode: int
     """permission bits of new blocks"""
-    gid: int
-    """group of new blocks"""
+    group: Group
     read_only: bool = False
     """the peer has it through a mount that is bound read-only"""
     may_list: bool = False
@@ -115,6 +131,11 @@ class Namespace:
     """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
     remembered: Remembered = field(default_factory=Remembered)
     """of all namespaces of the connection"""
+
+    @property
+    def may_copy(self) -> bool:
+        """A put may be copied before the event loop looks at it. Any thread."""
+        return self.may_put and self.group.is_current
 
     @property
     def is_checked(self) -> bool:

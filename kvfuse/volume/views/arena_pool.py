@@ -255,6 +255,19 @@ class ArenaPool:
             self._end(arena)
         self.used_bytes -= end - memory.resident
 
+    def free_touched(self) -> bool:
+        """Take back some pages that readers have touched behind what is in use: False where there are none.
+
+        A process that reads a hole of memory that it has mapped fills it, and the page stays when the process ends.
+        """
+        for arena in self.arenas.values():
+            memory = arena.memory
+            pages = memory.piece.next_pages(memory.resident) if arena.shared else None
+            if pages is not None:
+                memory.piece.take_back(pages[0], min(pages[1], pages[0] + FREED_AT_ONCE))
+                return True
+        return False
+
     def _end(self, arena: Arena) -> None:
         if arena.rows is not None:
             arena.rows.touch(0)  # its memory may be that of another arena soon

@@ -59,6 +59,14 @@ class Piece:
         """A new descriptor, by which nobody can write."""
         return os.open(f"/proc/self/fd/{self.readable}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def next_pages(self, start: int) -> tuple[int, int] | None:
+        """The first range of pages from ``start`` on that are there, in bytes, whoever touched them; None: none are."""
+        try:
+            found = os.lseek(self.descriptor, start, os.SEEK_DATA)
+        except OSError:  # ENXIO
+            return None
+        return found, os.lseek(self.descriptor, found, os.SEEK_HOLE)
+
     def take_back(self, start: int, end: int) -> None:
         """Free the pages of a range, in bytes: nobody has what was in it any more. About 0.3 s for each GiB."""
         punch_hole(self.descriptor, start, end - start)

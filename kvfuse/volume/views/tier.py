@@ -276,6 +276,11 @@ class SharedTier:
         if pool.has_news:
             self.on_news()
 
+    def free_touched(self) -> bool:
+        """Take back some memory that readers of arenas have touched where no block is. False: there is none."""
+        with self._lock:
+            return self._pool.free_touched()
+
     def adopt_pin(self, arena: int, offset: int, size: int) -> TierBlock | None:
         """What a client of the daemon before this one goes on to hold: any bytes of one slot, also of a block that was
         dropped. None: there is no such arena any more, and nobody writes there.

@@ -15,7 +15,7 @@ import trio.testing
 from kvfuse.usrbio.daemon import desk as desks
 from kvfuse.usrbio.daemon.call import Call, Entry, Ring
 from kvfuse.usrbio.daemon.desk import Desk
-from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.registry import Group, Namespace
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.views.fair_line import PASSED_MAX, Kind
 from kvfuse.volume.views.measures import Measures
@@ -51,7 +51,7 @@ class Lab:
 def namespace(weight: float = 1.0) -> Namespace:
     measures = Measures()
     measures.weight = weight
-    return Namespace(1, 0o644, 0, measures=measures)
+    return Namespace(1, 0o644, Group(0), measures=measures)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from kvfuse.usrbio.daemon.call_memory import Pool, Share
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.peer import Peer
-from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
+from kvfuse.usrbio.daemon.registry import Group, Namespace, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Attributes, Caller, Changes, Numbers
 from kvfuse.volume.inodes.handle import FileHandle
@@ -161,7 +161,7 @@ class PutWorker(IdleWorker):
 
 
 def puts_of(ring: Any, names: str, deadline: float = float("inf")) -> list[Call]:
-    namespace = Namespace(ROOT_INODE, 0o644, 0)
+    namespace = Namespace(ROOT_INODE, 0o644, Group(0))
     return [
         Call(
             ring,
@@ -349,7 +349,7 @@ async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one
     worker: Any = AwaitedWorker(answers)
     async with opened(Disk.format(options), options) as volume, trio.open_nursery() as nursery:
         await put(volume, b"a", b"old")
-        nursery.start_soon(block_calls(volume).get, get_of(worker, Namespace(ROOT_INODE, 0o644, 0), b"a"))
+        nursery.start_soon(block_calls(volume).get, get_of(worker, Namespace(ROOT_INODE, 0o644, Group(0)), b"a"))
         job = await worker.waiting.receive()
         await put(volume, b"a", b"new")
         job()
@@ -378,7 +378,7 @@ async def test_who_loses_the_right_while_a_block_is_looked_for_is_refused(
 
         admission = Admission(volume, Peer(1, 5, 5, frozenset()))
         calls = BlockCalls(volume, admission, nothing, nothing, nothing)
-        namespace = Namespace(folder.ino, 0o644, 0, by_path=await admission.reaches(folder.ino))
+        namespace = Namespace(folder.ino, 0o644, Group(0), by_path=await admission.reaches(folder.ino))
         assert namespace.by_path
         worker: Any = AwaitedWorker([])
         with monkeypatch.context() as patch:
@@ -404,5 +404,5 @@ async def test_a_get_of_what_another_host_took_away_is_a_miss(monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(volume.files, "open", gone)
             with pytest.raises(NotFound):
-                await block_calls(volume).get(get_of(worker, Namespace(ROOT_INODE, 0o644, 0), b"a"))
+                await block_calls(volume).get(get_of(worker, Namespace(ROOT_INODE, 0o644, Group(0)), b"a"))
     assert len(asked) == 2

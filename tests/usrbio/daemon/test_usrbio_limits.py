@@ -24,7 +24,7 @@ from kvfuse.usrbio.daemon.call_memory import Pool, Share, UnderWay
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import NUMBER_MAX, Pinned, Pins
 from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.registry import Namespace, Remembered
+from kvfuse.usrbio.daemon.registry import Group, Namespace, Remembered
 from kvfuse.usrbio.protocol.wire import Request
 from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
 
@@ -190,7 +190,7 @@ def test_a_pin_fits_a_completion_for_ever() -> None:
 def test_a_connection_remembers_so_many_keys_however_many_namespaces_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "BINDINGS_MAX", 10)
     together = Remembered()
-    namespaces = [Namespace(number, 0o644, 0, remembered=together) for number in range(8)]
+    namespaces = [Namespace(number, 0o644, Group(0), remembered=together) for number in range(8)]
     meaning: Any = object()
     for number in range(100):
         namespace = namespaces[number % 7]
@@ -249,7 +249,7 @@ def test_calls_under_way_of_a_user_hold_no_more_than_half_of_the_tier() -> None:
     shares = [Share(pool, user) for user in "aab"]
     peer, limits = Peer(1, 1, 1, frozenset()), SimpleNamespace(volume=SimpleNamespace(tier=tier))
     first, again, other = (SimpleNamespace(share=share, _peer=peer, _limits=limits) for share in shares)
-    namespace, held = Namespace(1, 0o600, 1), list[TierBlock | None]()
+    namespace, held = Namespace(1, 0o600, Group(1)), list[TierBlock | None]()
 
     def put(connection: Any) -> bool:
         assert connection.share.take(4 * KIB)

@@ -1,0 +1,35 @@
+"""Threads that take descriptors which clients pass (`kvfuse/usrbio/daemon/passing`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from typing import NoReturn
+
+import pytest
+import trio
+
+from kvfuse.usrbio.daemon.passing import USER_THREADS_MAX, open_ushers
+
+
+async def test_a_user_has_its_turns_again_when_the_daemon_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn that began while there was none was lost: after four no connection of the user could end."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "there is none left")
+
+    client, stream = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with client, stream:
+        async with open_ushers() as ushers:
+            usher = ushers.of("user", stream)
+            with monkeypatch.context() as patch:
+                patch.setattr(socket, "socketpair", refuse)
+                for _ in range(USER_THREADS_MAX):
+                    with pytest.raises(OSError, match="none left"):
+                        await usher.inspect(os.fstat)
+            with open(os.devnull) as file:
+                await client.sendmsg(
+                    [b"m"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, file.fileno().to_bytes(4, "little"))]
+                )
+                assert (await usher.inspect(os.fstat)).st_rdev == os.fstat(file.fileno()).st_rdev
