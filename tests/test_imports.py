@@ -94,7 +94,7 @@ OUTSIDE: dict[str, set[str]] = {
 """package of others -> the only places that may import it"""
 
 BESIDE_HOLDER = {"holder_child", "holder_desk", "holder_pace", "holder_pulse", "holder_rights"}
-BESIDE_HOLDER |= {"holder_store", "holder_things"}
+BESIDE_HOLDER |= {"holder_signals", "holder_store", "holder_things"}
 """what `fs.holder`, a program without the package, finds in its own folder"""
 
 MODULES_OF = {"cuda-bindings": "cuda"}

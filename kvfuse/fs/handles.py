@@ -95,6 +95,8 @@ class HandleTable:
         """inode -> offsets of its rows"""
         self.lost: dict[int, int] = {}
         """fh of handles that are to hear that bytes were lost -> how many writes are to say so yet"""
+        self.losses_dropped = trio.Event()
+        """the kernel's cache has nothing any more of what was lost with the daemon before this one"""
         self._told: dict[int, int] = {}
         """number of a request to a daemon before this one that was about to say so -> fh"""
         self._serial = 0
@@ -235,20 +237,12 @@ TOLD_SECONDS = 5.0
 class OpenFiles:
     """All open files of a volume. ``table``: None where nothing outlives this daemon.
 
-    ``cut``: inodes that may have lost their end with the daemon before this one. ``kernel_told``: the kernel's cache
-    has nothing any more of what was lost.
+    ``cut``: inodes that may have lost their end with the daemon before this one.
     """
 
-    def __init__(
-        self,
-        volume: VolumeApi,
-        table: HandleTable | None,
-        cut: Collection[int] = frozenset(),
-        kernel_told: trio.Event | None = None,
-    ) -> None:
+    def __init__(self, volume: VolumeApi, table: HandleTable | None, cut: Collection[int] = frozenset()) -> None:
         self._volume = volume
         self._table = table
-        self._kernel_told = kernel_told
         self._cut = frozenset(cut)
         self.has_losses = bool(cut) or (table is not None and bool(table.lost))
         """something was lost with the daemon before this one"""
@@ -305,9 +299,9 @@ class OpenFiles:
 
         Not for a write: the kernel may have its pages locked, and could not drop them.
         """
-        if self._kernel_told is not None:
+        if self._table is not None:
             with trio.move_on_after(TOLD_SECONDS):
-                await self._kernel_told.wait()
+                await self._table.losses_dropped.wait()
 
     def tell_lost(self, fh: int, by: Callable[[HandleTable, int], None]) -> None:
         """EngineError, where the daemon before this one was killed before it had stored what the file has. ``by``: the

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import trio
-
 from kvfuse.fs.handles import HandleTable
 from kvfuse.fs.once import Decisions
 from kvfuse.fs.recent import RecentPlaces
@@ -46,10 +44,6 @@ class KeptHandover(Handover):
         """inodes of which the kernel may have content that is lost"""
         self._changed = set[int]()
         """those of them that were changed since"""
-        self.told = trio.Event()
-        """the kernel has nothing of their content any more"""
-        if not self.lost:
-            self.told.set()
         for fh, row in self.handles.before.items():
             self.was_open(row.ino, row.places, writable=row.writable, is_new=row.is_new)
             if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
@@ -106,7 +100,7 @@ class KeptHandover(Handover):
         for ino in self.lost - self._changed:
             self.saved(ino)
         self.lost, self._changed = set(), set()
-        self.told.set()
+        self.handles.losses_dropped.set()
 
     def close(self) -> None:
         """The keeper goes on to have all."""

@@ -28,7 +28,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -38,12 +37,14 @@ if TYPE_CHECKING or __name__ != "__main__":
     from kvfuse.fs.holder_child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
     from kvfuse.fs.holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
     from kvfuse.fs.holder_pace import Failures, Pace
+    from kvfuse.fs.holder_signals import STOP_SIGNALS, take_signals
     from kvfuse.fs.holder_things import Things
 else:
     sys.path.append(os.path.dirname(__file__))
     from holder_child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
     from holder_desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
     from holder_pace import Failures, Pace
+    from holder_signals import STOP_SIGNALS, take_signals
     from holder_things import Things
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -53,11 +54,6 @@ LOOK_SECONDS = 0.2
 """between looks at a daemon: of a first thread that ended alone nothing tells"""
 LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
 """that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
-ENDING_DEATHS_MAX = 3
-"""daemons that may die while they end the mount: each next one goes on to store what is left"""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO)
-"""that would end a process, and mean nothing to this one: as from a tool that has other daemons open their logs anew"""
 
 
 class Holder:
@@ -75,7 +71,6 @@ class Holder:
         self.was_ready = False
         self.failures = Failures()
         self.told_to_end: int | None = None
-        self.ending_deaths = 0
         self.status = 1
         self.dying: list[int] = []
         """processes whose last thread has not ended"""
@@ -220,8 +215,9 @@ class Holder:
             self.stalled_at = time.monotonic()
         if self.goes_on_with_upgrade(child, how):
             return
-        self.ending_deaths += self.told_to_end is not None
-        if child.has_ended or not self.was_ready or self.ending_deaths > ENDING_DEATHS_MAX:
+        if self.told_to_end is not None:
+            self.failures.daemon_died_at_the_end()
+        if child.has_ended or not self.was_ready or not self.failures.may_end_anew:
             if self.was_ready and not child.has_ended and self.desk.is_on_top(str(self.config["point"])):
                 self.things.unmount()
             self.finish(code if code >= 0 else 128 - code)
@@ -425,14 +421,7 @@ class Holder:
 
     def run(self) -> int:
         """Until the mount is over; returns the exit status."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
-        wake, woken = socket.socketpair()
-        for end in (wake, woken):
-            end.setblocking(False)
-        signal.set_wakeup_fd(woken.fileno())
-        for number in (*STOP_SIGNALS, *OTHER_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)  # ignored, they would be ignored by daemons, too
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+        wake = take_signals()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.start()
         while self.serving is not None:

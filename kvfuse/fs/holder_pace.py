@@ -13,6 +13,8 @@ KILL_WEIGHT = 0.1
 SERVED_WEIGHT, SERVED_MAX, FORGIVEN_SECONDS = 0.25, 5.0, 2.0
 """of one that failed after it was ready. The mount is never given up for those, as it is served in between: the pause
 before the next one grows to a second. One failure is forgiven for each 2 s that a daemon lived"""
+ENDS_MAX = 3
+"""daemons that may fail while they end the mount: each next one goes on to store what is left"""
 PROVEN_SECONDS = 10.0
 """a process that stood by so long did not fail for what it found"""
 STANDBY_SECONDS_MAX = 60.0
@@ -24,6 +26,16 @@ class Failures:
 
     def __init__(self) -> None:
         self._count = 0.0
+        self._ends = 0
+
+    def daemon_died_at_the_end(self) -> None:
+        """It was told to end the mount."""
+        self._ends += 1
+
+    @property
+    def may_end_anew(self) -> bool:
+        """The next daemon may be told so."""
+        return self._ends <= ENDS_MAX
 
     def daemon_died(self, lived: float, *, was_killed: bool, was_ready: bool) -> None:
         """After ``lived`` seconds of its turn."""

@@ -111,7 +111,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self._volume = volume
         self._virtual = virtual
         if handover is not None:
-            self._open = OpenFiles(volume, handover.handles, handover.lost, handover.told)
+            self._open = OpenFiles(volume, handover.handles, handover.lost)
         else:
             self._open = OpenFiles(volume, None)
         self.number_of_request = fusewire.request if handover is not None else _no_request

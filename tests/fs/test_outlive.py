@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
 
-from kvfuse.fs.holder import OTHER_SIGNALS
+from kvfuse.fs.holder_signals import OTHER_SIGNALS
 from kvfuse.fs.takeover import libc
 
 OUTLIVE = ("outlive=true", "standby=false")

@@ -16,6 +16,7 @@ import numpy as np
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
 from kvfuse.cluster.etcd import EtcdServers
+from kvfuse.cluster.process import free_ports
 from kvfuse.peer.queue_pair import PLACE_SIZE
 from kvfuse.peer.wire import ANSWER, ANSWER_MAGIC, HEAD, HEAD_SIZE, QUESTION, Head, Rows
 from kvfuse.volume.views.neighbours import Answer
@@ -29,9 +30,8 @@ PIECE_SIZE = 16 << 10
 
 
 def free_port() -> int:
-    """Of the loopback device; nobody had it a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+    """Of the loopback device, where the kernel gives none to outgoing connections; nobody had it a moment ago."""
+    return free_ports(1)[0]
 
 
 # -- mounts -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 from cluster_lab import changed, etcd_place, wait_leader
+from mounting import stop_process
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import EngineTimeout
@@ -95,7 +96,7 @@ async def test_a_stopped_member_costs_one_attempt_and_is_then_left_alone(
 ) -> None:
     await store.commit({b"a": b"1"})
     member = asked_member(cluster, store)
-    cluster.kill(member, signal.SIGSTOP)
+    stop_process(cluster.members[member].pid)
     attempt_seconds = DEADLINE * ATTEMPT_SHARE
     assert await elapsed(store.get([b"a"])) >= attempt_seconds
     assert asked_member(cluster, store) != member
