@@ -122,6 +122,7 @@ async def _shape_of(options: Options) -> dict[str, tuple[int, str]]:
     with suppress(ValueError):
         if Geometry.choose(geometry.capacity, geometry.slab_size, wanted) == geometry:
             segment_size = wanted
+    # A root that was rebuilt has none of its own: what is given counts.
     chunk_size = schema.decode_inode(root.value).chunk_size if root is not None else 0
     metadata_size = schema.decode_u64(budget.value) if budget is not None else default_size(geometry.capacity)
     anew = "make another volume ('kvfuse format') and copy to it"
@@ -130,7 +131,7 @@ async def _shape_of(options: Options) -> dict[str, tuple[int, str]]:
         "volume.capacity": (geometry.capacity, anew),
         "volume.slab_size": (geometry.slab_size, anew),
         "volume.segment_size": (segment_size, anew),
-        "volume.chunk_size": (chunk_size, own),
+        "volume.chunk_size": (chunk_size or options.volume.chunk_size, own),
         "volume.metadata_size": (metadata_size, anew),
     }
 

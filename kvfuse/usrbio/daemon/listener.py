@@ -237,6 +237,7 @@ class Clients:
         """Counts of all that clients have registered now."""
         counts = _counts(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
+        self.limits.charges.look_again()  # of those that have ended, too, what is still there
         sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
 

@@ -3,6 +3,9 @@
 They are the images of 1, 2, 3 ... under a secret permutation of all numbers of 32 bits, as completions and indexes
 have no room for more. So none comes twice, though nobody remembers which ones were given. Where a keeper outlives the
 daemon it has the permutation's key, and the number up to which images were *announced*: the next daemon goes on there.
+
+Former versions gave 1, 2, 3 ... themselves, and an upgrade may lead back to one, and forth again. They read the first
+word of what is kept, and go on above it. So that word is theirs alone, and the lower half of all numbers, too.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from kvfuse.keeper import Keeper
 ANNOUNCED_AT_ONCE = 1024
 NAME = "tier/numbers"
 _FORM = struct.Struct("<QQ16s")
-"""up to where numbers are announced; numbers up to this one were given by a former version; the key"""
+"""numbers up to this one were announced by a former version; up to where images are announced; the key"""
 _FORMER_FORM = struct.Struct("<Q")
 """of versions that gave 1, 2, 3 ...: the last number that was announced"""
 _ROUNDS = 8
+_LOWER_HALF = (1 << 31) - 1
 
 
 class ArenaNumbers:
@@ -36,7 +40,7 @@ class ArenaNumbers:
             former = keeper.take(NAME)
             content = former.content if former is not None else b""
             if len(content) == _FORM.size:
-                self._count, self._floor, self._key = _FORM.unpack(content)
+                self._floor, self._count, self._key = _FORM.unpack(content)
             elif len(content) == _FORMER_FORM.size:
                 (self._floor,) = _FORMER_FORM.unpack(content)
             self._announce()
@@ -47,7 +51,7 @@ class ArenaNumbers:
         while not self._next and self._count < self._end:
             self._count += 1
             number = _permuted(self._count, self._key)
-            self._next = number if number > self._floor else 0
+            self._next = number if number > max(self._floor, _LOWER_HALF) else 0
         return self._next != 0
 
     def take(self) -> int:
@@ -63,7 +67,7 @@ class ArenaNumbers:
 
     def _announce(self) -> None:
         self._end = min(self._count + ANNOUNCED_AT_ONCE, (1 << 32) - 1)
-        self._keeper.keep(NAME, _FORM.pack(self._end, self._floor, self._key))
+        self._keeper.keep(NAME, _FORM.pack(self._floor, self._end, self._key))
 
 
 def _permuted(number: int, key: bytes) -> int:
