@@ -139,3 +139,9 @@ def test_parts_are_whole_when_they_are_made(module: str) -> None:
         if not node.value.attr.startswith("_")  # what is its own alone
     ]
     assert stores == []
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest loads one of two, and the tests of the other one do not run."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

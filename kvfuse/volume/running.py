@@ -228,8 +228,12 @@ class Running:
         """Take back memory of the tier that nobody but its readers needs, until `finish`."""
         with self._looking:
             while True:
-                are_some = await trio.to_thread.run_sync(self._volume.parts.core.tier.free_touched)
-                await trio.sleep(TOUCHED_PAUSE if are_some else TOUCHED_SECONDS)  # others want the tier, too
+                tier = self._volume.parts.core.tier
+                if tier.has_touched():
+                    await trio.to_thread.run_sync(tier.free_touched)
+                    await trio.sleep(TOUCHED_PAUSE)  # others want the tier, too
+                else:
+                    await trio.sleep(TOUCHED_SECONDS)
 
     async def _finish(self, parts: Parts) -> None:
         is_writable = not parts.core.read_only

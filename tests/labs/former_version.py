@@ -16,7 +16,7 @@ import pytest
 import kvfuse
 
 ROOT = Path(kvfuse.__file__).parents[1]
-FORMER = "203cbb27fc27"
+FORMER = "a6f9e43c8066"
 """the commit: the last one that changed what is kept; an upgrade may begin with it, and be undone to it"""
 VERSION = "0.0.9"
 """that it says it has"""

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,8 +78,9 @@ def footprint(mount: KvfuseMount) -> Footprint:
     assert daemon is not None, "no daemon"
     shared = 0
     for link in Path(f"/proc/{mount.pid}/fd").iterdir():
-        if os.readlink(link).startswith("/memfd:"):
-            shared += link.stat().st_blocks * 512
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(link).startswith("/memfd:"):
+                shared += link.stat().st_blocks * 512
     return Footprint(
         _descriptors(mount.pid),
         _resident(mount.pid),
@@ -91,7 +93,10 @@ def footprint(mount: KvfuseMount) -> Footprint:
 
 def _descriptors(pid: int) -> int:
     """Those of the shared-memory tier are a cache's: not counted."""
-    names = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    names = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            names.append(os.readlink(link))
     return sum(not name.startswith(("/kvfuse-tier", "/memfd:kvfuse-rows")) for name in names)
 
 

@@ -42,6 +42,8 @@ class Synced:
         """version up to which the watch has told all"""
         self._sure_until = -math.inf
         self._putting = trio.Lock()
+        self.asked = 0
+        """questions which stamp there is"""
         self._puts = 0
         """stamps that were put, or failed"""
 
@@ -59,6 +61,7 @@ class Synced:
         if trio.current_time() < self._sure_until or self._core.is_alone():
             return True
         asked_at = trio.current_time()
+        self.asked += 1
         sure_for, row = PAUSE_SECONDS, None
         with suppress(EngineError), trio.move_on_after(ASK_SECONDS):
             (row,) = await self._core.records.get([schema.COUNTER_SYNCED])

@@ -216,7 +216,7 @@ async def test_a_late_write_never_changes_a_block(
         assert ("late write" in dead.events) is not fences
         await trio.sleep(REST)
         assert number > 100, "what the dead daemon had was used again"
-        volume.parts.core.tier.clear()
+        volume.parts.core.tier.retire(None)
         await check_files(range(number), volume)
     await check_disk(shared)
 

@@ -76,7 +76,7 @@ async def test_slow_blocks_are_misses_of_the_cache(disk: Disk, options: Options)
     async with opened(disk, options) as volume:
         await _filled(volume)
         await volume.inodes.set_xattr(ROOT_INODE, NAMESPACE, b"token_size=50000 recompute_speed=10000000")
-        volume.parts.core.tier.clear()
+        volume.parts.core.tier.retire(None)
         assert await volume.blocks.exists(ROOT_INODE, NAMES) == [False] * 5
         (row,) = volume.stats()["namespaces"]
         assert row["cache"]["misses"]["slow"] == 4
