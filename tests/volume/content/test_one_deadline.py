@@ -40,6 +40,8 @@ class Segments:
         self._read, self._write = self.engine.read, self.engine.write
         monkeypatch.setattr(self.engine, "read", self.read)
         monkeypatch.setattr(self.engine, "write", self.write)
+        self._write_some = self.engine.servers.write_some
+        monkeypatch.setattr(self.engine.servers, "write_some", self.write_some)
 
     async def read(self, batch: Sequence[Transfer]) -> None:
         self.reads += 1
@@ -49,6 +51,10 @@ class Segments:
     async def write(self, batch: Sequence[Transfer]) -> None:
         await self._wait(batch)
         await self._write(batch)
+
+    async def write_some(self, batch: Sequence[Transfer]) -> set[int]:
+        await self._wait(batch)
+        return await self._write_some(batch)
 
     async def _wait(self, batch: Sequence[Transfer]) -> None:
         if self.away or self.is_away_for(batch):

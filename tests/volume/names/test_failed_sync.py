@@ -58,10 +58,13 @@ class CachedSegments(MemorySegments):
             self.durable[segment][offset : offset + size] = self.disk.segments[segment][offset : offset + size]
 
     def evict(self) -> None:
-        """Clean pages leave the cache: the disk's bytes are what is read."""
-        assert not self._dirty
+        """Clean pages leave the cache: the disk's bytes are what is read. What was written since is there."""
+        image_of = self.disk.segments
+        dirty = [(number, offset, image_of[number][offset : offset + size]) for number, offset, size in self._dirty]
         for segment, image in self.durable.items():
             self.disk.segments[segment][:] = image
+        for segment, offset, data in dirty:
+            self.disk.segments[segment][offset : offset + len(data)] = data
 
     def after_power_cut(self) -> Disk:
         disk = self.disk.copy()
