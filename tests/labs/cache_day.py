@@ -57,10 +57,18 @@ def watch_quotas(monkeypatch: pytest.MonkeyPatch, audits: list[UseAudit]) -> Non
     """
     charge, add_files, put = Accounts.charge, Accounts.add_files, Accounts.put
 
+    had: dict[int, int] = {}
+    """bytes before some were given back: a file that is written takes other slots for those that it has, and where
+    there are none, these again, also when the quota has become smaller meanwhile"""
+
     def charge_watched(accounts: Accounts, owner: int, size: int) -> None:
+        chain = [accounts.all[one] for one in accounts.chain(owner)]
+        before = {account.number: account.size for account in chain}
         charge(accounts, owner, size)
-        for account in [accounts.all[one] for one in accounts.chain(owner)] if size > 0 else ():
-            assert 0 <= account.size <= (account.settings.capacity or account.size), account
+        for account in chain:
+            allowed = max(account.settings.capacity or account.size, had.get(account.number, 0))
+            assert 0 <= account.size <= max(allowed, before[account.number]), account
+        had.update(before if size < 0 else dict.fromkeys(before, 0))
 
     def add_files_watched(accounts: Accounts, owner: int, count: int) -> None:
         add_files(accounts, owner, count)

@@ -330,7 +330,7 @@ class Host:
         one.latest, one.is_writing = one.latest + 1, True
         try:
             await write(content(place, one.latest))
-        except errors.NoSpace:
+        except (errors.NoSpace, errors.EngineTimeout):
             self.model.events["refused"] += 1
         except (errors.NotAdmitted, errors.NotFound, errors.Stale):
             self.model.events["evicted or cleared on its way"] += 1
