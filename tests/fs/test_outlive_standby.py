@@ -245,7 +245,8 @@ def test_status_and_top_tell_of_it(mount: KvfuseMount) -> None:
         done = subprocess.run([*KVFUSE, command, mount.point, *words], capture_output=True, text=True, check=True)
         return done.stdout
 
-    assert f"outlives its daemon, held by process {mount.pid}, one stands by" in said("status")
+    line = f"outlives its daemon, held by process {mount.pid}, one stands by"
+    wait_until(lambda: line in said("status"), "one that stands by")
     assert "daemons died" not in said("status")
     kill_daemon(mount)
     kill_daemon(mount)
