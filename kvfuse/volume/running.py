@@ -229,7 +229,7 @@ class Running:
         with self._looking:
             while True:
                 tier = self._volume.parts.core.tier
-                if tier.has_touched():
+                if tier.free_touched(looks_only=True):
                     await trio.to_thread.run_sync(tier.free_touched)
                     await trio.sleep(TOUCHED_PAUSE)  # others want the tier, too
                 else:

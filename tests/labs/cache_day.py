@@ -66,9 +66,13 @@ def watch_quotas(monkeypatch: pytest.MonkeyPatch, audits: list[UseAudit]) -> Non
         before = {account.number: account.size for account in chain}
         charge(accounts, owner, size)
         for account in chain:
-            allowed = max(account.settings.capacity or account.size, had.get(account.number, 0))
-            assert 0 <= account.size <= max(allowed, before[account.number]), account
-        had.update(before if size < 0 else dict.fromkeys(before, 0))
+            number, allowed = account.number, account.settings.capacity or account.size
+            assert 0 <= account.size <= max(allowed, had.get(number, 0), before[number]), account
+            # From the first that is given back on, until there is again as much as before, or as may be.
+            if size < 0:
+                had[number] = max(had.get(number, 0), before[number])
+            elif account.size >= had.get(number, 0) or account.size <= allowed:
+                had.pop(number, None)
 
     def add_files_watched(accounts: Accounts, owner: int, count: int) -> None:
         add_files(accounts, owner, count)

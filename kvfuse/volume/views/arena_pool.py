@@ -255,8 +255,8 @@ class ArenaPool:
             self._end(arena)
         self.used_bytes -= end - memory.resident
 
-    def find_touched(self) -> tuple[Memory, int, int] | None:
-        """Some pages that readers have touched behind what is in use: where, in bytes. None: there are none.
+    def free_touched(self, *, looks_only: bool) -> bool:
+        """Take back some pages that readers have touched behind what is in use. False: there are none.
 
         A process that reads a hole of memory that it has mapped fills it, and the page stays when the process ends.
         """
@@ -264,14 +264,10 @@ class ArenaPool:
             memory = arena.memory
             pages = memory.piece.next_pages(memory.resident) if arena.shared else None
             if pages is not None:
-                return memory, pages[0], min(pages[1], pages[0] + FREED_AT_ONCE)
-        return None
-
-    def free_touched(self) -> None:
-        """Take back some of these pages."""
-        if (found := self.find_touched()) is not None:
-            memory, start, end = found
-            memory.piece.take_back(start, end)
+                if not looks_only:
+                    memory.piece.take_back(pages[0], min(pages[1], pages[0] + FREED_AT_ONCE))
+                return True
+        return False
 
     def _end(self, arena: Arena) -> None:
         if arena.rows is not None:

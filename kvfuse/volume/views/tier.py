@@ -276,15 +276,13 @@ class SharedTier:
         if pool.has_news:
             self.on_news()
 
-    def has_touched(self) -> bool:
-        """Readers of arenas have touched memory where no block is. It takes a microsecond an arena."""
-        with self._lock:
-            return self._pool.find_touched() is not None
+    def free_touched(self, *, looks_only: bool = False) -> bool:
+        """Take back some memory that readers of arenas have touched where no block is. False: there is none.
 
-    def free_touched(self) -> None:
-        """Take back some of that memory."""
+        ``looks_only``: leave it there; that takes a microsecond an arena.
+        """
         with self._lock:
-            self._pool.free_touched()
+            return self._pool.free_touched(looks_only=looks_only)
 
     def adopt_pin(self, arena: int, offset: int, size: int) -> TierBlock | None:
         """What a client of the daemon before this one goes on to hold: any bytes of one slot, also of a block that was
