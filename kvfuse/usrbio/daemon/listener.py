@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import trio
 
@@ -237,7 +237,8 @@ class Clients:
         """Counts of all that clients have registered now."""
         counts = _counts(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
-        self.limits.charges.look_again()  # of those that have ended, too, what is still there
+        with suppress(OSError):  # no descriptor is free
+            self.limits.charges.look_again()  # of those that have ended, too, what is still there
         sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
 
