@@ -109,11 +109,11 @@ class Running:
             await self._restore(parts, parts.core.unstored)
         else:
             self._keeper.drop(UNSTORED)
-        await self._nursery.start(parts.run)
+        await self._nursery.start(failing.vital_task, parts.run)
         if self._held.again is not None:
             self._nursery.start_soon(failing.vital_task, self._keep_membership)
         elif is_own:
-            await self._nursery.start(self._reap_orphans, parts)
+            await self._nursery.start(failing.vital_task, self._reap_orphans, parts)
         if self._held.member is None:
             parts.core.nodes.handover.gives_from(parts.core.inodes.upcoming)
         if parts.core.nodes.handover.outlives:
@@ -281,7 +281,7 @@ class Running:
 
     async def _run_again(self, parts: Parts) -> None:
         try:
-            await self._nursery.start(parts.run)
+            await self._nursery.start(failing.vital_task, parts.run)
         except BaseException:
             parts.life.stop()
             raise

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import trio
 
-from kvfuse import errors
+from kvfuse import errors, failing
 from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.registry import Namespace
@@ -61,7 +61,7 @@ class Indexes:
             if touches is None:
                 raise errors.InvalidArgument("the daemon has as many indexes of blocks as it may have")
         self._opened[readers] = touches
-        self.nursery.start_soon(self.volume.search.read_names, readers)
+        self.nursery.start_soon(failing.once, "names of an index", self.volume.search.read_names, readers)
         return (touches.index.size,), [touches.index.descriptor(), os.dup(touches.descriptor)]
 
     async def map_arena(self, arena: int, namespaces: Iterable[Namespace], *, is_viewed: bool) -> int:
