@@ -62,7 +62,7 @@ def test_a_living_daemon_is_not_taken_for_dead() -> None:
         daemon = daemon_of(mount)
         with scarce_descriptors(mount.pid):
             for _ in range(10):
-                time.sleep(0.1)
+                time.sleep(0.1)  # the holder looks meanwhile, and is to do nothing
                 os.statvfs(mount.point)
         assert daemon_of(mount) == daemon
 
@@ -73,7 +73,7 @@ def test_daemons_come_once_they_can_be_started() -> None:
         with scarce_descriptors(mount.pid, LOW):
             for pid in standby_of(mount), daemon_of(mount):
                 os.kill(pid, signal.SIGKILL)
-            time.sleep(0.5)
+            time.sleep(0.5)  # it tries, and fails, for so long
         assert (mount.point / "file").read_bytes() == b"x"
         wait_until(lambda: has_standby(mount), "one that stands by")
 

@@ -150,7 +150,7 @@ def test_sigterm_to_the_holder_unmounts(mount: KvfuseMount) -> None:
 def test_signals_that_mean_nothing_to_the_holder_do_not_end_it(mount: KvfuseMount) -> None:
     for number in OTHER_SIGNALS:
         os.kill(mount.pid, number)
-    time.sleep(0.5)
+    time.sleep(0.5)  # a process that such a signal ends is gone by then; nothing tells of one that lives
     assert not mount.has_ended
     assert kill_daemon(mount) < PATIENCE_S
 
