@@ -56,7 +56,7 @@ async def present(volume: Volume, names: list[bytes]) -> int:
 async def test_two_hosts_fill_a_cache_three_times(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
     async with volumes(cache_disk(), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
         count = 3 * one.space().size // BLOCK // 2
-        found: dict[bytes, list[bytes]] = {}
+        found: dict[bytes, list[bytes]] = {}  # by who ended first
 
         async def store(volume: Volume, prefix: bytes) -> None:
             found[prefix] = await fill(volume, count, prefix)
@@ -69,8 +69,9 @@ async def test_two_hosts_fill_a_cache_three_times(rng: random.Random, autojump_c
             names = found[prefix]
             there = await writer.blocks.exists(ROOT_INODE, names)
             assert there == await other.blocks.exists(ROOT_INODE, names)
-            assert there[-1]
-            assert 0 < sum(there) < len(there)
+            assert sum(there) < len(there)
+            if prefix == [*found][-1]:  # the other one may have given all its slabs to this one since
+                assert there[-1]
             for name in [name for name, is_there in zip(names, there, strict=True) if is_there][::29]:
                 assert await get(other, name) == (name * BLOCK)[:BLOCK]
         await quiet(one, two)
