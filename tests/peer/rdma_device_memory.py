@@ -22,7 +22,7 @@ os.environ["KVFUSE_LAB_ADAPTER"] = "rdma"
 
 from adapter_daemon import ADAPTER_DAEMON, MemfdDevice, lists_of, open_memfd_device, tell_adapter
 from mounting import KvfuseMount, temporary_mount, wait_until
-from ring_lab import stats, wait_for_rings
+from ring_lab import registered_things, wait_for_rings
 
 from kvfuse.errors import InvalidArgument, Unsupported
 from kvfuse.peer import device_memory
@@ -137,7 +137,7 @@ def check_killed_client(mount: KvfuseMount) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     maps = Path(f"/proc/{mount.pid}/maps")
-    wait_until(lambda: not any(stats(mount)["rings"].values()), "the end of the client")
+    wait_until(lambda: not any(registered_things(mount).values()), "the end of the client")
     wait_until(lambda: "cpu-device" not in maps.read_text(), "the end of its memory")
     pairs = subprocess.run(["rdma", "resource", "show", "qp"], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert [line for line in pairs.splitlines() if f"pid {mount.pid} " in line] == []

@@ -17,7 +17,7 @@ import pytest
 from adapter_daemon import ADAPTER_DAEMON, lists_of, tell_adapter
 from mounting import KvfuseMount, temporary_mount, wait_until
 from ring_calls import PATIENCE_S, done
-from ring_lab import stats
+from ring_lab import registered_things
 
 from kvfuse.errors import DeviceError
 from kvfuse.usrbio.client import BlockStore, Client, GpuIov, Way, connect
@@ -82,9 +82,7 @@ def wait_for_no_clients(mount: KvfuseMount) -> None:
     """Until the daemon has nothing of clients: no iovs, rings, calls, and none of their devices' memory."""
 
     def has_none() -> bool:
-        rings = stats(mount)["rings"]
-        del rings["charged_bytes"]  # looked at again when its user needs more, not when its memory is gone
-        return not any(rings.values()) and "cpu-device" not in maps.read_text()
+        return not any(registered_things(mount).values()) and "cpu-device" not in maps.read_text()
 
     maps = Path(f"/proc/{mount.pid}/maps")
     wait_until(has_none, "the end of all clients")

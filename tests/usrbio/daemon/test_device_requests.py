@@ -15,7 +15,7 @@ import pytest
 from adapter_daemon import ADAPTER_DAEMON, tell_adapter
 from mounting import KvfuseMount, temporary_mount, wait_until
 from posix_calls import as_user
-from ring_lab import RawClient, stats
+from ring_lab import RawClient, registered_things
 
 from kvfuse.peer.device_memory import missing
 from kvfuse.usrbio.client import Way, connect
@@ -123,6 +123,6 @@ def test_whatever_is_passed_is_answered_and_given_back(mount: KvfuseMount, rng: 
         client.socket.close()
     print(answers)
     assert answers.keys() >= {0, errno.EINVAL, errno.EACCES, errno.EOPNOTSUPP}
-    wait_until(lambda: not any(stats(mount)["rings"].values()), "the end of all clients")
+    wait_until(lambda: not any(registered_things(mount).values()), "the end of all clients")
     held = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{mount.pid}/fd")]
     assert not [name for name in held if "memfd:device" in name]
