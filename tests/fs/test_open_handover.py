@@ -14,8 +14,8 @@ import trio
 from handover_lab import ROOT, WHO, Daemon, Mount
 
 from kvfuse.fs.handles import ROW_SIZE, HandleTable
-from kvfuse.fs.rows import COUNT_MIN
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
+from kvfuse.kept.rows import COUNT_MIN
 from kvfuse.volume.api import Caller
 from kvfuse.volume.names import open_before
 

@@ -12,9 +12,9 @@ from handover_lab import ROOT, WHO, Daemon, Mount
 from volume_lab import MIB, lab_options
 
 from kvfuse import failing
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept import log as kept_log
+from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.volume.names.restoring import FAILED, NAME, Restorer
-from kvfuse.volume.store import kept_log
 
 KIB = 1024
 

@@ -25,10 +25,10 @@ from kvfuse.errors import EngineError, InvalidArgument, NoSpace, NotFound, Stale
 from kvfuse.policy import ADMISSIONS, POLICIES
 from kvfuse.volume.api import Handle
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.views import clock
 from kvfuse.volume.volume import Volume
 

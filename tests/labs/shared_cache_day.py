@@ -28,11 +28,11 @@ from volume_lab import CALLER, MIB, Chaos, Disk
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.names.namespace_attributes import CLEAR
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.settings import decode_settings
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
+from kvfuse.volume.tenancy.namespace_attributes import CLEAR
 from kvfuse.volume.volume import Volume
 
 NAME_COUNT = 12

@@ -13,7 +13,7 @@ import trio
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options
 
 from kvfuse import errors
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE

@@ -17,8 +17,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.names.namespace_attributes import NAMESPACE
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
 NAMES = (b"a", b"b", b"c", b"d")

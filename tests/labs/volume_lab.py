@@ -28,7 +28,7 @@ import trio
 from kept_memory import free
 
 from kvfuse.errors import EngineError, EngineTimeout
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.records.api import (

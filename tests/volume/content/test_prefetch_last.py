@@ -20,7 +20,7 @@ from volume_lab import MIB, Disk, lab_options
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.views import demand
+from kvfuse.volume.measures import demand
 from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10

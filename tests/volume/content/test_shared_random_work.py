@@ -13,7 +13,7 @@ from shared_lab import LEASE, check_disk, get, joined, put, quiet, volumes, writ
 from volume_lab import MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.options.options import Options
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.store import schema

@@ -26,8 +26,8 @@ from kvfuse.volume.disk import tier as tier_module
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.disk.folder import opened_folder
 from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.measures.speeds import Speed
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.views.speeds import Speed
 from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10

@@ -13,7 +13,7 @@ from shared_lab import LEASE, check_disk, eventually, get, joined, names_in, put
 from volume_lab import CALLER, Chaos, Delay, Disk, lab_options
 
 from kvfuse import errors
-from kvfuse.keeper import Kept, MemoryKeeper
+from kvfuse.kept.keeper import Kept, MemoryKeeper
 from kvfuse.remote.records.api import Change
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.hosts.slab_leases import SlabLeases

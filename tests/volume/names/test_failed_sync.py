@@ -17,7 +17,7 @@ import trio
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
 
 from kvfuse.errors import EngineError, MediumError
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle

@@ -22,10 +22,10 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import EngineError, InvalidArgument, NotAdmitted, NotEmpty, NotFound, QuotaExceeded, Stale
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
-from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10

@@ -14,7 +14,7 @@ from volume_lab import CALLER
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import VolumeBusy
-from kvfuse.keeper import NO_KEEPER, Keeper, MemoryKeeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper, MemoryKeeper
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
