@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import trio
-from cluster_lab import DRAWN, MEMORY
+from cluster_lab import BYTES_OF_HOSTS, MEMORY
 from killer import serving_of
 from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, stopped, wait_until
@@ -96,7 +96,7 @@ def noticed(mounts: list[KvfuseMount]) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["file", DRAWN])
+@pytest.mark.parametrize("engine", BYTES_OF_HOSTS)
 def test_neither_host_notices_kills(
     engine: str, request: pytest.FixtureRequest, etcd_alone: EtcdServers, tmp_path: Path, seed: int
 ) -> None:
