@@ -28,7 +28,7 @@ from kvfuse.options import config
 from kvfuse.volume.opening import engines
 from kvfuse.volume.store import schema
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]  # one kill beside another host is in test_outlive_shared.py
 
 WORDS = "outlive=true", "publish=strict", "records.deadline=5"
 KILLS = 3
