@@ -6,6 +6,7 @@ import errno
 import os
 from typing import Any, NoReturn
 
+import inside
 import pyfuse3
 import pytest
 from handover_lab import ROOT, WHO, Daemon, Mount
@@ -181,16 +182,16 @@ async def test_slots_of_files_that_nobody_has_are_free() -> None:
     """Of files without names whose handles are closed by the time."""
     mount = Mount(lab_options(capacity=16 * MIB, chunk=64 * KIB))
     async with mount.daemon() as daemon:
-        before = daemon.volume.parts.core.slabs.used_bytes
+        before = inside.slabs(daemon.volume).used_bytes
         fh, _ = await daemon.create(b"file")
         for number in range(20):
             await daemon.ask("write", fh, number * 64 * KIB, os.urandom(64 * KIB))
-        await daemon.volume.parts.journal.flusher.settled()
+        await inside.journal(daemon.volume).flusher.settled()
         await daemon.ask("unlink", ROOT, b"file", WHO)
         mount.kill()
     mount.keeper.drop("fuse/handles")
     async with mount.daemon() as daemon:
-        assert daemon.volume.parts.core.slabs.used_bytes == before
+        assert inside.slabs(daemon.volume).used_bytes == before
     await mount.check()
 
 

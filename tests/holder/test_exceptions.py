@@ -218,6 +218,7 @@ def metrics_of(words: tuple[str, ...]) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.ring(3)
 @pytest.mark.timeout(300 + 10 * scaled(POINTS))
 def test_at_any_await(folder: Path, words: tuple[str, ...], seed: int) -> None:
     chance = random.Random(seed)
@@ -251,6 +252,7 @@ def is_there(ask: Callable[[], object]) -> bool:
     return True
 
 
+@pytest.mark.ring(3)
 def test_in_the_first_start(folder: Path, seed: int) -> None:
     """Until the mount is there an error is the caller's, and nothing is left of it; after that it is a death."""
     chance = random.Random(seed)
@@ -274,6 +276,7 @@ def test_in_the_first_start(folder: Path, seed: int) -> None:
         subprocess.run([*KVFUSE, "upgrade", str(mount.point)], check=True, timeout=4 * PATIENCE_S)  # errors are counted
 
 
+@pytest.mark.ring(3)
 def test_at_the_end(folder: Path, seed: int) -> None:
     """A daemon that raises while it stores all and unmounts is followed by one that does: nothing is lost."""
     chance = random.Random(seed)

@@ -91,6 +91,7 @@ def test_a_call_under_way_is_sent_again(mount: KvfuseMount) -> None:
     assert answers == [4096]
 
 
+@pytest.mark.ring(3)
 def test_again_and_again_and_nothing_grows(mount: KvfuseMount) -> None:
     holder = mount.pid
 

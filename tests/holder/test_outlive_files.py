@@ -226,6 +226,7 @@ def locks(folder: Path, taken: list[str], chance: random.Random) -> Callable[[th
     return work
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_everything_is_done_once(seed: int) -> None:
     print("seed", seed)

@@ -25,6 +25,8 @@ from test_outlive import OUTLIVE, daemon_of
 
 from kvfuse.holder import desk as holder_desk
 
+pytestmark = pytest.mark.ring(3)  # one kill of a holder is in test_outlive.py
+
 WORDS = (*OUTLIVE, "publish=strict")
 ROUNDS = 2
 OVER = {errno.ENOTCONN, errno.ECONNABORTED}

@@ -109,6 +109,7 @@ def test_what_forks_has_one_thread(mount: KvfuseMount) -> None:
     assert len(os.listdir(f"/proc/{standby_of(mount)}/task")) == 1
 
 
+@pytest.mark.ring(3)
 def test_nothing_grows(mount: KvfuseMount) -> None:
     kill_daemon(mount)
     standby = standby_of(mount)
@@ -135,6 +136,7 @@ def test_one_that_is_killed_is_replaced(mount: KvfuseMount) -> None:
     assert holder_says(mount)["deaths"] == 1
 
 
+@pytest.mark.ring(3)
 def test_both_are_killed(mount: KvfuseMount) -> None:
     for _ in range(3):
         wait_until(lambda: has_standby(mount), "one that stands by")
@@ -226,6 +228,7 @@ def test_upgrades(mount: KvfuseMount, tmp_path: Path) -> None:
         assert version.read_text() == f"{kvfuse.__version__}\n"
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("how", FAILING)
 def test_upgrades_that_fail(mount: KvfuseMount, tmp_path: Path, how: str) -> None:
     lines, message = FAILING[how]
@@ -260,6 +263,7 @@ def test_status_and_top_tell_of_it(mount: KvfuseMount) -> None:
     assert holder_says(mount)["upgrades"] == 1
 
 
+@pytest.mark.ring(3)
 def test_an_upgrade_brings_it_and_takes_it_away(tmp_path: Path) -> None:
     conf = tmp_path / "mount.conf"
     text = f'volume.path = "{tmp_path / "volume"}"\nvolume.capacity = "1GiB"\nmount.standby = '

@@ -53,6 +53,7 @@ def mount() -> Iterator[KvfuseMount]:
         yield mounted
 
 
+@pytest.mark.ring(3)
 def test_a_database_is_written(mount: KvfuseMount) -> None:
     with killer(mount) as killed:
         database = sqlite3.connect(mount.point / "database", timeout=60)
@@ -67,6 +68,7 @@ def test_a_database_is_written(mount: KvfuseMount) -> None:
         database.close()
 
 
+@pytest.mark.ring(3)
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 def test_a_repository_is_cloned(mount: KvfuseMount, tmp_path: Path) -> None:
     source = tmp_path / "source"

@@ -122,6 +122,7 @@ def test_blocks_are_found_again(service: Service) -> None:
     get(service, first=100)
 
 
+@pytest.mark.ring(3)
 def test_those_of_another_volume_are_not(service: Service) -> None:
     """Its files have the same numbers."""
     service.start()
@@ -138,6 +139,7 @@ def test_those_of_another_volume_are_not(service: Service) -> None:
     get(service)
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("how", ["stopped", "killed", "lost", "not kept"])
 def test_without_them_it_begins_as_ever(service: Service, how: str) -> None:
     service.manager.keeps = how != "not kept"

@@ -92,6 +92,7 @@ class Users:
         os.close(gone)
 
 
+@pytest.mark.ring(3)
 def test_again_and_again_under_load(mount: KvfuseMount) -> None:
     stalls = []
     with Users(mount.point) as users:
@@ -104,6 +105,7 @@ def test_again_and_again_under_load(mount: KvfuseMount) -> None:
     assert (said["upgrades"], said["deaths"]) == (5, 0)
 
 
+@pytest.mark.ring(3)
 def test_nothing_grows(mount: KvfuseMount) -> None:
     upgrade(mount)
     descriptors, processes = len(os.listdir(f"/proc/{mount.pid}/fd")), processes_of(mount)
@@ -156,6 +158,7 @@ def test_one_that_fails_is_not_noticed(mount: KvfuseMount, tmp_path: Path, how: 
     upgrade(mount)
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("whom", ["old", "new", "both"])
 def test_a_kill_in_between(mount: KvfuseMount, tmp_path: Path, whom: str) -> None:
     """Whoever serves is killed as soon as the new daemon is told to begin."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import inside
 import trio.testing
 from linked_volumes import linked_volumes
 from ring_trips import RingClient, ring_client
@@ -95,7 +96,7 @@ async def store(volume: Volume, name: bytes, block: bytes) -> None:
     with suppress(NotFound):
         await volume.tree.lookup(ROOT_INODE, name)
     await volume.tree.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
-    await volume.parts.journal.commit()
+    await inside.journal(volume).commit()
     volume.tree.forget(made.ino, 1)
 
 
@@ -125,7 +126,7 @@ async def put_by_ring(client: RingClient, volume: Volume, name: bytes) -> Trip:
     with traced() as calls:
         await trio.testing.wait_all_tasks_blocked()
     assert await client.result() == SIZE
-    await volume.parts.journal.commit()
+    await inside.journal(volume).commit()
     return Trip.of(calls)
 
 

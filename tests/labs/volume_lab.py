@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import inside
 import numpy as np
 import numpy.typing as npt
 import trio
@@ -572,7 +573,7 @@ async def opened(
         try:
             yield volume
         finally:
-            tier = volume.parts.core.tier
+            tier = inside.tier(volume)
     free(tier)
 
 

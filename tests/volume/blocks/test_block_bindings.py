@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import inside
 import numpy as np
 import pytest
 import trio
@@ -39,7 +40,7 @@ async def test_a_name_has_one_binding(
         async with trio.open_nursery() as nursery:
             for _ in range(5):
                 nursery.start_soon(bind)
-        assert {id(binding) for binding in found} == {id(volume.parts.core.dentries.get(ROOT_INODE, b"a").binding)}
+        assert {id(binding) for binding in found} == {id(inside.dentries(volume).get(ROOT_INODE, b"a").binding)}
         assert found[0].valid
 
 
@@ -129,7 +130,7 @@ async def test_readers_beside_a_writer_see_whole_blocks_and_never_older_ones(dis
     """A thread reads by itself, through bindings and maps, while the block is replaced again and again."""
     size = 3 * CHUNK
     async with opened(disk, options) as volume:
-        dentries = volume.parts.core.dentries
+        dentries = inside.dentries(volume)
         stop = threading.Event()
         published = [0]
         failures: list[str] = []

@@ -6,6 +6,7 @@ import copy
 import os
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -50,10 +51,10 @@ async def test_a_put_block_of_the_tier_is_shown_there(disk: Disk, options: Optio
             assert all(row.block is block for row in rows), state
             assert b"".join(bytes(row.source.bytes[row.start :][: row.length]) for row in rows if row.source) == data
             await volume.sync()
-        other = volume.parts.core.tier.allocate(5, ReadClass(99, 0, 0, 0o444))
+        other = inside.tier(volume).allocate(5, ReadClass(99, 0, 0, 0o444))
         assert other is not None
         await volume.blocks.put(ROOT_INODE, b"other", other, CALLER, 0o644)
-        assert volume.parts.core.tier.find((await bound(volume, b"other")).ino) is None, "it has other readers"
+        assert inside.tier(volume).find((await bound(volume, b"other")).ino) is None, "it has other readers"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ async def test_a_copy_goes_when_it_is_no_longer_true(disk: Disk, options: Option
         binding = await bound(volume, b"block")
         ino = binding.ino
         await volume.files.show(await volume.inodes.attributes(ino), 0, 1)
-        assert volume.parts.core.tier.find(ino) is not None
+        assert inside.tier(volume).find(ino) is not None
         assert has_copy_rows(binding)
         version = binding.map.version
         if change in ("write", "append"):
@@ -93,7 +94,7 @@ async def test_a_copy_goes_when_it_is_no_longer_true(disk: Disk, options: Option
             await volume.tree.unlink(ROOT_INODE, b"block")
         else:
             await put(volume, b"block", b"new")
-        assert volume.parts.core.tier.find(ino) is None
+        assert inside.tier(volume).find(ino) is None
         assert not has_copy_rows(binding)
         assert binding.map.version > version
 
@@ -113,7 +114,7 @@ async def test_prefetch_loads_what_it_can(disk: Disk, options: Options) -> None:
         await volume.files.release(handle)
         assert await volume.blocks.prefetch(ROOT_INODE, [b"open"]) == [True]
         for name in (b"a", b"b", b"open"):
-            block = volume.parts.core.tier.find((await bound(volume, name)).ino)
+            block = inside.tier(volume).find((await bound(volume, name)).ino)
             assert block is not None
             assert bytes(block.buffer) == name * 1000
             assert block.read_class == READERS
@@ -121,7 +122,7 @@ async def test_prefetch_loads_what_it_can(disk: Disk, options: Options) -> None:
 
 async def test_a_namespace_says_whether_its_blocks_are_copied(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
-        tier, content = volume.parts.core.tier, bytes(5000)
+        tier, content = inside.tier(volume), bytes(5000)
         for number, (setting, expected) in enumerate(
             [(b"tiers=disk", False), (b"tiers=dram", True), (b"tiers=remote", False), (b"tiers=all", True)]
         ):
@@ -148,7 +149,7 @@ async def test_prefetch_verifies(options: Options) -> None:
         place = disk.segments[0].index(b"bad!bad!")
         disk.segments[0][place] ^= 1
         assert await volume.blocks.prefetch(ROOT_INODE, [b"bad", b"good"]) == [False, True]
-        assert volume.parts.core.tier.find((await bound(volume, b"bad")).ino) is None
+        assert inside.tier(volume).find((await bound(volume, b"bad")).ino) is None
 
 
 async def test_prefetch_keeps_nothing_that_changes_meanwhile(
@@ -176,14 +177,14 @@ async def test_prefetch_keeps_nothing_that_changes_meanwhile(
                 await volume.blocks.prefetch(ROOT_INODE, rng.sample(names, 2))
                 for name in names:
                     node = await volume.inodes.attributes((await bound(volume, name)).ino)
-                    block = volume.parts.core.tier.find(node.ino)
+                    block = inside.tier(volume).find(node.ino)
                     if block is not None:
                         hits += 1
                         data = bytes(block.buffer)
                         handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
                         shown = bytes(await volume.files.read(handle, 0, MIB))
                         await volume.files.release(handle)
-                        assert data == shown or volume.parts.core.tier.find(node.ino) is not block
+                        assert data == shown or inside.tier(volume).find(node.ino) is not block
                 await trio.sleep(0.01)
         assert hits
         chaos.delay = 0
@@ -196,7 +197,7 @@ async def test_what_changes_while_it_is_read_is_not_kept(
     async with opened(disk, options) as volume:
         await put(volume, b"block", b"old" * 1000)
         ino = (await bound(volume, b"block")).ino
-        read_into = volume.parts.reader.read_into
+        read_into = inside.reader(volume).read_into
 
         async def read_and_change(node: Node, offset: int, target: memoryview) -> int:
             length = await read_into(node, offset, target)
@@ -208,10 +209,10 @@ async def test_what_changes_while_it_is_read_is_not_kept(
                 await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
             return length
 
-        monkeypatch.setattr(volume.parts.reader, "read_into", read_and_change)
+        monkeypatch.setattr(inside.reader(volume), "read_into", read_and_change)
         assert await volume.blocks.prefetch(ROOT_INODE, [b"block"]) == [False]
-        assert volume.parts.core.tier.find(ino) is None
-        assert volume.parts.core.tier.find((await bound(volume, b"block")).ino) is None
+        assert inside.tier(volume).find(ino) is None
+        assert inside.tier(volume).find((await bound(volume, b"block")).ino) is None
 
 
 async def test_evicted_blocks_leave_the_maps(disk: Disk) -> None:
@@ -224,10 +225,10 @@ async def test_evicted_blocks_leave_the_maps(disk: Disk) -> None:
             await volume.files.show(await volume.inodes.attributes(binding.ino), 0, 0)
             assert has_copy_rows(binding)
         await volume.sync()  # from here on no write holds them
-        assert volume.parts.core.tier.allocate(CHUNK, READERS) is None, "the maps still show all blocks"
+        assert inside.tier(volume).allocate(CHUNK, READERS) is None, "the maps still show all blocks"
         await trio.testing.wait_all_tasks_blocked()
         assert not any([has_copy_rows(await bound(volume, name)) for name in names])
-        assert volume.parts.core.tier.allocate(CHUNK, READERS) is not None
+        assert inside.tier(volume).allocate(CHUNK, READERS) is not None
 
 
 async def test_a_directory_with_other_readers_gets_other_arenas(disk: Disk, options: Options) -> None:
@@ -238,7 +239,7 @@ async def test_a_directory_with_other_readers_gets_other_arenas(disk: Disk, opti
         await volume.inodes.set_attributes(folder, Changes(mode=0o700), CALLER)
         after = await put_shared(volume, b"b", b"x", readers)
         assert after.arena != before.arena
-        assert volume.parts.core.tier.find((await bound(volume, b"a", folder)).ino) is None
+        assert inside.tier(volume).find((await bound(volume, b"a", folder)).ino) is None
 
 
 # -- crashes and a model ------------------------------------------------------------------------------
@@ -364,7 +365,7 @@ async def test_block_calls_and_the_file_door_against_a_dict(
         assert await get_bound(volume, name) == wanted
         assert await volume.blocks.exists(ROOT_INODE, names) == [each in model for each in names]
         if wanted is not None:
-            block = volume.parts.core.tier.find((await bound(volume, name)).ino)
+            block = inside.tier(volume).find((await bound(volume, name)).ino)
             assert block is None or bytes(block.buffer) == wanted
 
     chaos.delay = 0.1

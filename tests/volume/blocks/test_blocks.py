@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -127,12 +128,12 @@ async def test_a_setgid_folder_gives_its_group_to_programs_of_the_group(
 async def test_nothing_is_changed_on_a_read_only_volume(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
         await put(volume, b"block", b"data")
-        volume.parts.core.read_only = True
+        inside.core(volume).read_only = True
         with pytest.raises(ReadOnly):
             await put(volume, b"block", b"other")
         with pytest.raises(ReadOnly):
             await volume.blocks.delete(ROOT_INODE, [b"block"])
-        volume.parts.core.read_only = False
+        inside.core(volume).read_only = False
         assert await get(volume, b"block") == b"data"
 
 
@@ -221,13 +222,13 @@ async def test_blocks_that_are_stored_together_are_few_writes(
     """Their slots lie side by side, and so do what the slots say of them: a system call for each run of bytes."""
     written: list[tuple[int, int, int]] = []
     async with opened(disk, options) as volume:
-        write = volume.parts.core.segments.write
+        write = inside.segments(volume).write
 
         async def noted(batch: Sequence[Transfer]) -> None:
             written.extend((segment, offset, offset + len(buffer)) for segment, offset, buffer in batch)
             await write(batch)
 
-        monkeypatch.setattr(volume.parts.core.segments, "write", noted)
+        monkeypatch.setattr(inside.segments(volume), "write", noted)
         for number in range(64):
             await put(volume, b"%03d" % number, bytes(size))
         await volume.sync()
@@ -297,13 +298,13 @@ async def test_a_known_directory_costs_no_round_trip(disk: Disk, options: Option
             await put(volume, name, b"", directory=folder)
         await volume.sync()
         wanted = [True, False] * 1000
-        counters = volume.parts.core.records.counters
+        counters = inside.records(volume).counters
         gets = counters.round_trips
         assert await volume.blocks.exists(folder, names) == wanted
         assert counters.round_trips == gets, "a directory that was made here"
     async with opened(disk, options) as volume:
         assert await volume.blocks.exists(folder, names) == wanted
-        counters = volume.parts.core.records.counters
+        counters = inside.records(volume).counters
         gets = counters.round_trips
         assert await volume.blocks.exists(folder, names) == wanted
         assert counters.round_trips == gets, "a directory that was read to its end"

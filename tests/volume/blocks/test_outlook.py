@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 import msgspec
 import pytest
 from block_calls import CHUNK, put
@@ -32,7 +33,7 @@ async def _filled(volume: Volume) -> None:
 
 def _have_speeds(volume: Volume) -> None:
     """0.1 s and 50 ms for each block of the segments, 1 ms for one in memory."""
-    core = volume.parts.core
+    core = inside.core(volume)
     core.reads.speeds = Speeds(dram=Speed(0.0, SIZE * 1000), remote=Speed(0.1, SIZE * 20))
 
 
@@ -76,7 +77,7 @@ async def test_slow_blocks_are_misses_of_the_cache(disk: Disk, options: Options)
     async with opened(disk, options) as volume:
         await _filled(volume)
         await volume.inodes.set_xattr(ROOT_INODE, NAMESPACE, b"token_size=50000 recompute_speed=10000000")
-        volume.parts.core.tier.retire(None)
+        inside.tier(volume).retire(None)
         assert await volume.blocks.exists(ROOT_INODE, NAMES) == [False] * 5
         (row,) = volume.stats()["namespaces"]
         assert row["cache"]["misses"]["slow"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inside
 from volume_lab import CALLER, Disk, lab_options, opened
 
 from kvfuse.volume.api import ROOT_INODE
@@ -42,7 +43,7 @@ async def test_an_index_that_is_opened_late_shows_what_names_mean_now() -> None:
         inos[b"replaced"] = await put(volume, b"replaced")
         await volume.tree.rename(ROOT_INODE, b"new", ROOT_INODE, b"over", 0)
         await volume.sync()
-        for node in list(volume.parts.core.nodes):
+        for node in list(inside.nodes(volume)):
             if node.is_file:
-                volume.parts.core.nodes.drop(node)  # as an eviction from memory
+                inside.nodes(volume).drop(node)  # as an eviction from memory
         assert shown(volume) == {b"stays", b"replaced"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -160,7 +161,7 @@ async def test_no_absent_name_is_known_in_a_strict_folder(
         other = both[setter == "this host"]
         await other.inodes.set_xattr(folder, PUBLISH, b"strict")
         await other.sync()
-        await until(lambda: two.parts.lookups.asks(folder))
+        await until(lambda: inside.lookups(two).asks(folder))
         assert searcher.index is None
         await searcher.look()
         assert searcher.index is not None
@@ -186,10 +187,10 @@ async def test_a_folder_that_is_changed_here_is_made_strict_by_another_host(
         await two.inodes.set_xattr(folder, b"user.kvfuse.chunk_size", b"65536")
         await one.inodes.set_xattr(folder, PUBLISH, b"strict")
         await quiet(one)
-        assert not two.parts.lookups.asks(folder)
+        assert not inside.lookups(two).asks(folder)
         chaos[1].stalled_commits.set()
         await quiet(two)
-        assert two.parts.lookups.asks(folder)
+        assert inside.lookups(two).asks(folder)
         assert searcher.index is None
 
 
@@ -208,7 +209,7 @@ async def test_a_folder_of_which_nothing_is_used_is_heard_to_be_strict(
         await searcher.until_complete()
         for number in range(40):
             two.tree.forget((await two.tree.lookup(ROOT_INODE, b"%d" % number)).ino, 1)
-        assert two.parts.core.nodes.peek(folder) is None
+        assert inside.nodes(two).peek(folder) is None
         await one.inodes.set_xattr(folder, PUBLISH, b"strict")
         await quiet(one)
         assert searcher.index is None
@@ -224,7 +225,7 @@ async def test_while_the_watch_is_broken_no_absent_name_is_known(
         chaos[1].cut = trio.Event()  # so that it cannot be read anew
         for watch in list(disk.watches):
             watch.break_off()
-        await until(lambda: two.parts.lookups.asks(ROOT_INODE))
+        await until(lambda: inside.lookups(two).asks(ROOT_INODE))
         assert not searcher.is_complete
         await searcher.look()
         assert not searcher.is_complete
@@ -251,14 +252,14 @@ async def test_names_are_not_all_read_while_the_watch_breaks(
             await put(one, b"%d" % number)
         await quiet(one, two)
         searcher = Searcher(two)
-        scans = two.parts.core.records.counters.scans
+        scans = inside.records(two).counters.scans
         async with trio.open_nursery() as nursery:
             nursery.start_soon(searcher.look)
-            await until(lambda: two.parts.core.records.counters.scans > scans + 1)
+            await until(lambda: inside.records(two).counters.scans > scans + 1)
             chaos[1].stalled = trio.Event()
             for watch in list(disk.watches):
                 watch.break_off()
-            await until(lambda: two.parts.lookups.asks(ROOT_INODE))
+            await until(lambda: inside.lookups(two).asks(ROOT_INODE))
             await put(one, b"!")  # before the pages that were read
             await one.sync()
             chaos[1].stalled.set()
@@ -319,8 +320,8 @@ async def test_what_a_lookup_finds_is_never_absent(
             while not is_over.is_set():
                 await trio.sleep(rng.random() * 0.003)
                 key = rng.choice(KEYS)
-                assert not (searcher.is_complete and volume.parts.lookups.asks(folder))
-                found = volume.parts.lookups.known(folder, key)
+                assert not (searcher.is_complete and inside.lookups(volume).asks(folder))
+                found = inside.lookups(volume).known(folder, key)
                 assert found is None or found.node is None or not searcher.lacks(key)
                 known[number] += searcher.lacks(key)
                 if rng.random() < 0.2:
@@ -367,7 +368,7 @@ async def test_a_folder_with_too_many_names_is_read_once(
         for number in range(6):
             await put(one, b"%d" % number)
         await quiet(one, two)
-        searcher, counters = Searcher(two), two.parts.core.records.counters
+        searcher, counters = Searcher(two), inside.records(two).counters
         await searcher.look()
         scans = counters.scans
         await searcher.look()

@@ -6,6 +6,7 @@ import os
 import random
 from contextlib import suppress
 
+import inside
 import msgspec
 import pytest
 import trio
@@ -54,7 +55,7 @@ async def assert_absent(volume: Volume, directory: int, names: list[bytes]) -> N
 
 
 async def swept(volume: Volume) -> None:
-    namespaces = volume.parts.core.namespaces
+    namespaces = inside.namespaces(volume)
     while namespaces.cleared:
         await namespaces.cleared.swept.wait()
     await volume.sync()
@@ -215,14 +216,14 @@ async def test_others_do_not_wait_for_a_sweep(disk: Disk, options: Options, monk
         ino = await make_namespace(volume, b"llama")
         for parent in (ROOT_INODE, ino):
             await volume.tree.make_directory(parent, b"empty", 0o755, CALLER)
-        volume.parts.core.namespaces.cleared[ino] = 1  # as long as a sweep takes
+        inside.namespaces(volume).cleared[ino] = 1  # as long as a sweep takes
         with trio.fail_after(1):
             await volume.tree.remove_directory(ROOT_INODE, b"empty")
             await make_namespace(volume, b"other")
         with trio.move_on_after(0.05) as scope:
             await volume.tree.remove_directory(ino, b"empty")
         assert scope.cancelled_caught
-        volume.parts.core.namespaces.cleared.has_swept(ino)
+        inside.namespaces(volume).cleared.has_swept(ino)
         await volume.tree.remove_directory(ino, b"empty")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import inside
 import pytest
 import trio
 from cache_lab import BLOCK, OPTIONS, cache_disk, checked, fill, statistics
@@ -21,8 +22,8 @@ async def clear(volume: Volume, ino: int = ROOT_INODE) -> None:
 
 
 async def until_swept(volume: Volume) -> None:
-    while volume.parts.core.namespaces.cleared:
-        await volume.parts.core.namespaces.cleared.swept.wait()
+    while inside.namespaces(volume).cleared:
+        await inside.namespaces(volume).cleared.swept.wait()
 
 
 async def test_nothing_is_there_from_then_on() -> None:
@@ -106,7 +107,7 @@ async def test_a_crash_in_the_middle(steps: int) -> None:
         await volume.sync()
         await clear(volume)
         new = await fill(volume, 1000, 20)
-        await volume.parts.journal.commit()
+        await inside.journal(volume).commit()
         for _ in range(steps):
             await trio.lowlevel.checkpoint()
         crashed = disk.copy()
@@ -143,7 +144,7 @@ async def test_clearing_again_and_again() -> None:
             await clear(volume)
             assert not any(await volume.blocks.exists(ROOT_INODE, names))
         await until_swept(volume)
-        assert volume.parts.core.namespaces.all[ROOT].cache is not None
+        assert inside.namespaces(volume).all[ROOT].cache is not None
         await volume.sync()
         assert volume.space().free == volume.space().size
     await checked(disk)
@@ -159,5 +160,5 @@ async def test_what_was_cleared_goes_also_when_there_is_no_cache_any_more() -> N
         await change_namespace(volume, folder, kind="files")
         with trio.fail_after(10):
             await until_swept(volume)
-        assert volume.parts.core.namespaces.accounts.use(folder).files == 0
+        assert inside.namespaces(volume).accounts.use(folder).files == 0
     await checked(disk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -208,12 +209,12 @@ async def test_a_namespace_at_its_quota_evicts_its_own(quota: dict[str, int]) ->
     async with opened(disk, OPTIONS) as volume:
         others = await fill(volume, 0, 100)
         folder = await volume.tree.make_directory(ROOT_INODE, b"small", 0o755, CALLER)
-        keeper = volume.parts.xattrs.namespaces.keeper
+        keeper = inside.xattrs(volume).namespaces.keeper
         await keeper.create(folder, {"kind": "cache", "admission": "all", **quota}, None)
         for number in range(300):
             name = b"%08d" % number
             await volume.blocks.put(folder.ino, name, memoryview(name * (BLOCK // 8)), CALLER, 0o644)
-            use = volume.parts.core.namespaces.accounts.use(folder.ino)
+            use = inside.namespaces(volume).accounts.use(folder.ino)
             assert use.files <= quota.get("blocks", 300)
             assert use.size <= quota.get("capacity", 300 * BLOCK)
         found = await volume.blocks.exists(folder.ino, [b"%08d" % number for number in range(300)])
@@ -221,7 +222,7 @@ async def test_a_namespace_at_its_quota_evicts_its_own(quota: dict[str, int]) ->
         assert 90 <= sum(found) <= 130
         assert all(await volume.blocks.exists(ROOT_INODE, others))
         await keeper.change(folder, {name: value // 2 for name, value in quota.items()}, None)
-        while volume.parts.core.namespaces.accounts.use(folder.ino).files > 64:
+        while inside.namespaces(volume).accounts.use(folder.ino).files > 64:
             await trio.lowlevel.checkpoint()
         assert all(await volume.blocks.exists(ROOT_INODE, others))
     await checked(disk)
@@ -230,7 +231,7 @@ async def test_a_namespace_at_its_quota_evicts_its_own(quota: dict[str, int]) ->
 async def test_blocks_of_a_pinned_namespace_go_last() -> None:
     disk = cache_disk(admission="all")
     async with opened(disk, OPTIONS) as volume:
-        keeper = volume.parts.xattrs.namespaces.keeper
+        keeper = inside.xattrs(volume).namespaces.keeper
         folder = await volume.tree.make_directory(ROOT_INODE, b"pinned", 0o755, CALLER)
         await keeper.create(folder, {"kind": "cache", "admission": "all", "soft_pin": "true"}, None)
         pinned = [b"%08d" % number for number in range(200)]  # of which nobody makes use any more
@@ -245,7 +246,7 @@ async def test_blocks_of_a_pinned_namespace_go_last() -> None:
             await volume.blocks.put(folder.ino, name, memoryview(name * (BLOCK // 8)), CALLER, 0o644)
         assert not all(await volume.blocks.exists(folder.ino, pinned))
         await keeper.change(folder, {"soft_pin": "true", "capacity": 50 * BLOCK}, None)
-        accounts = volume.parts.core.namespaces.accounts
+        accounts = inside.namespaces(volume).accounts
         while accounts.use(folder.ino).size > 50 * BLOCK:
             await trio.lowlevel.checkpoint()  # its own capacity holds all the same
     await checked(disk)
@@ -280,7 +281,7 @@ async def test_a_large_block_takes_whole_slabs_from_small_ones() -> None:
         kept = names[there.index(True)]
         node = await volume.tree.lookup(ROOT_INODE, kept)
         handle = await volume.files.open(node.ino, os.O_RDONLY, CALLER)
-        cache = volume.parts.core.caches[ROOT]
+        cache = inside.caches(volume)[ROOT]
         for name in rng.sample(names, len(names)):
             cache.policy.used([block_key(ROOT_INODE, name)], cache.clock())
         before = statistics(volume)["room"]

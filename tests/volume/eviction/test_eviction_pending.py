@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import trio
 import trio.testing
 from cache_lab import OPTIONS, cache_disk
@@ -34,5 +35,5 @@ async def test_a_new_policy_has_what_no_commit_has_stored(autojump_clock: trio.t
 
 async def test_a_namespace_that_went_meanwhile_is_not_read() -> None:
     async with opened(cache_disk(), OPTIONS) as volume:
-        await read_blocks(volume.parts.core, [ROOT, 1096], lambda slab: True)
-        assert volume.parts.core.caches[ROOT].before.is_known
+        await read_blocks(inside.core(volume), [ROOT, 1096], lambda slab: True)
+        assert inside.caches(volume)[ROOT].before.is_known

@@ -6,6 +6,7 @@ import math
 import os
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -29,7 +30,7 @@ async def test_a_name_that_is_evicted_while_the_store_answers_is_a_miss() -> Non
         await volume.blocks.put(ROOT_INODE, b"a", memoryview(bytes(BLOCK)), CALLER, 0o644)
     async with opened(disk, OPTIONS, chaos) as volume:
         await trio.sleep(1.5)  # the books have what the store has
-        (evictor,) = volume.parts.space.evictors
+        (evictor,) = inside.space(volume).evictors
         chaos.late = late = Delay(schema.entry_key(ROOT_INODE, b"a"))
         found: list[object] = []
 
@@ -40,7 +41,7 @@ async def test_a_name_that_is_evicted_while_the_store_answers_is_a_miss() -> Non
             nursery.start_soon(find)
             await late.given.wait()
             nursery.start_soon(evictor.make_room, float("inf"), None)
-            while not volume.parts.core.dentries.vanishing.places:
+            while not inside.dentries(volume).vanishing.places:
                 await trio.lowlevel.checkpoint()
             late.arrives.set()
         assert found == [None]
@@ -52,7 +53,7 @@ async def test_a_newer_file_does_not_go_in_the_place_of_a_candidate(monkeypatch:
     async with opened(disk, OPTIONS) as volume:
         await fill(volume, 0, 4)
         await volume.sync()
-        (evictor,) = volume.parts.space.evictors
+        (evictor,) = inside.space(volume).evictors
         assert isinstance(evictor, Evictor)
         read_rows = evictor._rows_of
 
@@ -65,7 +66,7 @@ async def test_a_newer_file_does_not_go_in_the_place_of_a_candidate(monkeypatch:
         assert await evictor.evict_some(2 * BLOCK)
         found = await volume.blocks.exists(ROOT_INODE, [b"%08d" % number for number in range(4)])
         assert found == [True, False, True, True]
-        assert len(volume.parts.core.caches[ROOT].policy) == 3
+        assert len(inside.caches(volume)[ROOT].policy) == 3
     await checked(disk)
 
 
@@ -78,7 +79,7 @@ async def test_a_file_that_somebody_removes_while_another_is_evicted_goes_once(m
         await volume.inodes.set_xattr(node.ino, b"user.takes.unlink", b"1")
         volume.tree.forget(node.ino, 1)
         await volume.sync()
-        (evictor,) = volume.parts.space.evictors
+        (evictor,) = inside.space(volume).evictors
         assert isinstance(evictor, Evictor)
         unlink = evictor._unlink
 
@@ -144,7 +145,7 @@ async def test_what_was_evicted_while_the_store_answered_is_not_there(question: 
             chaos.stalled_commits = trio.Event()
             nursery.start_soon(evict, volume)
             await trio.testing.wait_all_tasks_blocked()
-            assert volume.parts.core.dentries.vanishing.places
+            assert inside.dentries(volume).vanishing.places
             late.arrives.set()
             await trio.testing.wait_all_tasks_blocked()
             chaos.stalled_commits.set()
@@ -163,7 +164,7 @@ async def test_who_waits_for_an_eviction_evicts_no_more(monkeypatch: pytest.Monk
     async with opened(cache_disk(), OPTIONS) as volume:
         await fill(volume, 0, 400)
         await volume.sync()
-        (evictor,) = volume.parts.space.evictors
+        (evictor,) = inside.space(volume).evictors
         assert isinstance(evictor, Evictor)
         free = evictor.journal.free_given_up
         gone, goes_on = trio.Event(), trio.Event()
@@ -193,7 +194,7 @@ async def test_a_file_that_was_closed_waits_for_its_name(is_all: bool, autojump_
             for start in range(0, 900, 100):
                 names = await fill(volume, start, 100)
                 await volume.blocks.exists(ROOT_INODE, names)
-                await volume.parts.journal.commit()
+                await inside.journal(volume).commit()
         closed = []
         for number in range(1200 if is_all else 1):
             handle, node = await volume.tree.create(ROOT_INODE, b"tmp-%d" % number, 0o644, CALLER, os.O_WRONLY)

@@ -6,6 +6,7 @@ import os
 import random
 from contextlib import suppress
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -44,7 +45,7 @@ async def clear(volume: Volume, ino: int) -> None:
 
 
 def bound_of(volume: Volume, ino: int) -> int:
-    return volume.parts.core.namespaces.cleared.bounds.get(ino, 0)
+    return inside.namespaces(volume).cleared.bounds.get(ino, 0)
 
 
 async def heard(ino: int, by: Volume, *others: Volume) -> None:
@@ -53,7 +54,7 @@ async def heard(ino: int, by: Volume, *others: Volume) -> None:
 
 
 async def swept(*all_volumes: Volume) -> None:
-    await until(lambda: not any(volume.parts.core.namespaces.cleared for volume in all_volumes), 90)
+    await until(lambda: not any(inside.namespaces(volume).cleared for volume in all_volumes), 90)
 
 
 async def assert_absent(volume: Volume, directory: int, names: list[bytes]) -> None:
@@ -69,7 +70,7 @@ async def is_empty_of(disk: Disk, ino: int, *all_volumes: Volume) -> None:
 
     async def has_come() -> bool:
         await quiet(*all_volumes)
-        uses = [volume.parts.core.namespaces.accounts.use_of_hosts(ino) for volume in all_volumes]
+        uses = [inside.namespaces(volume).accounts.use_of_hosts(ino) for volume in all_volumes]
         return not any(any(use) for use in uses) and ino not in count_uses(disk)
 
     await eventually(has_come, seconds=90, pause=1)
@@ -176,7 +177,7 @@ async def test_names_that_were_cleared_are_free_at_once(
             assert await get(volume, b"linked", ino) == b"first"
         sweeps.set()
         for volume in (one, two):
-            volume.parts.core.namespaces.changed.set()
+            inside.namespaces(volume).changed.set()
         await swept(one, two)
         await one.tree.remove_directory(ino, NAMES[3])
         for name in expected:
@@ -206,7 +207,7 @@ async def test_a_host_that_did_not_hear_of_a_clear_stores_nothing_from_before(
             nursery.start_soon(store)
             await trio.sleep(0.1)
             await clear(one, ino)
-            await until(lambda: not one.parts.core.namespaces.cleared)
+            await until(lambda: not inside.namespaces(one).cleared)
             chaos[1].stalled_commits.set()
         with suppress(errors.OperationError):
             await two.tree.rename(ino, b"old", ino, b"renamed", 0)
@@ -233,7 +234,7 @@ async def test_a_strict_lookup_asks_whether_it_was_cleared(rng: random.Random, a
     options, chaos = lab_options(capacity=32 * MIB, strict=True), slow(rng, 2)
     async with volumes(Disk.format(options, shared=True), options, 2, rng, chaos) as (one, two):
         ino = await make_namespace(one, ROOT_INODE, b"cache", kind="cache", admission="all")
-        await until(lambda: ino in two.parts.core.caches)
+        await until(lambda: ino in inside.caches(two))
         await put_in(one, ino, b"theirs")
         await put_in(two, ino, b"ours")
         await quiet(one, two)
@@ -272,12 +273,12 @@ async def test_the_next_host_goes_on_with_a_sweep(rng: random.Random, autojump_c
         assert await names_in(two, ino) == [b"new"]
         await two.tree.unlink(ino, b"new")
         await quiet(two)
-        assert two.parts.leases is not None
-        view = two.parts.leases.view
+        assert inside.leases(two) is not None
+        view = inside.leases(two).view
         await until(lambda: 1 not in view.members)
         assert chaos[0].stalled is not None
         chaos[0].stalled.set()
-        await until(lambda: one.parts.core.client > 1000)
+        await until(lambda: inside.client(one) > 1000)
         await is_empty_of(disk, ino, one, two)
 
 
@@ -333,7 +334,7 @@ async def test_clears_among_everything_else(rng: random.Random, autojump_clock: 
     disk, chaos = Disk.format(options, shared=True), slow(rng, 2)
     async with volumes(disk, options, 2, rng, chaos) as hosts:
         ino = await make_namespace(hosts[0], ROOT_INODE, b"cache", kind="cache", admission="all")
-        await until(lambda: ino in hosts[1].parts.core.caches)
+        await until(lambda: ino in inside.caches(hosts[1]))
         begun, returned = 0, 0
         stored: dict[int, int] = {}
         """content of a file -> clears that had begun when its put returned"""

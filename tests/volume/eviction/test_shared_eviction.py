@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import msgspec
 import pytest
 import trio
@@ -46,7 +47,7 @@ async def fill(volume: Volume, count: int, prefix: bytes = b"") -> list[bytes]:
 
 def books(volume: Volume) -> int:
     """Blocks on the books of a host."""
-    return len(volume.parts.core.caches[ROOT].policy)
+    return len(inside.caches(volume)[ROOT].policy)
 
 
 async def present(volume: Volume, names: list[bytes]) -> int:
@@ -144,7 +145,7 @@ async def test_what_other_hosts_use_stays(rng: random.Random, autojump_clock: tr
             assert await two.blocks.exists(ROOT_INODE, asked) == [True] * 10
             for name in opened:
                 assert await two.blocks.bind(ROOT_INODE, name) is not None
-            two.parts.core.namespaces.uses.note(ROOT_INODE, opened)  # as ring threads do
+            inside.namespaces(two).uses.note(ROOT_INODE, opened)  # as ring threads do
             await trio.sleep(2 * REPORT_SECONDS)
             for _ in range(one.space().size // BLOCK // 8):
                 await fill(one, 1, b"more%d-" % next(more))
@@ -173,7 +174,7 @@ async def test_nothing_is_reported_that_was_not_used(
         assert two.stats()["reports"]["sent"] == 0
         assert await two.blocks.exists(ROOT_INODE, [*names, b"absent"]) == [True] * 10 + [False]
         await trio.sleep(2 * REPORT_SECONDS)
-        record = disk.records[schema.report_key(two.parts.core.client)]
+        record = disk.records[schema.report_key(inside.client(two))]
         (found,) = schema.decode_report(record.value).uses
         assert (found[0], schema.decode_u64s(found[1])) == (ROOT, [block_key(ROOT_INODE, name) for name in names])
     assert not any(key[:1] == b"a" for key in disk.records)
@@ -218,15 +219,15 @@ async def test_blocks_of_caches_keep_no_files_out(
 
 async def test_who_asks_for_room_gets_whole_slabs(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
     async with volumes(cache_disk(), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
-        core, leases = two.parts.core, two.parts.leases
-        assert two.parts.coherence is not None
+        core, leases = inside.core(two), inside.leases(two)
+        assert inside.coherence(two) is not None
         assert leases is not None
-        assert one.parts.coherence is not None
-        reports, slab_size = two.parts.coherence.giving.reports, core.geometry.slab_size
+        assert inside.coherence(one) is not None
+        reports, slab_size = inside.coherence(two).giving.reports, core.geometry.slab_size
         await fill(one, 9 * one.space().size // BLOCK // 10)
         await quiet(one, two)
         await until(lambda: any(report.evictable for report in reports.others.values()))
-        assert not one.parts.coherence.giving.reports.ask(slab_size), "nobody has more"
+        assert not inside.coherence(one).giving.reports.ask(slab_size), "nobody has more"
         blocks, free = books(one), core.slabs.free_bytes
         assert reports.ask(4 * slab_size)
         await until(lambda: one.stats()["reports"]["given_slabs"] == 4)

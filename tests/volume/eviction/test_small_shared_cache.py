@@ -65,7 +65,7 @@ async def test_room_is_made_ahead_of_need(rng: random.Random, autojump_clock: tr
     assert max(stores.seconds) < 11
 
 
-@pytest.mark.slow
+@pytest.mark.ring(3)
 async def test_no_store_is_told_that_a_cache_is_full(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:

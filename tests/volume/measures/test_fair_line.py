@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 
+import inside
 import pytest
 import trio
 from namespace_lab import make_namespace
@@ -92,7 +93,7 @@ async def test_writers_of_two_namespaces_share_memory_by_weight(disk: Disk, opti
             for number in range(8):
                 nursery.start_soon(write_much, volume, light, b"%d" % number, enough, passed)
         assert passed[light] / passed[heavy] == pytest.approx(4, rel=0.3)
-        assert not volume.parts.journal.flusher.line.places
+        assert not inside.journal(volume).flusher.line.places
 
 
 def test_bad_weights_are_refused() -> None:
@@ -118,9 +119,9 @@ async def test_bytes_of_several_namespaces_are_written_in_a_fair_order(rng: rand
                 await volume.files.write(handle, 0, rng.randbytes(size))
                 names[handle.node] = name
                 chunks.append((handle.node, 0))
-        order = [names[node] for node, _ in in_fair_order(volume.parts.core, chunks)]
+        order = [names[node] for node, _ in in_fair_order(inside.core(volume), chunks)]
         assert Counter(order[:30]) == {b"flood": 6, b"light": 6, b"heavy": 18}
-        of_flood = [node for node, _ in in_fair_order(volume.parts.core, chunks) if names[node] == b"flood"]
+        of_flood = [node for node, _ in in_fair_order(inside.core(volume), chunks) if names[node] == b"flood"]
         assert of_flood == [node for node in names if names[node] == b"flood"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import msgspec
 import pytest
 import trio
@@ -57,7 +58,7 @@ async def make_file(volume: Volume, parent: int, name: bytes) -> int:
 
 
 def settings_of(volume: Volume, ino: int) -> Settings:
-    return volume.parts.core.namespaces.all[ino].settings
+    return inside.namespaces(volume).all[ino].settings
 
 
 async def refusal(volume: Volume, ino: int, name: bytes, value: bytes, kind: type[OperationError]) -> str:
@@ -80,10 +81,10 @@ async def test_an_empty_folder_becomes_a_namespace(disk: Disk, options: Options)
             await volume.inodes.set_xattr(ino, CAPACITY, b"1MiB")
         await volume.inodes.set_xattr(ino, NAMESPACE, b"kind=cache capacity=4MiB ttl=3600 eviction=lru")
         assert schema.namespace_key(ino) in disk.records, "it is stored when the call returns"
-        assert volume.parts.core.caches.keys() == {ino}
+        assert inside.caches(volume).keys() == {ino}
         below = await make_folder(volume, b"a", ino)
         file = await make_file(volume, below, b"b")
-        assert [volume.parts.core.nodes.get(one).namespace for one in (below, file)] == [ino, ino]
+        assert [inside.nodes(volume).get(one).namespace for one in (below, file)] == [ino, ino]
         await make_file(volume, ROOT_INODE, b"c")
     async with opened(disk, options) as volume:
         text = await volume.inodes.get_xattr(ino, NAMESPACE)
@@ -127,9 +128,9 @@ async def test_an_empty_namespace_becomes_a_folder(disk: Disk, options: Options)
         await volume.tree.unlink(ino, b"a")
         await volume.inodes.remove_xattr(ino, NAMESPACE)
         assert schema.namespace_key(ino) not in disk.records
-        assert volume.parts.core.namespaces.all.keys() == {ROOT}
+        assert inside.namespaces(volume).all.keys() == {ROOT}
         file = await make_file(volume, ino, b"a")
-        assert volume.parts.core.nodes.get(file).namespace == ROOT
+        assert inside.nodes(volume).get(file).namespace == ROOT
         with pytest.raises(NoAttribute):
             await volume.inodes.remove_xattr(ino, NAMESPACE)
         with pytest.raises(NotPermitted, match="always a namespace"):
@@ -165,7 +166,7 @@ async def test_a_namespace_goes_with_its_folder(disk: Disk, options: Options, re
             await volume.tree.rename(ROOT_INODE, b"other", ROOT_INODE, b"llama", 0)
         else:
             await volume.tree.remove_directory(ROOT_INODE, b"llama")
-        assert volume.parts.core.namespaces.all.keys() == {ROOT}
+        assert inside.namespaces(volume).all.keys() == {ROOT}
         assert schema.namespace_key(ino) in disk.records, "the record goes with the folder's"
         await volume.sync()
         assert not disk.records.keys() & {schema.namespace_key(ino), schema.inode_key(ino)}
@@ -224,7 +225,7 @@ async def test_a_folder_that_gets_a_file_meanwhile_stays_one(
                 nursery.start_soon(make_one)
                 await trio.sleep(rng.random() * 0.02)
                 file = await make_file(volume, ino, b"a")
-            assert volume.parts.core.nodes.get(file).namespace == (ino if outcomes == [True] else ROOT)
+            assert inside.nodes(volume).get(file).namespace == (ino if outcomes == [True] else ROOT)
     assert (await check(disk)).clean
 
 
@@ -285,7 +286,7 @@ async def test_bad_settings_say_what_is_allowed(disk: Disk, options: Options, te
     async with opened(disk, options) as volume:
         ino = await make_folder(volume, b"new")
         assert BAD[text] in await refusal(volume, ino, NAMESPACE, text, InvalidArgument)
-        assert volume.parts.core.namespaces.all.keys() == {ROOT}
+        assert inside.namespaces(volume).all.keys() == {ROOT}
         other = await make_namespace(volume, b"other")
         assert BAD[text] in await refusal(volume, other, NAMESPACE, text, InvalidArgument)
         assert settings_of(volume, other) == Settings(kind="cache")
@@ -392,7 +393,7 @@ async def test_a_volume_is_made_a_cache(options: Options) -> None:
     disk = Disk.format(with_root(options, kind="cache", eviction="lru"))
     async with opened(disk, options) as volume:
         assert settings_of(volume, ROOT) == Settings(kind="cache", eviction="lru")
-        assert volume.parts.core.caches.keys() == {ROOT}
+        assert inside.caches(volume).keys() == {ROOT}
     assert schema.namespace_key(ROOT) not in Disk.format(options).records
 
 
@@ -403,7 +404,7 @@ async def test_the_root_of_a_shared_volume_may_be_a_cache(
     async with volumes(Disk.format(made, shared=True), options, 2, rng) as (one, other):
         for volume in (one, other):
             assert settings_of(volume, ROOT) == Settings(kind="cache", eviction="lru")
-            assert volume.parts.core.caches.keys() == {ROOT}
+            assert inside.caches(volume).keys() == {ROOT}
         await put(one, b"block", b"bytes")
         await quiet(one)
         assert await get(other, b"block") == b"bytes"

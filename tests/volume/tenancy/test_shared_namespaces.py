@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -30,7 +31,7 @@ def rng(seed: int) -> random.Random:
 
 
 def settings_of(volume: Volume, number: int) -> Settings | None:
-    namespace = volume.parts.core.namespaces.all.get(number)
+    namespace = inside.namespaces(volume).all.get(number)
     return namespace.settings if namespace is not None else None
 
 
@@ -40,7 +41,7 @@ async def test_what_one_host_does_to_namespaces_the_others_hear(rng: random.Rand
         await until(lambda: settings_of(other, outer) == Settings(kind="cache", eviction="lru"))
         inner = await make_namespace(other, outer, b"inner", ttl=5)
         await until(lambda: settings_of(one, inner) == Settings(ttl=5))
-        assert one.parts.core.namespaces.accounts.is_within(inner, outer)
+        assert inside.namespaces(one).accounts.is_within(inner, outer)
         await change_namespace(other, outer, ttl=9)
         await until(lambda: settings_of(one, outer) == Settings(kind="cache", eviction="lru", ttl=9))
         assert b"ttl=9" in await one.inodes.get_xattr(outer, NAMESPACE)
@@ -98,7 +99,7 @@ async def test_a_namespace_that_many_hosts_used_can_be_ended(rng: random.Random,
         await quiet(one, other)
         uses = {1000 + number: schema.encode_counts((-1) ** number, (-1) ** number * 4096) for number in range(150)}
         disk.apply({schema.use_key(space, client): value for client, value in uses.items()}, ())
-        await until(lambda: len(one.parts.core.namespaces.accounts.elsewhere.of(space)) >= 150)
+        await until(lambda: len(inside.namespaces(one).accounts.elsewhere.of(space)) >= 150)
         await one.inodes.remove_xattr(space, NAMESPACE)
         await until(lambda: settings_of(other, space) is None)
         await quiet(one, other)
@@ -117,7 +118,7 @@ async def test_nothing_is_left_of_a_namespace_with_quotas(
         space = await make_namespace(one, ROOT_INODE, b"space", kind="cache", capacity=4 * MIB, blocks=10)
         await put(other, b"file", bytes(50_000), space)
         await other.inodes.set_xattr(space, CLEAR, b"now")
-        await until(lambda: not other.parts.core.namespaces.cleared and not one.parts.core.namespaces.cleared)
+        await until(lambda: not inside.namespaces(other).cleared and not inside.namespaces(one).cleared)
         await quiet(one, other)
         if removes:
             await one.tree.remove_directory(ROOT_INODE, b"space")
@@ -138,7 +139,7 @@ async def test_hosts_count_together(rng: random.Random, autojump_clock: Clock) -
         await quiet(one, other)
         for number in range(0, 8, 4):
             await other.tree.unlink(space, b"%d" % number)
-        accounts = [volume.parts.core.namespaces.accounts for volume in (one, other)]
+        accounts = [inside.namespaces(volume).accounts for volume in (one, other)]
         await quiet(one, other)
         await until(lambda: all(one.use_of_hosts(space).files == 6 for one in accounts))
         await quiet(one, other)
@@ -159,9 +160,9 @@ async def test_the_use_of_a_host_that_died_stays(rng: random.Random, autojump_cl
             crashed = disk.copy()
             crashed.apply({}, [key for key in crashed.records if key[:1] == b"m"])  # their leases end
         assert (await check(crashed)).clean
-        await until(lambda: one.parts.core.namespaces.accounts.use_of_hosts(space).files == 1)
+        await until(lambda: inside.namespaces(one).accounts.use_of_hosts(space).files == 1)
     async with joined(crashed, options, 9, Chaos(random.Random(0), delay=0.5)) as heir:
-        accounts = heir.parts.core.namespaces.accounts
+        accounts = inside.namespaces(heir).accounts
 
         async def is_taken_over() -> bool:
             return not accounts.elsewhere.clients() and accounts.use_of_hosts(space).files == 1
@@ -208,16 +209,16 @@ async def test_a_token_closes_a_namespace_on_every_host(rng: random.Random, auto
     async with hosts(rng, 2) as (one, other):
         folder = await make_namespace(one, ROOT_INODE, b"secret", kind="cache")
         await until(lambda: settings_of(other, folder) is not None)
-        epoch = other.parts.core.namespaces.gates.epoch
+        epoch = inside.namespaces(other).gates.epoch
         await change_namespace(one, folder, token="0123456789abcdef", bandwidth="1MiB")
         assert (await one.inodes.attributes(folder)).mode & 0o777 == 0o700
-        await until(lambda: folder in other.parts.core.namespaces.gates.all)
-        assert other.parts.core.namespaces.gates.epoch > epoch, "what was found earlier holds no more"
-        await until(lambda: other.parts.core.nodes.get(folder).mode & 0o777 == 0o700)
+        await until(lambda: folder in inside.namespaces(other).gates.all)
+        assert inside.namespaces(other).gates.epoch > epoch, "what was found earlier holds no more"
+        await until(lambda: inside.nodes(other).get(folder).mode & 0o777 == 0o700)
         assert other.inodes.measures(folder).limiters
         with pytest.raises(errors.NotPermitted):
             await other.inodes.set_attributes(folder, Changes(mode=0o755), CALLER)
         await change_namespace(other, folder, token="", bandwidth=0)
-        await until(lambda: folder not in one.parts.core.namespaces.gates.all)
+        await until(lambda: folder not in inside.namespaces(one).gates.all)
         assert not one.inodes.measures(folder).limiters
         await one.inodes.remove_xattr(folder, NAMESPACE)

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -46,7 +47,7 @@ class Quotas:
     events: Counter[str] = field(default_factory=Counter)
 
     def use(self) -> Use:
-        alive = {one.parts.core.client: one.parts.core.namespaces.accounts for one in self.hosts}
+        alive = {inside.client(one): inside.namespaces(one).accounts for one in self.hosts}
         alive = {client: of for client, of in alive.items() if schema.member_key(client) in self.disk.records}
         uses = [accounts.use(self.number) for accounts in alive.values()]
         rows = {key: row for key, row in self.disk.records.items() if key[:1] == schema.USE_PREFIX}
@@ -130,14 +131,14 @@ async def test_use_is_never_above_a_quota(
                     rng.choice([one, other]), rng.choice([6, 8, 12, 20]) * BLOCK, rng.choice([5, 9, 30])
                 )
             mortal.stalled = trio.Event()
-            client = third.parts.core.client
+            client = inside.client(third)
             await until(lambda: schema.member_key(client) not in disk.records)  # its lease ends
             await trio.sleep(rng.random() * 4)
             await quotas.change(one, 10 * BLOCK, 10)
             mortal.stalled.set()
         print(dict(quotas.events))
         assert quotas.events["put"], "some found room"
-        await until(lambda: schema.member_key(third.parts.core.client) in disk.records)  # it has joined again
+        await until(lambda: schema.member_key(inside.client(third)) in disk.records)  # it has joined again
         await quiet(one, other)
         await until(lambda: schema.use_key(space, client) not in disk.records)
         disk.audit = lambda *_: None  # a client that leaves has in memory what its records do not say any more
@@ -164,7 +165,7 @@ async def test_use_is_never_above_a_quota_while_a_client_goes_on(
             for _ in range(5):
                 chaos = Chaos(random.Random(rng.random()), delay=0.5)
                 async with joined(disk, options, 7, chaos, keeper) as third, trio.open_nursery() as own:
-                    assert third.parts.core.client == 7
+                    assert inside.client(third) == 7
                     quotas.hosts[2:] = [third]
                     own.start_soon(work, quotas, third, random.Random(rng.random()))
                     await trio.sleep(rng.random() * 4)

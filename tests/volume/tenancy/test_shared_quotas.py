@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -32,12 +33,12 @@ def rng(seed: int) -> random.Random:
 
 def use_in_memory(number: int, *hosts: Volume) -> Use:
     """Of all these hosts, which were there from the beginning, what is staged included."""
-    uses = [volume.parts.core.namespaces.accounts.use(number) for volume in hosts]
+    uses = [inside.namespaces(volume).accounts.use(number) for volume in hosts]
     return Use(sum([use.size for use in uses]), sum([use.files for use in uses]))
 
 
 def grants_of(volume: Volume, number: int) -> Grants | None:
-    return volume.parts.coherence.namespaces.grants.heard.get(number)
+    return inside.coherence(volume).namespaces.grants.heard.get(number)
 
 
 async def fill(volume: Volume, folder: int, prefix: bytes, count: int) -> int:
@@ -176,8 +177,8 @@ async def test_a_quota_that_ended_is_not_served(rng: random.Random, autojump_clo
         await until(lambda: grants_of(other, space) is not None)
         await change_namespace(one, space, blocks=0)
         await until(lambda: grants_of(other, space) is None)
-        assert other.parts.coherence is not None
-        assert not await other.parts.coherence.granting._serve(space)
+        assert inside.coherence(other) is not None
+        assert not await inside.coherence(other).granting._serve(space)
         await make(other, b"file", space)
 
 

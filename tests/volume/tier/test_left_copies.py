@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 
+import inside
 import pytest
 from block_calls import CHUNK, READERS, bound, get_bound, overwrite, put, put_shared
 from kept_memory import after_kill, let_go
@@ -57,7 +58,7 @@ async def shown(volume: Volume, name: bytes) -> bytes | None:
 
 
 def left(volume: Volume) -> int:
-    return len(volume.parts.core.tier.left)
+    return len(inside.tier(volume).left)
 
 
 async def test_the_next_daemon_serves_blocks_without_its_engines(
@@ -66,12 +67,12 @@ async def test_the_next_daemon_serves_blocks_without_its_engines(
     blocks = {b"block %d" % size: rng.randbytes(size) for size in (1, CHUNK, 3 * CHUNK + 5, 20 * CHUNK)}
     crashed, kept = await killed(disk, options, keeper, blocks)
     async with opened(crashed, options, keeper=kept) as volume:
-        counters = volume.parts.core.segments.counters
+        counters = inside.segments(volume).counters
         reads = counters.reads
         assert left(volume) == volume.stats()["tier"]["adopted"] == 4
         for name, data in blocks.items():
             assert await shown(volume, name) == data
-        tier = volume.parts.core.tier.statistics()
+        tier = inside.tier(volume).statistics()
         assert counters.reads == reads
         assert (tier.misses, tier.blocks) == (0, 4)
         assert left(volume) == 0
@@ -80,9 +81,9 @@ async def test_the_next_daemon_serves_blocks_without_its_engines(
         crashed, again = crashed.copy(), after_kill(kept)
     let_go(kept)
     async with opened(crashed, options, keeper=again) as volume:
-        reads = volume.parts.core.segments.counters.reads
+        reads = inside.segments(volume).counters.reads
         assert await volume.blocks.prefetch(ROOT_INODE, list(blocks)) == [True] * 4
-        assert volume.parts.core.segments.counters.reads == reads
+        assert inside.segments(volume).counters.reads == reads
         assert [await shown(volume, name) for name in blocks] == list(blocks.values())
     let_go(again)
     assert (await check(crashed)).clean
@@ -131,9 +132,9 @@ async def test_blocks_that_are_stored_compressed(
         async with opened(crashed, options) as volume:
             await overwrite(volume, (await bound(volume, b"block")).ino, 0, data)
     async with opened(crashed, options, keeper=kept) as volume:
-        reads = volume.parts.core.segments.counters.reads
+        reads = inside.segments(volume).counters.reads
         assert await shown(volume, b"block") == (data if change == "nothing" else None)
-        assert volume.parts.core.segments.counters.reads == reads
+        assert inside.segments(volume).counters.reads == reads
         assert await get_bound(volume, b"block") == data
     let_go(kept)
 
@@ -179,8 +180,8 @@ async def test_a_file_that_changes_is_not_shown_as_it_was(
         if binding is not None and binding.ino == ino:
             assert await shown(volume, b"block") is None
             assert await get_bound(volume, b"block") == content_after(change)
-        assert ino not in volume.parts.core.tier or change in ("move", "unlink", "replace")
-        assert ino not in volume.parts.core.tier.kept
+        assert ino not in inside.tier(volume) or change in ("move", "unlink", "replace")
+        assert ino not in inside.tier(volume).kept
         assert await shown(volume, b"other") == b"o"
     let_go(kept)
     assert (await check(crashed)).clean
@@ -269,7 +270,7 @@ async def test_clients_find_a_block_by_themselves_once_it_was_looked_at(
         assert await shown(volume, b"11" * 8) == b"a" * CHUNK
         assert touches.index.ino_of(b"11" * 8)
         assert len(touches.index) == 1
-        volume.parts.core.tier.residents.leave(touches)
+        inside.tier(volume).residents.leave(touches)
     let_go(kept)
 
 
