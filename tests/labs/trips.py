@@ -31,7 +31,7 @@ from kvfuse.errors import NotFound
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import ROOT_INODE, Caller
-from kvfuse.volume.names.eviction import Evictor
+from kvfuse.volume.eviction.eviction import Evictor
 from kvfuse.volume.opening.format import format_volume
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
@@ -172,17 +172,17 @@ async def trips() -> dict[str, Trip]:
 async def eviction(volume: Volume, block: bytes) -> Trip:
     """Of blocks of a cache in a folder, which are evicted together, and the commit."""
     made = await volume.tree.make_directory(ROOT_INODE, b"cache", 0o755, CALLER)
-    await volume.parts.xattrs.namespaces.keeper.create(made, {"kind": "cache", "admission": "all"}, None)
+    await inside.xattrs(volume).namespaces.keeper.create(made, {"kind": "cache", "admission": "all"}, None)
     for number in range(EVICTED):
         await volume.blocks.put(made.ino, b"evicted-%d" % number, memoryview(block), CALLER, 0o644)
-    await volume.parts.journal.commit()
+    await inside.journal(volume).commit()
 
-    (evictor,) = volume.parts.space.evictors
+    (evictor,) = inside.space(volume).evictors
     assert isinstance(evictor, Evictor)
 
     async def evict() -> None:
         assert await evictor.evict_some(EVICTED * SIZE)
-        await volume.parts.journal.commit()
+        await inside.journal(volume).commit()
 
     return await by_files(evict())
 
