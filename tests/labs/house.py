@@ -51,7 +51,9 @@ def classes() -> Iterator[tuple[str, Path]]:
 def foreign_assignments(tree: ast.AST) -> int:
     """How often a method or function sets a field of another object than its own."""
     return sum(
-        isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) not in OWN
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and not (isinstance(node.value, ast.Name) and node.value.id in OWN)
         for node in ast.walk(tree)
     )
 
