@@ -115,12 +115,12 @@ ensure_python() {
 }
 
 # Sets PY to the python of the development environment (.venv, or $KVFUSE_VENV) with this tree installed in place.
-# Made when absent, brought up to date when pyproject.toml changed.
+# Made when absent, brought up to date when a pyproject.toml or a source in C changed.
 ensure_venv() {
     local venv stamp
     venv=$(realpath -ms -- "${KVFUSE_VENV:-$ROOT/.venv}")
     PY=$venv/bin/python
-    stamp=$venv/.kvfuse-$(cat "$ROOT/pyproject.toml" "$ROOT"/kvfuse/native/*.c | cksum | cut -d' ' -f1)
+    stamp=$venv/.kvfuse-$(cat "$ROOT"/{,tools/cluster/,benchmarks/}pyproject.toml "$ROOT"/kvfuse/native/*.c | cksum | cut -d' ' -f1)
     [ -e "$stamp" ] && [ -x "$PY" ] && return 0
     if [ ! -x "$PY" ]; then
         ensure_python
@@ -128,7 +128,8 @@ ensure_venv() {
         "$PYTHON" -m venv "$venv"
     fi
     say "Installing kvfuse and its dependencies into $venv"
-    (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check -e '.[dev]')
+    (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check \
+        -e '.[dev]' -e ./tools/cluster -e './benchmarks[plot]')
     rm -f "$venv"/.kvfuse-*
     touch "$stamp"
 }

@@ -23,11 +23,11 @@ from mounting import KvfuseMount
 from ring_calls import SIZE
 from volume_lab import Chaos, Disk, check
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.options.config import Options
 from kvfuse.usrbio.client import Client, connect
 from kvfuse.volume.content import writer
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
 os.environ["KVFUSE_TEST_SEED"] = str(SEED)  # the processes of 'pytest -n' have the same

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 import kvfuse
+from kvfuse.cli import COMMANDS
 from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 
 PACKAGE = Path(kvfuse.__file__).parent
+ROOT = PACKAGE.parent
 
 BASE = {"errors", "checksum", "sizes", "keys", "blockindex", "kept", "failing"}
 DOOR = BASE | {"native", "options", "errnos", "mounttable", "credentials", "volume"}
@@ -44,13 +46,19 @@ ROOMS: dict[str, set[str]] = {
     "peer": DOOR,
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
-    "bench": {"errors", "sizes", "usrbio.client", "usrbio.hf3fs", "connectors", "cluster", "policy"},
-    "cluster": {"errors", "sizes"},
-    "cli": DOOR
-    | {"fs", "holder", "usrbio", "metrics", "peer", "target", "connectors", "bench", "slab", "remote", "policy"}
-    | {"cluster"},
+    "cli": DOOR | {"fs", "holder", "usrbio", "metrics", "peer", "target", "connectors", "slab", "remote", "policy"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
+
+BESIDE: dict[str, tuple[str, set[str]]] = {
+    "kvfuse_cluster": ("tools/cluster", {"kvfuse.cli", "kvfuse.errors", "kvfuse.sizes"}),
+    "kvfuse_bench": (
+        "benchmarks",
+        {"kvfuse_cluster", "kvfuse.cli", "kvfuse.errors", "kvfuse.sizes", "kvfuse.policy", "kvfuse.connectors"}
+        | {"kvfuse.usrbio.client", "kvfuse.usrbio.hf3fs"},
+    ),
+}
+"""package beside kvfuse, which imports none -> (its folder, what it may import of this project beside itself)"""
 
 OF_ENGINES = {"lmcache", "sglang", "torch", "ucm", "vllm"}
 """what adapters import, in the environments of their engines"""
@@ -67,7 +75,7 @@ INNER: dict[str, list[set[str]]] = {
 """room -> its rooms from the bottom up: each may import itself and those before it, not those beside it"""
 
 OUTSIDE: dict[str, set[str]] = {
-    "pyfuse3": {"fs", "cli.mount", "bench.barefs"},
+    "pyfuse3": {"fs", "cli.mount"},
     "lmdb": {"remote.records"},
     "httpcore": {"remote.records"},
     "h11": {"metrics"},
@@ -77,7 +85,6 @@ OUTSIDE: dict[str, set[str]] = {
     "cuda": {"usrbio.client.gpu.cuda"},
     "click": {"cli"},
     "rich": {"cli"},
-    "matplotlib": {"bench.plot"},
     "zstandard": {"volume.store.codec"},
 }
 """package of others -> the only places that may import it"""
@@ -246,26 +253,47 @@ def test_a_circle_is_found() -> None:
     assert find_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"d"}}) == []
 
 
-def test_a_mount_imports_no_bench_and_no_cluster() -> None:
-    """Whatever a mount may import while it runs, also within functions."""
-    edges = import_edges()
-    reached, waiting = set(), ["kvfuse.cli.mount"]
-    while waiting:
-        module = waiting.pop()
-        if module not in reached:
-            reached.add(module)
-            waiting += edges.get(module, ())
-    assert "kvfuse.remote.segments.rados.librados" in reached
-    assert {module for module in reached if module.split(".")[1:2] in (["bench"], ["cluster"])} == set()
+@pytest.mark.parametrize("package", BESIDE)
+def test_packages_beside_import_what_they_may(package: str) -> None:
+    folder, allowed = BESIDE[package]
+    sources = sorted((ROOT / folder / package).rglob("*.py"))
+    if not sources:
+        pytest.skip("not run from a source tree")
+    found = [
+        f"{path.name} imports {name}"
+        for path in sources
+        for name in imported_names(path.read_text(), package)
+        if name.split(".")[0] in {"kvfuse", *BESIDE}
+        and name != "kvfuse.__version__"
+        and not is_within(name, allowed | {package})
+    ]
+    assert found == []
+
+
+def test_kvfuse_imports_no_package_beside_it() -> None:
+    """Also of a command, which is found by its entry point."""
+    found = [f"{name} has {package}" for name, path in modules() for package in BESIDE if package in path.read_text()]
+    assert found == []
+
+
+@pytest.mark.parametrize("package", BESIDE)
+def test_packages_beside_are_of_this_version(package: str) -> None:
+    project = ROOT / BESIDE[package][0] / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("not run from a source tree")
+    table = tomllib.loads(project.read_text())["project"]
+    assert table["version"] == kvfuse.__version__
+    assert f"kvfuse=={kvfuse.__version__}" in table["dependencies"]
+    assert table["entry-points"]["kvfuse.commands"].keys() <= COMMANDS.keys()
 
 
 def test_what_is_imported_is_declared() -> None:
-    project = PACKAGE.parent / "pyproject.toml"
+    project = ROOT / "pyproject.toml"
     if not project.exists():
         pytest.skip("not run from a source tree")
     table = tomllib.loads(project.read_text())["project"]
     optional = table["optional-dependencies"]
-    lines = table["dependencies"] + optional["plot"] + optional["gpu"]
+    lines = table["dependencies"] + optional["gpu"]
     declared = {MODULES_OF.get(name := re.split("[<>=]", line)[0], name) for line in lines}
     imported = {
         name.split(".")[0]

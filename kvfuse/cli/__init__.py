@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -32,6 +34,13 @@ EXIT_STATUS: tuple[tuple[type[KvfuseError], int], ...] = (
 )
 """The first row that fits an error tells the exit status; 2 is also a wrong command line."""
 
+GROUP = "kvfuse.commands"
+"""of entry points, by which packages beside this one bring commands"""
+BESIDE = ""
+"""of a command: another package brings it"""
+PACKAGES = "./tools/cluster ./benchmarks"
+"""folders of the sources, with the packages that bring those commands"""
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "mount": ("kvfuse.cli.mount:mount", "Mount a volume; make it first if it is not there."),
     "umount": ("kvfuse.cli.umount:umount", "Unmount, and wait until everything is written."),
@@ -47,12 +56,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),
     "config": ("kvfuse.cli.config:config_command", "Effective options, and where each came from."),
     "doctor": ("kvfuse.cli.doctor:doctor", "What is missing on this machine, and what mends it."),
-    "cluster-dev": ("kvfuse.cli.cluster_dev:cluster_dev", "etcd and Ceph on this machine, to try a shared volume."),
-    "bench": ("kvfuse.cli.bench:bench", "Measure this machine, with a reference beside every figure."),
-    "replay": ("kvfuse.cli.replay:replay", "Send KV-cache traffic through a mount and verify every byte."),
+    "cluster-dev": (BESIDE, "etcd and Ceph on this machine, to try a shared volume."),
+    "bench": (BESIDE, "Measure this machine, with a reference beside every figure."),
+    "replay": (BESIDE, "Send KV-cache traffic through a mount and verify every byte."),
     "version": ("kvfuse.cli.version:version", "The version of kvfuse and of what it stands on."),
 }
-"""command -> (module:function, summary). The summaries stand here so that --help imports nothing."""
+"""command -> (module:function or BESIDE, summary). The summaries stand here so that --help imports nothing."""
 
 
 class Failure(click.ClickException):
@@ -90,6 +99,16 @@ def _printable_errors() -> Iterator[None]:
         raise
 
 
+def _target_beside(command: str) -> str:
+    """Find the module:function of a command that another package brings. Failure where that is not installed."""
+    from importlib import metadata
+
+    for entry in metadata.entry_points(group=GROUP, name=command):
+        return entry.value
+    remedy = f"{shlex.quote(sys.executable)} -m pip install {PACKAGES}"
+    raise Failure(f"'{command}' is a package of its own; in the folder of kvfuse's sources, type: {remedy}")
+
+
 class Commands(click.Group):
     """A group that knows its commands by name and imports the one that is asked for."""
 
@@ -99,7 +118,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module_name, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        target = COMMANDS[cmd_name][0] or _target_beside(cmd_name)
+        module_name, _, attribute = target.partition(":")
         try:
             command = getattr(importlib.import_module(module_name), attribute)
         except ModuleNotFoundError as error:

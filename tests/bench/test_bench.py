@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.bench import measures, qos, suite
-from kvfuse.bench.cache import BlockFolder, Outcome, read_whole
-from kvfuse.bench.content import KEY_SIZE, BlockContent, block_key
-from kvfuse.bench.daemons import barefs_mount, kvfuse_mount, memory_of
-from kvfuse.bench.measures import MIB
-from kvfuse.bench.rounds import Figure, Measured, Side, alternate
 from kvfuse.errors import KvfuseError, MountError
+from kvfuse_bench import measures, qos, short, suite
+from kvfuse_bench.cache import BlockFolder, Outcome, read_whole
+from kvfuse_bench.content import KEY_SIZE, BlockContent, block_key
+from kvfuse_bench.daemons import barefs_mount, kvfuse_mount, memory_of
+from kvfuse_bench.measures import MIB
+from kvfuse_bench.rounds import Figure, Measured, Side, alternate
 
 SIZE = 192 * 1024
 KEYS = [block_key("test", index) for index in range(40)]
@@ -389,3 +390,16 @@ def test_reads_beside_a_flood_are_measured(tmp_path: Path, door: str) -> None:
             row = qos._side(qos.READERS[door], daemon.mountpoint, neighbour, 20 * MIB, 0.1)(0)
             assert 0 < row["p50"] <= row["p99"]
         assert len(list((daemon.mountpoint / "flooded").iterdir())) > 0
+
+
+def test_the_short_bench_prints_six_figures(tmp_path: Path) -> None:
+    done = run_bench(tmp_path, "--short")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in short.FIGURES)
+    (result,) = (tmp_path / "results").iterdir()
+    figures = {figure["name"]: figure["value"] for figure in json.loads(result.read_text())["figures"]}
+    assert figures.keys() == short.FIGURES.keys()
+    assert all(value > 0 for value in figures.values())
+    assert [path.name for path in tmp_path.iterdir()] == ["results"], "the volume is gone"
+    refused = run_bench(tmp_path, "--short", "--large")
+    assert refused.returncode == 2

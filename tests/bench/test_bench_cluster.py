@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from mounting import mount_rows
 
-from kvfuse.bench.cluster import ABSENT, CLUSTER_BENCHES, COUNTS, ENGINE_READS, OPERATIONS, ROUND_TRIPS, WRITERS
-from kvfuse.bench.cluster_blocks import BlockSet
-from kvfuse.bench.cluster_mounts import ClusterServers, ClusterSetting, cluster_servers, daemon_stats, mounted
-from kvfuse.bench.daemons import READ_AHEAD, ceph_fuse_mount
-from kvfuse.bench.rounds import Measured, alternate_rows
-from kvfuse.cluster.ceph import PROGRAMS
-from kvfuse.cluster.process import wait_until
 from kvfuse.errors import KvfuseError, MountError
 from kvfuse.sizes import KIB, format_size
+from kvfuse_bench.cluster import ABSENT, CLUSTER_BENCHES, COUNTS, ENGINE_READS, OPERATIONS, ROUND_TRIPS, WRITERS
+from kvfuse_bench.cluster_blocks import BlockSet
+from kvfuse_bench.cluster_mounts import ClusterServers, ClusterSetting, cluster_servers, daemon_stats, mounted
+from kvfuse_bench.daemons import READ_AHEAD, ceph_fuse_mount
+from kvfuse_bench.rounds import Measured, alternate_rows
+from kvfuse_cluster.ceph import PROGRAMS
+from kvfuse_cluster.process import wait_until
 
 START_SECONDS_MAX = 120.0
 """of the servers and the first mount"""

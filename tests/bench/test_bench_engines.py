@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from mounting import KvfuseMount
 
-from kvfuse.bench.daemons import Daemon
-from kvfuse.bench.engines import compare
-from kvfuse.bench.engines.blocks import CALLS, MEMCPY, RING, STORE, TOGETHER, BlockCalls
-from kvfuse.bench.engines.compare import (
+from kvfuse.errors import KvfuseError
+from kvfuse.sizes import KIB, MIB
+from kvfuse.usrbio.client.iov import new_memory
+from kvfuse_bench.daemons import Daemon
+from kvfuse_bench.engines import compare
+from kvfuse_bench.engines.blocks import CALLS, MEMCPY, RING, STORE, TOGETHER, BlockCalls
+from kvfuse_bench.engines.compare import (
     PATTERNS,
     TMPFS,
     EngineSetting,
@@ -27,15 +30,12 @@ from kvfuse.bench.engines.compare import (
     bench_engine,
     bench_pattern,
 )
-from kvfuse.bench.engines.files import sglang_file
-from kvfuse.bench.engines.kernel_queues import IoUring, LinuxAio, Transfer
-from kvfuse.bench.engines.measuring import DAEMON, OPERATIONS, PROCESSOR, RATE, Memory, Meter
-from kvfuse.bench.engines.slots import require_shared_memory
-from kvfuse.bench.ringwork import ring_session
-from kvfuse.bench.rounds import Measured
-from kvfuse.errors import KvfuseError
-from kvfuse.sizes import KIB, MIB
-from kvfuse.usrbio.client.iov import new_memory
+from kvfuse_bench.engines.files import sglang_file
+from kvfuse_bench.engines.kernel_queues import IoUring, LinuxAio, Transfer
+from kvfuse_bench.engines.measuring import DAEMON, OPERATIONS, PROCESSOR, RATE, Memory, Meter
+from kvfuse_bench.engines.slots import require_shared_memory
+from kvfuse_bench.ringwork import ring_session
+from kvfuse_bench.rounds import Measured
 
 pytestmark = pytest.mark.engines("lmdb+file")  # about calls: below the mount one pair is enough
 

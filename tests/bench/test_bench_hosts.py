@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from mounting import KvfuseMount, shared_conf, temporary_mount
 
-from kvfuse.bench.hosts import Host, HostsReplay, Moved, Served, replay_on_hosts
-from kvfuse.bench.plot import plot_hosts
-from kvfuse.bench.replay import ReplayPlan
-from kvfuse.bench.traffic import Request
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.connectors.steady_store import DescriptorMismatch
 from kvfuse.errors import KvfuseError
+from kvfuse_bench.hosts import Host, HostsReplay, Moved, Served, replay_on_hosts
+from kvfuse_bench.plot import plot_hosts
+from kvfuse_bench.replay import ReplayPlan
+from kvfuse_bench.traffic import Request
+from kvfuse_cluster.etcd import EtcdServers
 
 SIZE = 4096
 PLAN = ReplayPlan("qwen2.5-0.5b", 512, SIZE)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.bench.outlive import Cell, Fit, Outlived, cells, measure
-from kvfuse.bench.plot import plot_outlived
 from kvfuse.sizes import KIB, MIB
+from kvfuse_bench.outlive import Cell, Fit, Outlived, cells, measure
+from kvfuse_bench.plot import plot_outlived
 
 SIZE, BLOCK = 64 * MIB, 64 * KIB
 

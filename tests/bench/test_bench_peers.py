@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from cli_lab import kvfuse
 
-from kvfuse.bench.peers.blocks import KVFUSE, MEMCPY, Cell, measure_blocks
-from kvfuse.bench.peers.clients import Blocks
-from kvfuse.bench.peers.hot import measure_hot
-from kvfuse.bench.peers.mounts import Hosts, peer_hosts
-from kvfuse.bench.peers.networks import host_networks
-from kvfuse.bench.plot import plot_spreads
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
+from kvfuse_bench.peers.blocks import KVFUSE, MEMCPY, Cell, measure_blocks
+from kvfuse_bench.peers.clients import Blocks
+from kvfuse_bench.peers.hot import measure_hot
+from kvfuse_bench.peers.mounts import Hosts, peer_hosts
+from kvfuse_bench.peers.networks import host_networks
+from kvfuse_bench.plot import plot_spreads
 
 pytestmark = pytest.mark.root
 

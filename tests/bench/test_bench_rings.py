@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from mounting import KvfuseMount, wait_until
 
-from kvfuse.bench import rings
-from kvfuse.bench.batches import Cell, compare
-from kvfuse.bench.daemons import cpu_seconds_of
-from kvfuse.bench.mooncake import mooncake_store
-from kvfuse.bench.references import Bytes, file_reads, file_writes, memcpy, memory_file
-from kvfuse.bench.rings import RING_BENCHES, RingSetting, bench_idle, bench_operation
-from kvfuse.bench.ringwork import OPERATIONS, Session, ring_session
-from kvfuse.bench.timing import BATCHES_MIN, time_batches
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
+from kvfuse_bench import rings
+from kvfuse_bench.batches import Cell, compare
+from kvfuse_bench.daemons import cpu_seconds_of
+from kvfuse_bench.mooncake import mooncake_store
+from kvfuse_bench.references import Bytes, file_reads, file_writes, memcpy, memory_file
+from kvfuse_bench.rings import RING_BENCHES, RingSetting, bench_idle, bench_operation
+from kvfuse_bench.ringwork import OPERATIONS, Session, ring_session
+from kvfuse_bench.timing import BATCHES_MIN, time_batches
 
 pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
 

@@ -13,18 +13,18 @@ from pathlib import Path
 import click
 import pytest
 
-from kvfuse.bench import cachereplay
-from kvfuse.bench.cachefolder import is_in_cache, namespace_for, namespace_of
-from kvfuse.bench.cachereplay import CacheReplay, replay_on_cache
-from kvfuse.bench.daemons import kvfuse_mount
-from kvfuse.bench.plot import plot_replays
-from kvfuse.bench.replay import ReplayPlan
-from kvfuse.bench.simulate import Setup, simulate
-from kvfuse.bench.textplot import chart
-from kvfuse.bench.traffic import Generator, Request
-from kvfuse.cli.bench import bench
-from kvfuse.cli.replay import replay
 from kvfuse.errors import ConfigError
+from kvfuse_bench import cachereplay
+from kvfuse_bench.cachefolder import is_in_cache, namespace_for, namespace_of
+from kvfuse_bench.cachereplay import CacheReplay, replay_on_cache
+from kvfuse_bench.commands.bench import bench
+from kvfuse_bench.commands.replay import replay
+from kvfuse_bench.daemons import kvfuse_mount
+from kvfuse_bench.plot import plot_replays
+from kvfuse_bench.replay import ReplayPlan
+from kvfuse_bench.simulate import Setup, simulate
+from kvfuse_bench.textplot import chart
+from kvfuse_bench.traffic import Generator, Request
 
 PLAN = ReplayPlan("llama-3-8b", 512, 4096, request_max=400)
 

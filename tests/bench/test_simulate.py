@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.bench.plot import plot, require_matplotlib
-from kvfuse.bench.simulate import Setup, limited, make_setups, simulate
-from kvfuse.bench.traffic import Request
 from kvfuse.errors import ConfigError
+from kvfuse_bench.plot import plot, require_matplotlib
+from kvfuse_bench.simulate import Setup, limited, make_setups, simulate
+from kvfuse_bench.traffic import Request
 
 REQUESTS = [
     Request(0, 1500, (0, 1, 2)),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.bench.models import MODELS
-from kvfuse.bench.replay import ReplayPlan, engine_keys
-from kvfuse.bench.traffic import (
+from kvfuse.errors import ConfigError
+from kvfuse_bench.models import MODELS
+from kvfuse_bench.replay import ReplayPlan, engine_keys
+from kvfuse_bench.traffic import (
     DEFAULT_SEED,
     PROMPT_BLOCKS_MAX,
     SYSTEM_BLOCK,
@@ -22,7 +23,6 @@ from kvfuse.bench.traffic import (
     read_trace,
     share_of,
 )
-from kvfuse.errors import ConfigError
 
 FITTED = TrafficFigures(
     requests=12_031,

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from cli_lab import CAPACITY, ROOT, Place, assert_fails, daemons_of, kvfuse
 from mounting import KVFUSE, PATIENCE_S
 
 from kvfuse import checksum, mounttable
-from kvfuse.cli import COMMANDS, EXIT_STATUS, checks, describe, doctor, mounts
+from kvfuse.cli import BESIDE, COMMANDS, EXIT_STATUS, PACKAGES, Failure, checks, cli, describe, doctor, mounts
 from kvfuse.cli.stats import rate_rows
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError, MountError, VolumeBusy, VolumeError
 
@@ -33,6 +34,17 @@ def test_help_names_every_command_and_loads_nothing() -> None:
     assert "loaded: set()" in done.stdout
     for name, (_, summary) in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(summary)}$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name, (target, _) in COMMANDS.items() if target == BESIDE])
+def test_a_command_of_a_package_that_is_not_installed_says_what_to_type(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    with pytest.raises(Failure, match=rf"^'{name}' is a package of its own; .* -m pip install {PACKAGES}$") as raised:
+        cli.get_command(click.Context(cli), name)
+    assert all((ROOT / folder / "pyproject.toml").exists() for folder in PACKAGES.split())
+    assert "\n" not in raised.value.message
 
 
 @pytest.mark.parametrize("name", COMMANDS)

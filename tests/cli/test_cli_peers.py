@@ -14,8 +14,8 @@ from rich.console import Console
 from kvfuse.cli.mounts import read_virtual
 from kvfuse.cli.peers import Peer, peers_of, totals_of
 from kvfuse.cli.top import Look, page
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 HOST = {
     "client": "0" * 15 + "2",

@@ -16,8 +16,8 @@ import pytest
 from mounting import KVFUSE, PATIENCE_S
 from places import ROOT
 
-from kvfuse.cli.cluster_dev import PROGRAMS
 from kvfuse.remote.segments.block import label
+from kvfuse_cluster.command import PROGRAMS
 
 
 def cluster_dev(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:

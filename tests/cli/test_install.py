@@ -186,6 +186,8 @@ def test_install_and_uninstall(folder: Path) -> None:
         [folder / "bin" / "kvfuse", "version"], capture_output=True, text=True, check=True, cwd="/"
     )
     assert "missing" not in version.stdout
+    for command in ("bench", "replay", "cluster-dev"):  # of packages beside
+        subprocess.run([folder / "bin" / "kvfuse", command, "--help"], capture_output=True, check=True, cwd="/")
     template = subprocess.run([folder / "bin" / "kvfuse", "config", "--template"], capture_output=True, check=True)
     assert template.stdout == (ROOT / "mount.conf").read_bytes(), "data files are installed"
     for name in HELPERS:

@@ -17,7 +17,8 @@ from places import SCRIPTS
 
 from kvfuse.cli import mounts
 
-STAMPED = "pyproject.toml", "kvfuse/native/_fusewire.c", "kvfuse/native/_native.c"
+PROJECTS = "pyproject.toml", "tools/cluster/pyproject.toml", "benchmarks/pyproject.toml"
+STAMPED = *PROJECTS, "kvfuse/native/_fusewire.c", "kvfuse/native/_native.c"
 """files of which scripts/lib.sh takes a checksum"""
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from cluster_lab import etcd_cluster, wait_leader
 
-from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
-from kvfuse.cluster.process import Server, free_ports, wait_until
 from kvfuse.errors import ClusterError
+from kvfuse_cluster.etcd import EtcdServers, EtcdSettings
+from kvfuse_cluster.process import Server, free_ports, wait_until
 
 SLEEPER = ["sleep", "1000"]
 LOOK_STOP_LOOK = """
 import sys
 from pathlib import Path
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 found = EtcdServers.load(Path(sys.argv[1]))
 print(found.leader(), found.is_healthy(0), found.endpoints[0])
 found.stop()

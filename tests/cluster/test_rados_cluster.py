@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.cluster.ceph import FOLDER_LENGTH_MAX, CephServers
 from kvfuse.errors import ClusterError
+from kvfuse_cluster.ceph import FOLDER_LENGTH_MAX, CephServers
 
 
 def test_another_process_finds_the_cluster(ceph: CephServers) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvfuse.bench.daemons import barefs_mount
-from kvfuse.cluster.process import Server, signals_later
+from kvfuse_bench.daemons import barefs_mount
+from kvfuse_cluster.process import Server, signals_later
 
 SLEEPER = ["sleep", "1000"]
 

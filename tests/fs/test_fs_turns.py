@@ -27,7 +27,7 @@ ROUNDS = 2_000
 COUNTING = """
 import os, sys
 import pyfuse3, trio
-from kvfuse.bench import barefs
+from kvfuse_bench import barefs
 from kvfuse.fs import turns
 from kvfuse.fs.wakefulness import Wakefulness
 

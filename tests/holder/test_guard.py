@@ -25,11 +25,11 @@ from places import LABS
 from stuck_daemon import NAME, STUCK_DAEMON
 
 from kvfuse import mounttable
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.holder import guarding
 from kvfuse.holder.guard import is_dying
 from kvfuse.holder.guarding import Guarding, open_switch
 from kvfuse.usrbio.client import BlockStore, Disconnected
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

@@ -12,10 +12,10 @@ import pytest
 import trio
 from mounting import KvfuseMount, shared_conf, wait_until
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.options import config
 from kvfuse.volume.opening import engines
 from kvfuse.volume.store import schema
+from kvfuse_cluster.etcd import EtcdServers
 
 WORDS = "outlive=true", "records.deadline=3", "client.lease=60"
 DATA = os.urandom(300_000)

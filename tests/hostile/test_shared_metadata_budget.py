@@ -13,7 +13,7 @@ from hostile_lab import ATTACKER, attacker
 from mounting import KvfuseMount, shared_conf, wait_until
 from ring_lab import stats, wait_for_rings
 
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

@@ -24,13 +24,13 @@ import msgspec
 import pytest
 from rings import require_lab
 
-from kvfuse.cluster.ceph import PROGRAMS, CephServers, CephSettings
-from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
-from kvfuse.cluster.process import START_SECONDS, wait_until
 from kvfuse.options.options import EtcdOptions, RadosOptions
 from kvfuse.remote.records.etcd.store import EtcdPlace
 from kvfuse.remote.records.etcd.wire import prefix_end
 from kvfuse.remote.segments.rados.librados import Place
+from kvfuse_cluster.ceph import PROGRAMS, CephServers, CephSettings
+from kvfuse_cluster.etcd import EtcdServers, EtcdSettings
+from kvfuse_cluster.process import START_SECONDS, wait_until
 
 MEMORY = "/dev/shm"
 """Where etcd's data is. Tests kill servers, they cut no power: a flush for each commit, of three members to one disk,

@@ -25,8 +25,8 @@ from typing import NamedTuple, Self, TypeVar
 
 from mounting import PATIENCE_S, KvfuseMount, wait_until
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 BLOCKS = 6
 """names that each writer replaces in turn"""

@@ -10,8 +10,8 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from kvfuse.cluster.process import free_ports
 from kvfuse.metrics.server import OPEN_METRICS
+from kvfuse_cluster.process import free_ports
 
 
 def listen_word() -> tuple[str, int]:

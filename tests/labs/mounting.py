@@ -21,10 +21,10 @@ from typing import IO, Any
 import trio
 from daemon_forks import IS_ON, ForkedDaemon
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.options import config
 from kvfuse.volume.check.fsck import fsck
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 KVFUSE = [sys.executable, "-m", "kvfuse.cli"]
 NO_HOLDER = ("outlive=false",)

@@ -14,8 +14,6 @@ from fault_load import Load, heal
 from mounting import KvfuseMount, shared_conf, wait_until
 from ring_lab import stats
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.options import config
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.opening import engines
@@ -23,6 +21,8 @@ from kvfuse.volume.opening.format import read_shared_superblock
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import RENEWALS
 from kvfuse.volume.store.sealed import as_formatted
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 DEADLINE = 3.0
 LEASE = 6.0

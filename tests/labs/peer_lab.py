@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
-from kvfuse.cluster.etcd import EtcdServers
-from kvfuse.cluster.process import free_ports
 from kvfuse.peer.queue_pair import PLACE_SIZE
 from kvfuse.peer.wire import ANSWER, ANSWER_MAGIC, HEAD, HEAD_SIZE, QUESTION, Head, Rows
 from kvfuse.volume.views.neighbours import Answer
+from kvfuse_cluster.etcd import EtcdServers
+from kvfuse_cluster.process import free_ports
 
 LINES = ('publish.mode = "relaxed"', 'cache.tier_size = "128MiB"')
 HELLO_SIZE, PROOF_SIZE = 72, 32

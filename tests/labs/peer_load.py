@@ -14,9 +14,9 @@ import numpy as np
 from mounting import KvfuseMount, wait_until
 from peer_lab import PeerProxy, asked, mounted, peer_proxy, states
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import KvfuseError
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 READERS = 64
 BLOCK_SIZE = 96 << 10

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvfuse.bench.traffic import Request
+from kvfuse_bench.traffic import Request
 
 
 class Order(NamedTuple):

@@ -24,8 +24,6 @@ from schedule_history import History, Span
 from schedule_settling import kernel_stacks
 from volume_lab import Disk
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.options import config
 from kvfuse.remote.records.api import Record, Versioned
@@ -34,6 +32,8 @@ from kvfuse.volume.opening import engines
 from kvfuse.volume.opening.format import read_shared_superblock
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import as_formatted
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 MOUNTS = 3
 LEASE = 4.0

@@ -10,7 +10,7 @@ import pytest
 from nvmeof_lab import Target, target
 from vm_mounts import vm_etcd
 
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 
 SEED = os.environ.get("KVFUSE_TEST_SEED", "0")
 DISK_SIZE = 1 << 30

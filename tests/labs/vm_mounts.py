@@ -14,7 +14,7 @@ from pathlib import Path
 from cluster_lab import MEMORY, running
 from mounting import PATIENCE_S, KvfuseMount, conf_elsewhere, shared_conf
 
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 
 PATIENT = ("records.deadline=20", "client.lease=60")
 """seconds: nothing that is only slow is a fault there"""

@@ -23,8 +23,8 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from places import ROOT
 from posix_calls import opened
 
-from kvfuse.cluster.process import Server, free_ports
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.process import Server, free_ports
 
 DASHBOARD = json.loads(resources.files("kvfuse").joinpath("data/grafana.json").read_text("utf-8"))
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]

@@ -20,12 +20,12 @@ from metrics_lab import ask, listen_word, parse, samples, scrape, value
 from mounting import KvfuseMount, shared_conf, temporary_mount
 
 import kvfuse
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.metrics import server
 from kvfuse.metrics.server import OPEN_METRICS
 from kvfuse.options.options import MetricsOptions, Options, VolumeOptions
 from kvfuse.volume.opening.format import format_volume
 from kvfuse.volume.running import open_volume
+from kvfuse_cluster.etcd import EtcdServers
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import pytest
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 from posix_calls import fails, opened
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.native import fusewire
+from kvfuse_cluster.etcd import EtcdServers
 
 WORDS = ("volume.capacity=64MiB", "volume.segment_size=16MiB", "entry_timeout=3600", "attr_timeout=3600")
 WITHOUT_WIRE = (sys.executable, "-c", "import pyfuse3; from kvfuse.cli import main; main()", "mount", "--foreground")

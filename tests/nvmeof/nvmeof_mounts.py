@@ -21,8 +21,8 @@ from mounting import KvfuseMount, wait_until
 from nvmeof_lab import Target
 from vm_mounts import vm_mounts
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 WORDS = ("volume.capacity=48MiB", "volume.segment_size=16MiB", "client.lease=45")
 SIZE = 1_000_000

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from peer_load import Pair, pairs
 
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from mounting import wait_until
 from peer_hosts import PeerHost, peer_hosts
 from peer_lab import listening, mounted, stats, wait_for_peers
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 BLOCKS = range(1, 33)
 BLOCK_SIZE = 256 << 10

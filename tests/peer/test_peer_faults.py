@@ -12,8 +12,8 @@ from mounting import KvfuseMount, stopped, wait_until
 from peer_lab import asked, flipped, states, stats
 from peer_load import BLOCK_SIZE, FOLDER, Pair, load, pairs
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 SLOWER_MAX = 1.5
 """times as long as reads of segments alone, where another host cannot be read from"""

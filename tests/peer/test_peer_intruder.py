@@ -18,7 +18,6 @@ from peer_lab import free_port, mounted, stats
 from peer_questions import fuzzed_question
 
 from kvfuse.checksum import granule_checksums
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.options import config
 from kvfuse.peer.greeting import Identity, greet
 from kvfuse.peer.listener import CALLER_CONNECTIONS_MAX
@@ -28,6 +27,7 @@ from kvfuse.usrbio.client import BlockStore
 from kvfuse.volume.opening import engines, format
 from kvfuse.volume.store import peer_records, schema, sealed
 from kvfuse.volume.views.neighbours import Answer, Wanted
+from kvfuse_cluster.etcd import EtcdServers
 
 IN_FLIGHT = 1 << 20
 BLOCK_SIZE = 300_000

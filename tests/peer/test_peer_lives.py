@@ -11,8 +11,8 @@ from pathlib import Path
 from mounting import KvfuseMount, stopped, wait_until
 from peer_lab import asked, listening, mounted, states, stats, wait_for_peers
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 FOLDER = "blocks"
 BLOCK_SIZE = 96 << 10

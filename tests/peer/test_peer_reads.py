@@ -16,8 +16,8 @@ import pytest
 from mounting import KvfuseMount, stopped, wait_until
 from peer_lab import free_port, listening, mounted, stats, wait_for_peers
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 SIZES = (1, 4096, 65_536, 1 << 20, (4 << 20) + 12_345)
 """the last one has two chunks"""

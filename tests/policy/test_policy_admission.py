@@ -7,13 +7,13 @@ from itertools import islice
 
 import pytest
 
-from kvfuse.bench.simulate import Setup, simulate
-from kvfuse.bench.traffic import Generator
 from kvfuse.policy import make_policy
 from kvfuse.policy.cache_policy import CachePolicy
 from kvfuse.policy.chains import Chains, Note
 from kvfuse.policy.pace import GAPS_KEPT, GAPS_NEEDED, Pace
 from kvfuse.policy.seen import NEVER, WAYS, SeenKeys, mix, mix_one
+from kvfuse_bench.simulate import Setup, simulate
+from kvfuse_bench.traffic import Generator
 
 PACE = Pace()
 

@@ -6,9 +6,9 @@ from itertools import islice
 
 import pytest
 
-from kvfuse.bench.simulate import Setup, simulate
-from kvfuse.bench.traffic import Generator, measure
 from kvfuse.policy.estimate import FACTORS, HitEstimate
+from kvfuse_bench.simulate import Setup, simulate
+from kvfuse_bench.traffic import Generator, measure
 
 REQUESTS = 6_000
 CAPACITY = 5_000

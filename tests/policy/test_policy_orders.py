@@ -8,11 +8,11 @@ from itertools import islice, takewhile
 import pytest
 from policy_reference import Reference, replay
 
-from kvfuse.bench.simulate import Setup, simulate
-from kvfuse.bench.simulate import store as serve
-from kvfuse.bench.traffic import Generator, Request
 from kvfuse.policy import Policy, make_policy
 from kvfuse.policy.pace import Pace
+from kvfuse_bench.simulate import Setup, simulate
+from kvfuse_bench.simulate import store as serve
+from kvfuse_bench.traffic import Generator, Request
 
 PACE = Pace(follows_gaps=False)
 CAPACITIES = [500, 2_500, 10_000]

@@ -21,10 +21,10 @@ from loop_lab import loop_devices, set_limit
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
 
 from kvfuse.cli.info import read_info
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.options import config
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.block.store import BlockSegments
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

@@ -34,9 +34,9 @@ from outage_lab import (
 )
 from ring_lab import stats
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

@@ -16,10 +16,10 @@ import pytest
 from loop_lab import loop_device
 from mounting import KVFUSE, KvfuseMount, shared_conf, temporary_mount, wait_until
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.sizes import MIB
 from kvfuse.usrbio.client import BlockStore, Tier
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

@@ -14,9 +14,9 @@ import pytest
 from fsck_tree import Tree
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.volume.opening.holding import hold
 from kvfuse.volume.store import schema
+from kvfuse_cluster.etcd import EtcdServers
 
 ROUNDS = 2
 CHANGES = """

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from outage_lab import STALL_MAX, Cluster, load, report, two_hosts
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = [pytest.mark.root, pytest.mark.alone]
 

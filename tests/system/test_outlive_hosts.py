@@ -23,10 +23,10 @@ from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, stopped, wait_until
 from test_outlive_load import kill_beside
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.options import config
 from kvfuse.volume.opening import engines
 from kvfuse.volume.store import schema
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = [pytest.mark.root, pytest.mark.ring(3)]  # one kill beside another host is in test_outlive_shared.py
 

@@ -27,7 +27,7 @@ from schedule_history import Call, History, Span
 from schedule_lab import DEADLINE, LEASE, MOUNTS, Lab
 from schedule_settling import Asker
 
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

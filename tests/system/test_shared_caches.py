@@ -17,8 +17,8 @@ from filling import KIB, MIB, block_bytes, free_bytes, total_bytes
 from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

@@ -15,11 +15,11 @@ import trio
 from cluster_lab import BYTES_OF_HOSTS, create_ceph_user, create_etcd_user, etcd_cluster
 from mounting import KVFUSE, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
 from kvfuse.options import config
 from kvfuse.volume.opening import engines
 from kvfuse.volume.store import schema
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers, EtcdSettings
 
 pytestmark = pytest.mark.root
 

@@ -20,7 +20,7 @@ from cluster_lab import BYTES_OF_HOSTS, MEMORY
 from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
 
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

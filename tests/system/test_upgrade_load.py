@@ -18,7 +18,7 @@ from test_outlive_load import Worker, has_not_grown, loaded
 from upgrading import holder_says, other_python, refused, upgrade
 
 import kvfuse
-from kvfuse.cluster.etcd import EtcdServers
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = [pytest.mark.root, pytest.mark.ring(3)]
 

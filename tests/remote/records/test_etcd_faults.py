@@ -13,10 +13,10 @@ import trio
 from cluster_lab import changed, etcd_place, wait_leader
 from mounting import stop_process
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import EngineTimeout
 from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
+from kvfuse_cluster.etcd import EtcdServers
 
 DEADLINE = 5.0
 SLACK = 1.0

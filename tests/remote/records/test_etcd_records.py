@@ -13,7 +13,6 @@ import trio.testing
 from cluster_lab import changed, compact, etcd_place
 from lossy_proxy import lossy_proxy
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.options.options import EtcdOptions
 from kvfuse.remote.records.api import Change
@@ -22,6 +21,7 @@ from kvfuse.remote.records.etcd import watch as etcd_watch
 from kvfuse.remote.records.etcd import wire
 from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
+from kvfuse_cluster.etcd import EtcdServers
 
 DEADLINE = 1.5
 SLOW = 0.25

@@ -8,9 +8,9 @@ import pytest
 from cluster_lab import rados_place
 from rados_lab import PATIENCE_S, SIZE, opened
 
-from kvfuse.cluster.ceph import CephServers
 from kvfuse.remote.segments.rados.librados import Place
 from kvfuse.remote.segments.rados.store import RadosSegments
+from kvfuse_cluster.ceph import CephServers
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import trio
 from cluster_lab import ceph_cluster, rados_place
 from rados_lab import KIB, MIB, OBJECT_SIZE, PATIENCE_S, SIZE, opened, read
 
-from kvfuse.cluster.ceph import CephServers, CephSettings
 from kvfuse.errors import EngineTimeout
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.rados.lateness import LATE_MAX
 from kvfuse.remote.segments.rados.objects import object_name
 from kvfuse.remote.segments.rados.store import RadosSegments
+from kvfuse_cluster.ceph import CephServers, CephSettings
 
 STALL_S = 4.0
 """less than a cluster needs to take a stalled OSD for down"""

@@ -14,13 +14,13 @@ import trio.testing
 from cluster_lab import create_ceph_user, rados
 from rados_lab import KIB, MIB, OBJECT_SIZE, PATIENCE_S, SIZE, opened, read
 
-from kvfuse.cluster.ceph import CephServers
-from kvfuse.cluster.process import free_ports
 from kvfuse.errors import EngineError, EngineFull, EngineTimeout
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.rados import librados
 from kvfuse.remote.segments.rados.librados import Place
 from kvfuse.remote.segments.rados.store import RadosSegments
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.process import free_ports
 
 # -- operations ---------------------------------------------------------------------------------------
 

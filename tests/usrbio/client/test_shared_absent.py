@@ -13,8 +13,8 @@ import pytest
 from cluster_lab import compact, etcd_cluster
 from mounting import KvfuseMount, shared_conf, stopped, wait_until
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.usrbio.client import BlockStore
+from kvfuse_cluster.etcd import EtcdServers
 
 pytestmark = pytest.mark.root
 

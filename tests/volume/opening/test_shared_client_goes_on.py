@@ -13,7 +13,6 @@ from mounting import shared_conf
 from shared_lab import eventually
 from volume_lab import CALLER
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import VolumeBusy
 from kvfuse.kept.keeper import NO_KEEPER, Keeper, MemoryKeeper
 from kvfuse.options import config
@@ -25,6 +24,7 @@ from kvfuse.volume.running import open_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Standing
 from kvfuse.volume.volume import Volume
+from kvfuse_cluster.etcd import EtcdServers
 
 CONTENT = bytes(range(256)) * 400
 WORDS = ("client.lease=15",)

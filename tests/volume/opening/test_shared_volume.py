@@ -16,7 +16,6 @@ from mounting import shared_conf
 from volume_lab import CALLER, Chaos, Disk, MemoryRecords, lab_options
 
 from kvfuse.cli.volumes import _choose_capacity, ensure_volume
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import ConfigError, VolumeBusy, VolumeError
 from kvfuse.options import config
 from kvfuse.options.config import Options
@@ -30,6 +29,7 @@ from kvfuse.volume.opening import engines, format
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
+from kvfuse_cluster.etcd import EtcdServers
 
 CONTENT = bytes(range(256)) * 400
 

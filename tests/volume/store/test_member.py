@@ -17,7 +17,6 @@ import trio.testing
 from cluster_lab import etcd_cluster, etcd_place
 from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments, lab_options
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import EngineError, EngineTimeout, VolumeBusy
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.records.etcd.store import EtcdRecords
@@ -26,6 +25,7 @@ from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member, membership, memberships
 from kvfuse.volume.store.schema import MemberRecord
+from kvfuse_cluster.etcd import EtcdServers
 
 LEASE = 2.0
 DEAD_PID = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1

@@ -14,7 +14,6 @@ from mounting import shared_conf
 from shared_lab import put, read
 from volume_lab import CALLER
 
-from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import Corrupt, OperationError, Stale
 from kvfuse.options import config
 from kvfuse.options.config import Options
@@ -24,6 +23,7 @@ from kvfuse.volume.check.fsck import fsck
 from kvfuse.volume.opening import engines, format
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
+from kvfuse_cluster.etcd import EtcdServers
 
 CONTENT = bytes(range(256)) * 300
 

@@ -1,0 +1,209 @@
+"""Simulations as a picture. matplotlib is an extra: it is imported when a plot is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from kvfuse.errors import ConfigError
+from kvfuse.sizes import format_size
+from kvfuse_bench.cachereplay import CacheReplay
+from kvfuse_bench.hosts import HostsReplay
+from kvfuse_bench.outlive import GOAL_SECONDS, GOAL_SIZE, Fit, Outlived
+from kvfuse_bench.peers.hot import Spread
+from kvfuse_bench.simulate import Tally
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def require_matplotlib() -> None:
+    """ConfigError that says how to install it, before hours are simulated for nothing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'matplotlib>=3.8'") from error
+
+
+def plot_replays(results: Sequence[CacheReplay], path: Path) -> None:
+    """A PNG of replays on a volume, beside simulations of them.
+
+    Hit ratio over time, blocks and evictions over time (both at the middle capacity), and hit ratio over capacity with
+    what the volume estimates.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    by_time, held, by_capacity = figure.subplots(1, 3)
+    shown = sorted(results, key=lambda result: result.tally.setup.capacity)[len(results) // 2]
+    for name, tally in {"": shown.tally, ", simulated": shown.simulated(), "lru": shown.simulated_lru()}.items():
+        ratios = [(seconds / 60, ratio) for seconds, ratio in tally.hit_ratios()]
+        by_time.plot(*zip(*ratios, strict=True), label="LRU, simulated" if name == "lru" else tally.setup.name + name)
+    by_time.set(title="Hit ratio over time", xlabel="minutes of traffic", ylabel="hit ratio", ylim=(0, None))
+    by_time.legend()
+    _blocks_over_time(held, shown)
+    _replays_over_capacity(by_capacity, results)
+    _save(figure, path)
+
+
+def _blocks_over_time(axes: Axes, result: CacheReplay) -> None:
+    minutes = [sample.now / 60 for sample in result.samples]
+    axes.plot(minutes, [sample.blocks for sample in result.samples], label="in the cache")
+    axes.plot(minutes, [sample.evicted for sample in result.samples], label="evicted so far")
+    axes.axhline(result.tally.setup.capacity, color="red", linestyle="--", label="capacity")
+    axes.set(title="Blocks over time", xlabel="minutes of traffic", ylabel="blocks", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _replays_over_capacity(axes: Axes, results: Sequence[CacheReplay]) -> None:
+    """Points of the replays and of the volume's estimates; lines of simulations through them."""
+    capacities = {result.tally.setup.capacity for result in results}
+    factors = (1.0,) if len(capacities) > 1 else (0.25, 0.5, 1.0, 2.0, 4.0)
+    simulated = [result.simulated(factor) for result in results for factor in factors]
+    lru = {tally.setup: tally for tally in (result.simulated_lru(f) for result in results for f in factors)}
+    _over_capacity(axes, simulated, lambda tally: tally.hit_ratio, ", simulated")
+    _over_capacity(axes, list(lru.values()), lambda tally: tally.hit_ratio, ", simulated (LRU)")
+    axes.set_prop_cycle(None)
+    for name in dict.fromkeys(result.tally.setup.name for result in results):
+        points = [(r.tally.setup.capacity, r.tally.hit_ratio) for r in results if r.tally.setup.name == name]
+        axes.plot(*zip(*points, strict=True), "D", label=f"{name}, replayed")
+    estimates = sorted({point for result in results for point in result.estimates if math.isfinite(point[0])})
+    axes.plot(*zip(*estimates, strict=True), "kx", label="LRU, as the volume estimates it")
+    axes.set(title="Hit ratio over capacity", ylabel="hit ratio", ylim=(0, None))
+    axes.legend()
+
+
+def plot(results: Sequence[Tally], path: Path) -> None:
+    """A PNG: hit ratio over capacity, blocks written over capacity, hit ratio over time at the middle capacity."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    by_capacity, written, by_time = figure.subplots(1, 3)
+    _over_capacity(by_capacity, results, lambda result: result.hit_ratio)
+    by_capacity.set(title="Hit ratio over capacity", ylabel="hit ratio", ylim=(0, None))
+    _over_capacity(written, results, lambda result: result.written / 1000)
+    written.set(title="Written over capacity", ylabel="thousand blocks written", ylim=(0, None))
+    _over_time(by_time, results)
+    by_capacity.legend()
+    _save(figure, path)
+
+
+def plot_hosts(result: HostsReplay, path: Path) -> None:
+    """A PNG: blocks that each host found over time, and how many requests had their first token by when."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    *hits, times = figure.subplots(1, 3)
+    for number, axes in enumerate(hits):
+        served = result.of(number)
+        minutes = [one.arrival_ms / 60_000 for one in served]
+        found = [list(accumulate(one.own for one in served)), list(accumulate(one.others for one in served))]
+        axes.stackplot(minutes, found, labels=["written by itself", "written by the other host"])
+        axes.plot(minutes, list(accumulate(one.alone for one in served)), "k--", label="a cache of this host alone")
+        name = f"Host {'AB'[number]}: blocks found"
+        axes.set(title=name, xlabel="minutes of traffic", ylabel="blocks", ylim=(0, None))
+        axes.legend(loc="upper left")
+    ways = {"all computed": result.computed, "a cache of each host": result.alone, "the shared volume": result.shared}
+    for name, seconds in ways.items():
+        ordered = sorted(map(seconds, result.served))
+        times.plot(ordered, [(place + 1) / len(ordered) for place in range(len(ordered))], label=name)
+    title = f"Time to first token, computing {result.prefill:,.0f} tokens/s"
+    times.set(title=title, xlabel="seconds", ylabel="share of requests", xscale="log", ylim=(0, 1))
+    times.grid(alpha=0.3)
+    times.legend()
+    _save(figure, path)
+
+
+def plot_spreads(spreads: Sequence[Spread], path: Path) -> None:
+    """A PNG of hot blocks: the writer's share of what was sent, and who sent how much to whom where most hosts read."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    shares, copies, served = figure.subplots(1, 3)
+    counts = [one.readers for one in spreads]
+    shares.plot(counts, [one.share(0) for one in spreads], marker="o", label="the writer")
+    shares.plot(counts, [1 / (count + 1) for count in counts], "k--", label="if all sent alike")
+    shares.set(title="Share of what was sent", xlabel="hosts that read", ylabel="of all bytes", ylim=(0, 1.05))
+    shares.set_xticks(counts)
+    largest = max(spreads, key=lambda one: one.readers)
+    names = ["writer", *(f"{number}" for number in range(1, largest.readers + 1))]
+    copies.bar(names, [largest.copies(host) for host in range(len(names))])
+    copies.axhline(largest.readers, color="k", linestyle="--", label="the writer, if nobody helped")
+    copies.set(title="Copies that each host sent of a block", xlabel="host", ylabel="copies, on the average")
+    copies.set_ylim(0, 1.3 * largest.readers)
+    for axes in (shares, copies):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    picture = served.imshow([[size / largest.size for size in row] for row in largest.served], cmap="Blues", vmin=0)
+    served.set(title="Who sent to whom", xlabel="host that reads", ylabel="host that sends")
+    served.set_xticks(range(largest.readers), names[1:])
+    served.set_yticks(range(len(names)), names)
+    figure.colorbar(picture, ax=served, label="of the blocks")
+    _save(figure, path)
+
+
+def plot_outlived(results: Sequence[Outlived], adoption: Fit, path: Path) -> None:
+    """A PNG of daemons that were killed: the adoption of the tier and the wait of callers over its size, and the share
+    of reads from memory before and after."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    adoptions, waits, ratios = figure.subplots(1, 3)
+    plain = [one for one in results if not one.cell.standby]
+    for block_size in dict.fromkeys(one.cell.block_size for one in plain):
+        rows = sorted((one for one in plain if one.cell.block_size == block_size), key=lambda one: one.arena_bytes)
+        sizes, name = [one.arena_bytes / 1e9 for one in rows], f"blocks of {format_size(block_size)}"
+        (line,) = adoptions.plot(sizes, [median(one.adoption) for one in rows], "o", label=name)
+        far = [sizes[0] * (GOAL_SIZE / 1e9 / sizes[0]) ** (step / 20) for step in range(21)]
+        fitted = [adoption.seconds(round(1e9 * size), block_size) for size in far]
+        adoptions.plot(far, fitted, ":", color=line.get_color())
+        waits.plot(sizes, [median(one.stalls) for one in rows], marker="o", label=f"a kill, {name}")
+        ratios.plot(sizes, [one.ratio_before for one in rows], "--", color=line.get_color())
+        ratios.plot(sizes, [one.ratio_after for one in rows], "o", color=line.get_color(), label=name)
+    standby = sorted((one for one in results if one.cell.standby), key=lambda one: one.arena_bytes)
+    for label, some, times in (
+        ("a kill, with a stand-by", standby, [median(one.stalls) for one in standby]),
+        ("an upgrade", plain, [median(one.upgrades) for one in plain]),
+    ):
+        waits.plot([one.arena_bytes / 1e9 for one in some], times, "x", label=label)
+    adoptions.axhline(GOAL_SECONDS, color="red", linestyle="--", label="the goal")
+    adoptions.set(title="Adoption, and a fit to 100 GB", ylabel="seconds", xscale="log", yscale="log")
+    waits.set(title="Calls wait", ylabel="seconds", xscale="log", ylim=(0, None))
+    ratios.set(title="Reads from memory: after a kill, before (line)", ylabel="share", xscale="log", ylim=(0, 1.05))
+    for axes in (adoptions, waits, ratios):
+        axes.set_xlabel("GB of arenas")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, format="png", dpi=100)
+    except OSError as error:
+        raise ConfigError(f"{path}: the plot cannot be written: {error.strerror}") from error
+
+
+def _over_capacity(axes: Axes, results: Sequence[Tally], figure_of: Callable[[Tally], float], more: str = "") -> None:
+    for name in dict.fromkeys(result.setup.name for result in results):
+        line = sorted((result.setup.capacity, figure_of(result)) for result in results if result.setup.name == name)
+        axes.plot(*zip(*line, strict=True), marker="o", label=name + more)
+    axes.set(xlabel="capacity (blocks)", xscale="log")
+    axes.grid(alpha=0.3)
+
+
+def _over_time(axes: Axes, results: Sequence[Tally]) -> None:
+    capacities = sorted({result.setup.capacity for result in results})
+    capacity = capacities[len(capacities) // 2]
+    for result in results:
+        if result.setup.capacity == capacity:
+            minutes_and_ratios = [(seconds / 60, ratio) for seconds, ratio in result.hit_ratios()]
+            axes.plot(*zip(*minutes_and_ratios, strict=True), label=result.setup.name)
+    axes.set(title=f"Hit ratio over time, {capacity:,} blocks", xlabel="minutes", ylabel="hit ratio", ylim=(0, None))
+    axes.grid(alpha=0.3)

@@ -1,1 +1,0 @@
-"""Servers of record and segment stores on this machine, for trying and for tests."""
