@@ -21,8 +21,9 @@ WORD_KEYS = {"word", "meaning", "field", "room"}
 
 
 def paths_of(text: str) -> set[str]:
-    """Paths below the root that stand in backticks."""
-    return set(re.findall(rf"`((?:{ROOTS})/[\w./-]+)`", text)) | set(re.findall(rf"[` ]((?:{ROOTS})/[\w./-]+)`", text))
+    """Paths below the root that stand in backticks, also as words of commands."""
+    words = [word for span in re.findall(r"`([^`\n]+)`", text) for word in re.split(r"[\s,]+", span)]
+    return {word for word in words if re.fullmatch(rf"({ROOTS})/[\w./-]+", word)}
 
 
 def steps_of(text: str) -> list[tuple[str, str]]:
@@ -34,10 +35,13 @@ def steps_of(text: str) -> list[tuple[str, str]]:
 
 def definitions(source: str) -> set[str]:
     """Classes, functions, and methods as "Class.function"."""
-    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    found = {node for node in ast.parse(source).body if isinstance(node, kinds)}
-    methods = {f"{node.name}.{inner.name}" for node in found for inner in node.body if isinstance(inner, kinds)}
-    return {node.name for node in found} | methods
+    found = set[str]()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+            inner = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            found.update(f"{node.name}.{one.name}" for one in inner)
+    return found
 
 
 def words() -> list[dict[str, Any]]:
@@ -88,6 +92,7 @@ def test_rooms_of_words_exist() -> None:
 
 
 def test_a_missing_path_is_found() -> None:
-    assert paths_of("`kvfuse/a.py`, `scripts/test tests/b`, `x/kvfuse/c.py`") == {"kvfuse/a.py", "tests/b"}
+    found = paths_of("`kvfuse/a.py`, `scripts/test tests/b`, `x/kvfuse/c.py`")
+    assert found == {"kvfuse/a.py", "scripts/test", "tests/b"}
     assert steps_of("```\nfs/a.py   A.b, c   text\n```\n") == [("fs/a.py", "A.b"), ("fs/a.py", "c")]
     assert definitions("class A:\n    def b(self): pass\nasync def c(): pass") == {"A", "A.b", "c"}
