@@ -48,7 +48,7 @@ from kvfuse.errors import EngineError
 
 native: Any
 try:
-    from kvfuse import _native as native
+    from kvfuse.native import _native as native
 except ImportError:  # it was built without a compiler
     native = None
 

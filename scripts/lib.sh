@@ -7,10 +7,12 @@ ROOT=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 
 # What building pyfuse3 and mounting need.
 BUILD_PACKAGES=(fuse3 libfuse3-dev pkg-config gcc)
-# What the tests measure with and compare to.
-TEST_PACKAGES=(fio stress-ng dbench fsmark postmark attr openssl prometheus git rsync)
+# What the tests measure with and compare to; and those of ring 3.
+TEST_PACKAGES=(fio attr openssl prometheus git rsync)
+LAB_PACKAGES=(stress-ng dbench fsmark postmark)
 # The servers of volumes that hosts share: started by the tests and by 'kvfuse cluster-dev', on loopback.
-CLUSTER_PACKAGES=(etcd-server etcd-client ceph-mon ceph-osd ceph-common librados2)
+ETCD_PACKAGES=(etcd-server etcd-client)
+CEPH_PACKAGES=(ceph-mon ceph-osd ceph-common librados2)
 # What such a volume is compared with on the same servers.
 CLUSTER_BENCH_PACKAGES=(ceph-mds ceph-fuse)
 # Reading from other hosts by RDMA: verbs for Python and what drives devices; and the virtual machine that has some.
@@ -118,7 +120,7 @@ ensure_venv() {
     local venv stamp
     venv=$(realpath -ms -- "${KVFUSE_VENV:-$ROOT/.venv}")
     PY=$venv/bin/python
-    stamp=$venv/.kvfuse-$(cat "$ROOT/pyproject.toml" "$ROOT/kvfuse/_native.c" "$ROOT/kvfuse/_fusewire.c" | cksum | cut -d' ' -f1)
+    stamp=$venv/.kvfuse-$(cat "$ROOT/pyproject.toml" "$ROOT"/kvfuse/native/*.c | cksum | cut -d' ' -f1)
     [ -e "$stamp" ] && [ -x "$PY" ] && return 0
     if [ ! -x "$PY" ]; then
         ensure_python

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import rings
 import trio
 from alone import Turns
 from cli_lab import Place, a_place
@@ -35,26 +36,6 @@ TURNS = pytest.StashKey[Turns]()
 SERVERS = pytest.StashKey[RunServers]()
 RUN_FOLDER = "KVFUSE_TEST_RUN"
 """variable with the folder by which the processes of one run take turns and find servers"""
-BEGUN_FIRST = (
-    "system/test_virtual_machine.py",
-    "system/test_cluster_faults.py",
-    "cli/test_cli_mounts.py",
-    "bench/test_bench_cluster.py",
-    "system/test_random_schedule.py",
-    "system/test_crash.py",
-    "system/test_shared_caches.py",
-    "system/test_outlive_programs.py",
-    "system/test_fs_tools.py",
-    "posix/test_errors.py",
-    "hostile/test_guesses.py",
-    "connectors/test_vllm.py",
-    "connectors/test_lmcache.py",
-    "connectors/test_sglang.py",
-    "system/test_full_pool.py",
-    "posix/test_listing.py",
-)
-"""files that take longest: the last to be begun would keep one process busy while the others have nothing left"""
-
 hypothesis.settings.register_profile("kvfuse", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvfuse")
 
@@ -70,6 +51,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="kill the daemon below the POSIX tests at random moments: their mounts outlive it (tests/posix)",
     )
+    parser.addoption(
+        "--rings", default="1,2,3", help="run the tests of these rings only: 1,2 or 3 (see tests/labs/rings.py)"
+    )
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write what files of tests took into tests/durations.toml: of those rings that run, in whole files",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,6 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
     servers = config.stash[SERVERS] = RunServers(Path(os.environ[RUN_FOLDER]))
     if is_first:
         config.add_cleanup(servers.stop)
+    if config.getoption("--record-durations") and is_first:
+        config.pluginmanager.register(rings.Durations())
+    config.addinivalue_line("markers", "ring(number): in this ring, whatever the folder's is")
+    config.addinivalue_line("markers", "needs(*names): in ring 3, as it needs this (tests/labs/rings.py: NEEDED)")
     config.addinivalue_line("markers", "kvfuse_only: says what this project promises beyond POSIX")
     config.addinivalue_line("markers", "root: needs to be root")
     config.addinivalue_line("markers", "engines(*names): runs on these pairs of engines only, which suffice for it")
@@ -105,6 +98,8 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(trylast=True)  # after pytest's own order, in which 'pytest -n' gives files to processes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rings.collected[:] = items
+    _choose_rings(config, items)
     _order_files(items)
     elsewhere = config.getoption("--folder") is not None
     for item in items:
@@ -114,22 +109,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs root"))
 
 
+def _choose_rings(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = {int(ring) for ring in config.getoption("--rings").split(",")}
+    others = [item for item in items if rings.ring_of(item) not in chosen]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if rings.ring_of(item) in chosen]
+
+
 def _order_files(items: list[pytest.Item]) -> None:
-    """First the files that take longest; last those whose tests are to be alone, as others would wait for each.
+    """Ring after ring, and in each first the files that take longest: the last to be begun would keep one process busy
+    while the others have nothing left. Last those whose tests are to be alone, as others would wait for each.
 
     A process has a whole file, so such tests have files of their own: else all would wait, at the beginning, until the
     longest ones of the others have ended.
     """
     alone = {item.path for item in items if item.get_closest_marker("alone") is not None}
+    ring: dict[Path, int] = {}
     for item in items:
         if item.path in alone and item.get_closest_marker("alone") is None:
             raise pytest.UsageError(f"{item.path}: a file has tests that are to be alone, or others, not both")
+        ring[item.path] = min(rings.ring_of(item), ring.get(item.path, rings.LAB))
+    seconds = rings.durations()
 
-    def rank(item: pytest.Item) -> tuple[bool, int]:
-        place = item.path.relative_to(item.config.rootpath / "tests").as_posix()
-        return item.path in alone, BEGUN_FIRST.index(place) if place in BEGUN_FIRST else len(BEGUN_FIRST)
+    def rank(item: pytest.Item) -> tuple[bool, int, float]:
+        known = seconds["lab" if ring[item.path] == rings.LAB else "rings"]
+        return item.path in alone, ring[item.path], -known.get(item.path.stem, 0)
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    rings.running = rings.ring_of(item)
+    item.user_properties += [("ring", rings.running), ("needs", sorted(rings.needs_of(item)))]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's own time limit begins

@@ -1,4 +1,5 @@
-"""Imports point one way: cli -> (fs | usrbio | metrics | peer) -> volume -> (slab | policy | remote); no circles."""
+"""Imports point one way: cli -> (fs -> holder | usrbio | metrics | peer) -> volume -> (slab | policy | remote) -> kept,
+native; no circles."""
 
 from __future__ import annotations
 
@@ -16,21 +17,18 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 
 PACKAGE = Path(kvfuse.__file__).parent
 
-BASE = {"errors", "checksum", "sizes", "keys", "blockindex", "keeper", "failing"}
-DOOR = BASE | {"rowwriter", "rowcopier", "rowreceiver", "options", "errnos", "mounttable", "credentials", "volume"}
+BASE = {"errors", "checksum", "sizes", "keys", "blockindex", "kept", "failing"}
+DOOR = BASE | {"native", "options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "errnos": {"errors"},
     "sizes": set(),
     "keys": set(),
-    "keeper": set(),
     "failing": {"errors"},
-    "blockindex": {"errors", "_native"},
-    "rowwriter": {"_native"},
-    "fusewire": {"_fusewire"},
-    "rowcopier": {"checksum", "_native"},
-    "rowreceiver": {"checksum", "_native"},
+    "native": {"checksum"},
+    "kept": set(),
+    "blockindex": {"errors", "native._native"},
     "mounttable": set(),
     "checksum": {"errors"},
     "credentials": set(),
@@ -39,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "policy": {"errors"},
     "remote": BASE | {"options"},
     "volume": BASE | {"options", "mounttable", "credentials", "slab", "remote", "policy"},
-    "fs": DOOR | {"fusewire"},
+    "holder": {"errors", "mounttable", "kept"},
+    "fs": DOOR | {"holder"},
     "usrbio": DOOR,
     "metrics": {"errors", "options", "volume.api"},
     "peer": DOOR,
@@ -48,7 +47,8 @@ ROOMS: dict[str, set[str]] = {
     "bench": {"errors", "sizes", "usrbio.client", "usrbio.hf3fs", "connectors", "cluster", "policy"},
     "cluster": {"errors", "sizes"},
     "cli": DOOR
-    | {"fs", "usrbio", "metrics", "peer", "target", "connectors", "bench", "slab", "remote", "policy", "cluster"},
+    | {"fs", "holder", "usrbio", "metrics", "peer", "target", "connectors", "bench", "slab", "remote", "policy"}
+    | {"cluster"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 
@@ -57,19 +57,8 @@ OF_ENGINES = {"lmcache", "sglang", "torch", "ucm", "vllm"}
 
 INNER: dict[str, list[set[str]]] = {
     "volume": [
-        *[
-            {"views"},
-            {"api"},
-            {"store"},
-            {"disk"},
-            {"namespaces"},
-            {"inodes"},
-            {"slots"},
-            {"commit"},
-            {"content"},
-            {"names"},
-            {"hosts"},
-        ],
+        *[{"views"}, {"measures"}, {"tier"}, {"api"}, {"store"}, {"disk"}, {"namespaces"}, {"inodes"}],
+        *[{"slots"}, {"commit"}, {"content"}, {"names"}, {"eviction"}, {"blocks"}, {"tenancy"}, {"hosts"}],
         *[{"opening"}, {"check"}, {"parts"}, {"operations", "left_open"}, {"volume"}, {"running"}],
     ],
     "usrbio": [{"protocol"}, {"client", "daemon"}, {"hf3fs"}],
@@ -93,14 +82,16 @@ OUTSIDE: dict[str, set[str]] = {
 }
 """package of others -> the only places that may import it"""
 
-BESIDE_HOLDER = {"holder_child", "holder_desk", "holder_pace", "holder_pulse", "holder_rights"}
-BESIDE_HOLDER |= {"holder_signals", "holder_store", "holder_things"}
-"""what `fs.holder`, a program without the package, finds in its own folder"""
+BESIDE_HOLDER = {"child", "desk", "pace", "pulse", "rights", "signals", "store", "things"}
+"""what `holder.main`, a program without the package, finds in its own folder"""
 
 MODULES_OF = {"cuda-bindings": "cuda"}
 """package -> what it is imported as, where that is another name"""
 
-CONTRACT = {"volume.api", "volume.views"}
+OF_DAEMONS = {"daemon_side", "guarding", "takeover"}
+"""modules of `holder` that daemons import; the others need no package"""
+
+CONTRACT = {"volume.api", "volume.views", "volume.measures", "volume.tier"}
 """what the rings' door may import of the volume"""
 
 PURE = {"trio", "os", "time", "datetime", "threading", "asyncio", "socket", "random", "pathlib"}
@@ -210,6 +201,19 @@ def test_imports_point_one_way() -> None:
     assert found == []
 
 
+def test_the_holder_uses_the_standard_library_alone() -> None:
+    """It is started as ``python -I -S``, and survives the removal of its package's dependencies."""
+    found = [
+        f"{name} imports {imported}"
+        for name, path in modules()
+        if name.startswith("kvfuse.holder.") and name.rpartition(".")[2] not in OF_DAEMONS
+        for imported in imported_names(path.read_text(), name)
+        if imported.split(".")[0] not in sys.stdlib_module_names | BESIDE_HOLDER
+        and not imported.startswith("kvfuse.holder.")
+    ]
+    assert found == []
+
+
 def test_rings_reach_into_no_inner_part_of_a_volume() -> None:
     """Of a handle they have what `api.Handle` has: its ``node`` is the volume's own."""
     parts = {"": RingApi, "files.": FileApi, "inodes.": InodeApi, "blocks.": BlockApi}
@@ -296,10 +300,14 @@ def test_the_package_itself_imports_nothing_of_its_rooms() -> None:
         ("kvfuse.connectors.vllm", "from kvfuse.usrbio.daemon import listener"),
         ("kvfuse.volume.inodes.core", "from kvfuse.volume.commit.journal import Journal"),
         ("kvfuse.volume.api", "from kvfuse.volume.store import schema"),
+        ("kvfuse.volume.views.news", "from kvfuse.volume.tier.tier import SharedTier"),
+        ("kvfuse.volume.names.changes", "from kvfuse.volume.eviction.sweeping import Sweeper"),
+        ("kvfuse.holder.takeover", "from kvfuse.fs import mount"),
+        ("kvfuse.kept.log", "from kvfuse.volume.inodes.node import Node"),
         ("kvfuse.volume.hosts.coherence", "from kvfuse.volume.volume import Volume"),
         ("kvfuse.usrbio.client.ring", "from kvfuse.usrbio.daemon.limits import Limits"),
         ("kvfuse.usrbio.daemon.limits", "from kvfuse.volume.volume import Volume"),
-        ("kvfuse.usrbio.daemon.limits", "from kvfuse.volume.names.blocks import Blocks"),
+        ("kvfuse.usrbio.daemon.limits", "from kvfuse.volume.blocks.blocks import Blocks"),
         ("kvfuse.volume.inodes.core", "import pyfuse3"),
         ("kvfuse.volume.inodes.core", "from lmdb import Environment"),
         ("kvfuse.cli.umount", "import pyfuse3.asyncio"),

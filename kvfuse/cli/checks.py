@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvfuse.cli.console import note
 from kvfuse.cli.mounts import is_dead
 from kvfuse.errors import MountError
-from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
+from kvfuse.holder.daemon_side import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.mounttable import FILE_SYSTEM, top_mount
 from kvfuse.options.options import MountOptions
 from kvfuse.sizes import MIB
@@ -75,7 +75,7 @@ class Shortcoming(NamedTuple):
 
 def outliving_problem() -> Shortcoming | None:
     """None: mounts outlive their daemons here."""
-    if find_spec("kvfuse._fusewire") is None:
+    if find_spec("kvfuse.native._fusewire") is None:
         return Shortcoming("parts in C were not built", "see native parts", is_final=True)
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < KERNEL_RESENDS:
         detail = f"the kernel does not send calls again that a killed daemon had taken: {NOT_SENT_AGAIN}"

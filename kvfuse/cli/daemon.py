@@ -27,14 +27,14 @@ from kvfuse.cli.console import LogFormatter, note, print_traceback
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError
-from kvfuse.keeper import CONTENT_SIZE_MAX, NO_KEEPER, Keeper
+from kvfuse.kept.keeper import CONTENT_SIZE_MAX, NO_KEEPER, Keeper
 from kvfuse.options.config import Effective
 from kvfuse.options.options import LogOptions, Options
 
 if TYPE_CHECKING:
     from kvfuse.fs.doors import Door
-    from kvfuse.fs.holding import Holding
     from kvfuse.fs.leaving import Leaving
+    from kvfuse.holder.daemon_side import Holding
 
 log = logging.getLogger(__name__)
 
@@ -230,11 +230,11 @@ def start_logging(options: LogOptions, default_file: Path | None) -> None:
 
 
 def hold(effective: Effective, point: Path, words: Sequence[str], report: int | None = None) -> NoReturn:
-    """This process becomes the holder of the mount, and starts the daemon: see `fs.holder`.
+    """This process becomes the holder of the mount, and starts the daemon: see `holder.main`.
 
     ``words``: of the command by which each daemon is started; ``report``: the pipe of a parent that waits.
     """
-    from kvfuse.fs import holding
+    from kvfuse.holder import daemon_side as holding
 
     config = {
         "command": [sys.executable, "-P", "-m", "kvfuse.cli", *words],  # -P: not from where the command was begun
@@ -271,8 +271,8 @@ def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, i
 
 def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first: bool, in_background: bool) -> None:
     from kvfuse import failing
-    from kvfuse.fs.holding import die
     from kvfuse.fs.leaving import Leaving
+    from kvfuse.holder.daemon_side import die
 
     options = effective.options
     leaving = Leaving(holding)
@@ -320,7 +320,7 @@ def preload(options: Options | None) -> None:
     import kvfuse.peer.device_memory
     import kvfuse.usrbio.daemon.listener
     import kvfuse.volume.opening.engines
-    from kvfuse.volume.views.speeds import memory_bandwidth
+    from kvfuse.volume.measures.speeds import memory_bandwidth
 
     memory_bandwidth()
     if options is None or options.is_shared:

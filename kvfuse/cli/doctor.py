@@ -28,8 +28,8 @@ from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.findings import DEGRADED, MISSING, OK, WARN, Finding
 from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError, MountError
-from kvfuse.fs import holder_desk
-from kvfuse.fs.guarding import CONNECTIONS
+from kvfuse.holder import desk as holder_desk
+from kvfuse.holder.guarding import CONNECTIONS
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.options.options import BlockOptions, CacheOptions
@@ -119,7 +119,7 @@ def check_checksums() -> Iterator[Finding]:
 def check_native() -> Iterator[Finding]:
     """What is in C: with it clients find and copy blocks, and the daemon has fewer requests of the kernel to answer."""
     missing = [] if blockindex.native is not None else ["look-ups and small gets"]
-    if find_spec("kvfuse._fusewire") is None:
+    if find_spec("kvfuse.native._fusewire") is None:
         missing.append("files of the mount")
     if missing:
         again = f"{sys.executable} -m pip install --force-reinstall FOLDER, of the source"

@@ -1,4 +1,4 @@
-"""Asks the holder of a mount: the process that keeps it while daemons come and go (`fs.holder`)."""
+"""Asks the holder of a mount: the process that keeps it while daemons come and go (`holder.main`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvfuse.errors import MountError
-from kvfuse.fs import holder_desk, holder_rights
+from kvfuse.holder import desk as holder_desk
+from kvfuse.holder import rights as holder_rights
 from kvfuse.mounttable import Mounted
 
 STATUS_SECONDS = 2.0

@@ -12,8 +12,8 @@ from kvfuse.cli import daemon
 from kvfuse.cli.checks import check_machine, check_mountpoint, outlives
 from kvfuse.cli.console import note
 from kvfuse.cli.volumes import check_shape
-from kvfuse.fs.holder_child import VARIABLE
-from kvfuse.fs.holding import Holding
+from kvfuse.holder.child import VARIABLE
+from kvfuse.holder.daemon_side import Holding
 from kvfuse.options import config
 from kvfuse.options.words import with_whole_paths
 

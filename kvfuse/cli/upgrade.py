@@ -12,7 +12,7 @@ import click
 from kvfuse.cli import Failure, holders
 from kvfuse.cli.console import say
 from kvfuse.cli.mounts import kvfuse_mount_at
-from kvfuse.fs.holder import LEAVE_SECONDS, LEFT_SECONDS
+from kvfuse.holder.main import LEAVE_SECONDS, LEFT_SECONDS
 
 SPARE_SECONDS = 10.0
 

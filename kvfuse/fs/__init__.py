@@ -3,4 +3,4 @@
 ``fusewire`` comes first: it has to be there before pyfuse3.
 """
 
-from kvfuse import fusewire as fusewire
+from kvfuse.native import fusewire as fusewire

@@ -26,7 +26,7 @@ import trio
 from kvfuse.errors import MountError
 from kvfuse.fs import binder
 from kvfuse.fs.virtual import FOLDER_NAME, SOCKET_NAME
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
 
 SO_PASSRIGHTS = 83
 """off, so that an accepted socket begins with it off, too: the kernel refuses messages with descriptors"""

@@ -16,7 +16,7 @@ import trio
 from kvfuse import failing
 from kvfuse.errors import MountError, innermost
 from kvfuse.fs.control import control_socket, wait_until_unmounted
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
 

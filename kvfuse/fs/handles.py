@@ -17,8 +17,8 @@ from typing import NamedTuple
 import trio
 
 from kvfuse.errors import BadHandle, EngineError, OperationError, Stale
-from kvfuse.fs.rows import Rows
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.rows import Rows
 from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
 
 FORM = 1

@@ -13,8 +13,8 @@ from collections.abc import Collection
 from kvfuse.fs.handles import HandleTable
 from kvfuse.fs.once import Decisions
 from kvfuse.fs.recent import RecentPlaces
-from kvfuse.fs.rows import Rows
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.rows import Rows
 from kvfuse.volume.views.handover import Handover
 
 UNSAVED_FORM = 1

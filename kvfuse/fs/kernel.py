@@ -6,7 +6,7 @@ folder, which who looks a name up or makes one there holds until the daemon answ
 for the same lock behind it. (To let a name merely expire, since Linux 6.2, takes that lock, too; to let all names of
 the mount expire at once, since 6.16, takes none.) For content it waits for reads that are under way. For attributes
 it waits for nothing. Nothing is sent for what the kernel cannot have: in a folder of which it keeps no names, as in
-the strict ones of shared volumes, it is told of none. `guard` ends the waits of a killed daemon.
+the strict ones of shared volumes, it is told of none. `holder.guard` ends the waits of a killed daemon.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import pyfuse3
 
-from kvfuse import fusewire
 from kvfuse.errors import EngineError
+from kvfuse.native import fusewire
 
 DIRECTORIES_MAX = 4096
 ANSWER_SECONDS = 1.0

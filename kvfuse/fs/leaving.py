@@ -1,4 +1,4 @@
-"""How a daemon makes way for the next one, as its holder asks (`holder`): calls wait meanwhile, and nothing is lost.
+"""How a daemon makes way for the next one, as its holder asks (`holder.main`): calls wait, and nothing is lost.
 
 1. The gate is shut: what the kernel sends waits there. What was read is answered.
 2. All changes are stored. Until here the way back is to open the gate again: calls have waited, no more.
@@ -28,7 +28,7 @@ that may wait for somebody who reads them. So the gate is opened for a moment no
 
 
 class Asking(Protocol):
-    """Asks a daemon to make way; `holding.Holding` does."""
+    """Asks a daemon to make way; `daemon_side.Holding` does."""
 
     async def hear(self) -> None:
         """Hear what it says, until cancelled; for as long as there is an event loop."""

@@ -20,22 +20,23 @@ import pyfuse3
 import trio
 
 import kvfuse
-from kvfuse import failing, fusewire
+from kvfuse import failing
 from kvfuse.errors import EngineError, MountError
 from kvfuse.fs.control import when_cancelled
 from kvfuse.fs.doors import Door, Doors, Service, running
-from kvfuse.fs.guarding import Guarding
 from kvfuse.fs.handover import KeptHandover
-from kvfuse.fs.holding import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.leaving import Leaving
 from kvfuse.fs.ops import KvfuseOperations
-from kvfuse.fs.takeover import checked, is_dead_mount, libc, takeover, unmount
 from kvfuse.fs.turns import take_turns
 from kvfuse.fs.virtual import Reader, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
-from kvfuse.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
+from kvfuse.holder.daemon_side import KERNEL_RESENDS, NOT_SENT_AGAIN
+from kvfuse.holder.guarding import Guarding
+from kvfuse.holder.takeover import checked, is_dead_mount, libc, takeover, unmount
+from kvfuse.kept.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
 from kvfuse.mounttable import all_mounts, top_mount
+from kvfuse.native import fusewire
 from kvfuse.options.options import MountOptions, Options
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.views.kernel_cache import KernelCache
@@ -390,7 +391,7 @@ async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.Cancel
 
 
 async def _let_go(session: _Session) -> None:
-    """Nobody answers any more: let all who wait for that know. A thread of ours may wait for one of them (`guard`)."""
+    """Nobody answers any more: let all who wait for that know. A thread of ours may be one of them (`holder.guard`)."""
     if session.guarding.abort() and not session.detached:  # and libfuse would take it for unmounted
         with trio.move_on_after(END_SECONDS, shield=True):
             await _detach(session)

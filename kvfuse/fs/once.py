@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from kvfuse import errors
-from kvfuse.fs.rows import Rows
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.rows import Rows
 from kvfuse.volume.api import Attributes, Caller, Handle, VolumeApi
 from kvfuse.volume.views.handover import DECIDED
 

@@ -25,7 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
-from kvfuse import errors, fusewire
+from kvfuse import errors
 from kvfuse.credentials import Capability, Credentials
 from kvfuse.errnos import errno_of
 from kvfuse.fs.handles import HandleTable, OpenFiles
@@ -33,6 +33,7 @@ from kvfuse.fs.handover import KeptHandover
 from kvfuse.fs.kernel import LISTING_SECONDS, Kept
 from kvfuse.fs.once import Once
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual, is_virtual_handle
+from kvfuse.native import fusewire
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 
 log = logging.getLogger(__name__)

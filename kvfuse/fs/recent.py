@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import struct
 
-from kvfuse.fs.rows import COUNT_MIN, Rows
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.rows import COUNT_MIN, Rows
 from kvfuse.volume.api import NAME_MAX
 
 FORM = 1

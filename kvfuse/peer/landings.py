@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
+from kvfuse.native.rowreceiver import ROW
 from kvfuse.peer.reads import Read
-from kvfuse.rowreceiver import ROW
 
 _SINK = np.empty(GRANULE_SIZE, np.uint8)
 """for bytes that nobody waits for any more"""

@@ -20,8 +20,8 @@ from kvfuse.peer.reads import Read
 from kvfuse.peer.stream import BROKEN, Stream
 from kvfuse.peer.verbs import VerbsError
 from kvfuse.peer.wire import WireError
+from kvfuse.volume.measures.speeds import Speed
 from kvfuse.volume.store.peer_records import PeerRecord
-from kvfuse.volume.views.speeds import Speed
 
 CONNECT_SECONDS = 3.0
 """to resolve the name, connect and greet"""

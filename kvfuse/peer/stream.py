@@ -16,7 +16,7 @@ from pathlib import Path
 
 import trio
 
-from kvfuse.rowreceiver import ENDED, receive_rows
+from kvfuse.native.rowreceiver import ENDED, receive_rows
 
 CALL_BYTES = 1 << 20
 """that one system call copies"""

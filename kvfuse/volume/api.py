@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.remote.segments.api import Target
+from kvfuse.volume.measures.gates import Gate, Gates
+from kvfuse.volume.measures.measures import Measures
+from kvfuse.volume.measures.uses import Uses
+from kvfuse.volume.tier.resident import Touches
+from kvfuse.volume.tier.tier import ReadClass, SharedTier, TierBlock
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.views.gates import Gate, Gates
-from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import Watch
-from kvfuse.volume.views.resident import Touches
 from kvfuse.volume.views.ring_files import KeptFile
-from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
-from kvfuse.volume.views.uses import Uses
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 

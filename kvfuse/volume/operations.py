@@ -24,6 +24,8 @@ from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle, check_content
 from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.measures.gates import Gate
+from kvfuse.volume.measures.measures import Measures
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import DOTS
 from kvfuse.volume.names.opened import opened_by
@@ -32,8 +34,6 @@ from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.views.gates import Gate
-from kvfuse.volume.views.measures import Measures
 
 P = TypeVar("P")
 

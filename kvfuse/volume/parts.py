@@ -16,6 +16,7 @@ import trio
 from kvfuse import failing
 from kvfuse.errors import EngineError, innermost
 from kvfuse.options.config import Options
+from kvfuse.volume.blocks.blocks import Blocks
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.commit.refusals import Refusals
@@ -31,6 +32,10 @@ from kvfuse.volume.content.reader import OwnExtents, Reader
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.content.writer import Staging, Writer
+from kvfuse.volume.eviction.eviction import Evictor
+from kvfuse.volume.eviction.shared_clearing import SharedClearing
+from kvfuse.volume.eviction.shared_eviction import SharedEviction
+from kvfuse.volume.eviction.shared_sweeping import SharedSweeper
 from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.giving import Giving
 from kvfuse.volume.hosts.reports import Reports
@@ -38,25 +43,14 @@ from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.apply_first import ApplyFirst
-from kvfuse.volume.names.blocks import Blocks
 from kvfuse.volume.names.bulk_removal import BulkRemoval
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
-from kvfuse.volume.names.eviction import Evictor
-from kvfuse.volume.names.granting import Granting
-from kvfuse.volume.names.keeper import Keeper
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
-from kvfuse.volume.names.namespace_attributes import NamespaceAttributes
-from kvfuse.volume.names.namespace_news import NamespaceNews
-from kvfuse.volume.names.namespace_records import NamespaceRecords, OwnNamespaceRecords, SharedNamespaceRecords
 from kvfuse.volume.names.rewriting import Rewriter
-from kvfuse.volume.names.shared_clearing import SharedClearing
-from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.names.shared_lookup import SharedLookup
-from kvfuse.volume.names.shared_sweeping import SharedSweeper
 from kvfuse.volume.names.synced import Synced
-from kvfuse.volume.names.xattrs import Xattrs
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
 from kvfuse.volume.slots.space import Source, Space
@@ -64,6 +58,12 @@ from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.schema import Counts
+from kvfuse.volume.tenancy.granting import Granting
+from kvfuse.volume.tenancy.namespace_attributes import NamespaceAttributes
+from kvfuse.volume.tenancy.namespace_news import NamespaceNews
+from kvfuse.volume.tenancy.namespace_records import NamespaceRecords, OwnNamespaceRecords, SharedNamespaceRecords
+from kvfuse.volume.tenancy.namespaces import Keeper
+from kvfuse.volume.tenancy.xattrs import Xattrs
 
 HEADS_SECONDS = 30.0
 """for which an end waits for slot heads whose servers are late: longer than a cluster takes to name others"""

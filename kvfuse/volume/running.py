@@ -10,7 +10,8 @@ from functools import partial
 import trio
 
 from kvfuse import errors, failing
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.alive import RENEW_SECONDS
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.volume.check.scrub import Scrubber
 from kvfuse.volume.content.chunks import forget_lost
@@ -26,10 +27,9 @@ from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.views.alive import RENEW_SECONDS
+from kvfuse.volume.tier.tier import SharedTier
 from kvfuse.volume.views.handover import Handover
 from kvfuse.volume.views.ring_files import cut_ring_files, find_ring_files
-from kvfuse.volume.views.tier import SharedTier
 from kvfuse.volume.volume import Volume
 
 FINISH_ATTEMPTS = 3

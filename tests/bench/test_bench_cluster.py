@@ -128,6 +128,7 @@ def setting(servers: ClusterServers, short_path: Path) -> ClusterSetting:
     return ClusterSetting(short_path, short_path, round_count=1, scale=0.0, servers=servers)
 
 
+@pytest.mark.needs("ceph")
 @pytest.mark.root
 def test_a_ceph_file_system_is_shared_by_its_mounts(servers: ClusterServers, short_path: Path) -> None:
     conf_file = servers.ceph.conf_file
@@ -143,6 +144,7 @@ def test_a_ceph_file_system_is_shared_by_its_mounts(servers: ClusterServers, sho
         assert int(knob.read_text()) == READ_AHEAD // KIB
 
 
+@pytest.mark.needs("ceph")
 @pytest.mark.root
 @pytest.mark.parametrize("name", CLUSTER_BENCHES)
 def test_all_rows_are_measured(name: str, setting: ClusterSetting) -> None:
@@ -172,6 +174,7 @@ def test_all_rows_are_measured(name: str, setting: ClusterSetting) -> None:
         assert all(value.value >= 0 and len(value.rounds) == 1 for value in (figure.measured, *figure.others))
 
 
+@pytest.mark.needs("ceph")
 @pytest.mark.root
 def test_a_side_that_cannot_be_mounted_says_why(setting: ClusterSetting) -> None:
     setting.volumes.joinpath("wrong.conf").write_text("fsid = nothing\n")
@@ -185,6 +188,7 @@ def test_a_side_that_cannot_be_mounted_says_why(setting: ClusterSetting) -> None
 # -- the command ------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("ceph")
 @pytest.mark.root
 @pytest.mark.parametrize(("number", "begun"), [(signal.SIGINT, "/relaxed-a "), (signal.SIGTERM, "ceph-osd")])
 def test_a_signal_ends_everything(number: int, begun: str, servers: ClusterServers, short_path: Path) -> None:
@@ -200,6 +204,7 @@ def test_a_signal_ends_everything(number: int, begun: str, servers: ClusterServe
     assert left_behind(short_path) == []
 
 
+@pytest.mark.needs("ceph")
 @pytest.mark.root
 def test_the_command_writes_a_table_and_json(servers: ClusterServers, short_path: Path) -> None:
     words = ["--quick", "--rounds", "1", "--only", "absent", "--folder", str(short_path), "--output", str(short_path)]

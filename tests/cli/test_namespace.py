@@ -17,8 +17,8 @@ from mounting import PATIENCE_S, wait_until
 
 from kvfuse.cli import namespace
 from kvfuse.usrbio.client.block_store import BlockStore
-from kvfuse.volume.names import namespace_attributes
 from kvfuse.volume.namespaces.settings import Settings
+from kvfuse.volume.tenancy import namespace_attributes
 
 AS_NOBODY = """
 import os, sys

@@ -17,7 +17,7 @@ from places import SCRIPTS
 
 from kvfuse.cli import mounts
 
-STAMPED = "pyproject.toml", "kvfuse/_native.c", "kvfuse/_fusewire.c"
+STAMPED = "pyproject.toml", "kvfuse/native/_fusewire.c", "kvfuse/native/_native.c"
 """files of which scripts/lib.sh takes a checksum"""
 
 

@@ -17,6 +17,8 @@ from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.lmcache.config import PLUGIN, configuration, engine_config, server_flags
 
+pytestmark = pytest.mark.needs("lmcache")
+
 NAMES = [f"chunk {number}" for number in range(8)]
 
 

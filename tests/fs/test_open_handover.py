@@ -8,14 +8,15 @@ import stat
 from types import SimpleNamespace
 from typing import Any
 
+import inside
 import pyfuse3
 import pytest
 import trio
 from handover_lab import ROOT, WHO, Daemon, Mount
 
 from kvfuse.fs.handles import ROW_SIZE, HandleTable
-from kvfuse.fs.rows import COUNT_MIN
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
+from kvfuse.kept.rows import COUNT_MIN
 from kvfuse.volume.api import Caller
 from kvfuse.volume.names import open_before
 
@@ -63,7 +64,7 @@ async def test_open_files_are_read_and_written_on(shared: bool, autojump_clock: 
         assert await daemon.ask("read", reader, 0, 100) == b"before"
         assert await daemon.ask("write", fh, 6, b" and after") == 10
         assert await daemon.ask("read", reader, 0, 100) == b"before and after"
-        node = daemon.volume.parts.core.nodes.get(ino)
+        node = inside.nodes(daemon.volume).get(ino)
         assert node is not None
         assert (node.handles, node.writers) == (2, 1)
         await daemon.ask("release", fh)
@@ -362,7 +363,7 @@ async def test_nothing_is_missed_after_a_clean_end() -> None:
         await daemon.ask("write", gone, 0, b"bytes")
         await daemon.ask("unlink", ROOT, b"gone", WHO)
         await daemon.ask("release", gone)
-        await daemon.ask("forget", [(daemon.volume.parts.core.inodes.next() - 1, 1)])
+        await daemon.ask("forget", [(inside.core(daemon.volume).inodes.next() - 1, 1)])
     async with mount.daemon() as daemon:
         assert not daemon.handover.lost
         assert await daemon.ask("write", fh, 5, b"!") == 1
@@ -384,7 +385,7 @@ async def test_an_open_that_is_sent_again_leaves_no_handle_behind(shared: bool, 
         again = await daemon.open(ino, again=number)
         assert again != fh
         assert len(daemon.operations._open) == 2
-        node = daemon.volume.parts.core.nodes.get(ino)
+        node = inside.nodes(daemon.volume).get(ino)
         assert node is not None
         assert (node.handles, node.writers) == (2, 2)
         for one in (fh, again):
@@ -421,7 +422,7 @@ async def test_what_the_kernel_forgets_may_be_unknown() -> None:
     async with mount.daemon() as daemon:
         assert await daemon.lookup(b"file") == ino
         await daemon.ask("forget", [(ino, 3), (ino + 7, 5)])
-        assert not daemon.volume.parts.core.places.known(ino)
+        assert not inside.core(daemon.volume).places.known(ino)
         assert (await daemon.ask("getattr", ino, WHO)).st_ino == ino  # it is open
         await daemon.ask("release", fh)
 

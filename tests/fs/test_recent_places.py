@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfuse.fs.recent import COUNT, RecentPlaces
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
 
 
 def test_the_last_places_are_found_by_the_next_daemon() -> None:

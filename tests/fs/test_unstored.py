@@ -16,9 +16,9 @@ from handover_lab import ROOT, WHO, Daemon, Mount
 from pyfuse3 import FUSEError
 from volume_lab import MIB, Chaos, lab_options
 
+from kvfuse.kept import log as kept_log
+from kvfuse.kept.log import KeptLog
 from kvfuse.volume.api import DirEntry
-from kvfuse.volume.store import kept_log
-from kvfuse.volume.store.kept_log import KeptLog
 
 KIB = 1024
 MODES = 0o644, 0o600, 0o755

@@ -6,15 +6,16 @@ import errno
 import os
 from typing import Any, NoReturn
 
+import inside
 import pyfuse3
 import pytest
 from handover_lab import ROOT, WHO, Daemon, Mount
 from volume_lab import MIB, lab_options
 
 from kvfuse import failing
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept import log as kept_log
+from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.volume.names.restoring import FAILED, NAME, Restorer
-from kvfuse.volume.store import kept_log
 
 KIB = 1024
 
@@ -181,16 +182,16 @@ async def test_slots_of_files_that_nobody_has_are_free() -> None:
     """Of files without names whose handles are closed by the time."""
     mount = Mount(lab_options(capacity=16 * MIB, chunk=64 * KIB))
     async with mount.daemon() as daemon:
-        before = daemon.volume.parts.core.slabs.used_bytes
+        before = inside.slabs(daemon.volume).used_bytes
         fh, _ = await daemon.create(b"file")
         for number in range(20):
             await daemon.ask("write", fh, number * 64 * KIB, os.urandom(64 * KIB))
-        await daemon.volume.parts.journal.flusher.settled()
+        await inside.journal(daemon.volume).flusher.settled()
         await daemon.ask("unlink", ROOT, b"file", WHO)
         mount.kill()
     mount.keeper.drop("fuse/handles")
     async with mount.daemon() as daemon:
-        assert daemon.volume.parts.core.slabs.used_bytes == before
+        assert inside.slabs(daemon.volume).used_bytes == before
     await mount.check()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
+import inside
 import numpy as np
 from volume_lab import CALLER, MIB
 
 from kvfuse.errors import NotFound
 from kvfuse.volume.api import ROOT_INODE, Binding
-from kvfuse.volume.views.tier import ReadClass, TierBlock
+from kvfuse.volume.tier.tier import ReadClass, TierBlock
 from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10
@@ -22,7 +23,7 @@ async def put(volume: Volume, name: bytes, data: bytes, directory: int = ROOT_IN
 
 async def put_shared(volume: Volume, name: bytes, data: bytes, readers: ReadClass = READERS) -> TierBlock:
     """Put from a block of the tier."""
-    block = volume.parts.core.tier.allocate(len(data), readers)
+    block = inside.tier(volume).allocate(len(data), readers)
     assert block is not None
     block.buffer[:] = np.frombuffer(data, np.uint8)
     await volume.blocks.put(readers.directory, name, block, CALLER, 0o644)

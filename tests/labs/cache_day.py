@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -25,10 +26,10 @@ from kvfuse.errors import EngineError, InvalidArgument, NoSpace, NotFound, Stale
 from kvfuse.policy import ADMISSIONS, POLICIES
 from kvfuse.volume.api import Handle
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.views import clock
 from kvfuse.volume.volume import Volume
 
@@ -149,7 +150,7 @@ class Day(Blocks):
     def check_age(self, place: Place, version: int) -> None:
         """A version that somebody was shown just now is not beyond its time to live."""
         assert self.volume is not None
-        namespaces, now = self.volume.parts.core.namespaces, trio.current_time()
+        namespaces, now = inside.namespaces(self.volume), trio.current_time()
         found, stored = namespaces.all.get(place[0]), self.at(place).stored_at.get(version, now)
         if found is not None and found.settings.is_cache and found.settings.ttl:
             ends = max(stored + found.settings.ttl, self.changed_at.get(place[0], 0), self.opened_at.get(place, 0))
@@ -195,7 +196,7 @@ class DayActor(CacheActor):
 
     def refused(self, place: Place) -> None:
         """Only a quota that is too small for a block, beside those of files that are open, is a reason."""
-        accounts = self.volume.parts.core.namespaces.accounts
+        accounts = inside.namespaces(self.volume).accounts
         chain = [accounts.all[number] for number in accounts.chain(place[0])]
         self.blocks.refused += 1
         is_tight = [

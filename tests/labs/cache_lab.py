@@ -6,6 +6,7 @@ import math
 import os
 from typing import Any
 
+import inside
 from volume_lab import CALLER, MIB, Disk, check, lab_options
 
 from kvfuse.volume.api import ROOT_INODE
@@ -60,5 +61,5 @@ async def fill(volume: Volume, start: int, count: int) -> list[bytes]:
 
 
 async def evict(volume: Volume, size: int = MIB) -> bool:
-    (evictor,) = volume.parts.space.evictors
+    (evictor,) = inside.space(volume).evictors
     return await evictor.make_room(math.inf, None)

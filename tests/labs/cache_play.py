@@ -12,6 +12,7 @@ import stat
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import inside
 import trio
 from map_reading import map_read
 from namespace_lab import make_namespace
@@ -224,9 +225,9 @@ class CacheActor(Actor):
         if binding is None or not binding.valid:
             return None
         try:
-            node = self.volume.parts.core.nodes.get(binding.ino)
+            node = inside.nodes(self.volume).get(binding.ino)
             if node is not None:
-                await self.volume.parts.mapper.show(node, 0, max(0, (node.size - 1) // node.chunk_size))
+                await inside.mapper(self.volume).show(node, 0, max(0, (node.size - 1) // node.chunk_size))
         except Stale:
             return None
         found = map_read(binding.map, 0, 1 << 30)
@@ -283,7 +284,7 @@ class CacheActor(Actor):
 
 def check_space(volume: Volume) -> None:
     """Nothing has more than it may have."""
-    space, core = volume.space(), volume.parts.core
+    space, core = volume.space(), inside.core(volume)
     assert 0 <= space.free <= space.size
     assert core.slabs.free_bytes + core.slabs.pending_bytes <= core.geometry.data_size
     assert core.file_count > 0
@@ -315,7 +316,7 @@ def make_cache(disk: Disk, rng: random.Random) -> None:
 async def check_books(disk: Disk, volume: Volume) -> None:
     """At rest: the books of caches have all their files, and nothing else."""
     await volume.sync()
-    caches, records = volume.parts.core.caches, disk.records
+    caches, records = inside.caches(volume), disk.records
     names: dict[int, dict[int, bytes]] = {number: {} for number in caches}
     for key, row in records.items():
         if key[:1] == b"d":

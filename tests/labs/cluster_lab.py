@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from rings import require_lab
 
 from kvfuse.cluster.ceph import PROGRAMS, CephServers, CephSettings
 from kvfuse.cluster.etcd import EtcdServers, EtcdSettings
@@ -37,6 +38,8 @@ would only be waited for."""
 _DRAWS = random.Random(f"engine {os.environ.get('KVFUSE_TEST_SEED')}")
 DRAWN = os.environ.get("KVFUSE_TEST_ENGINE") or _DRAWS.choice(["rados", "block"])
 """Which of these engines of segments has its turn in this run, where a test is long; KVFUSE_TEST_ENGINE names one."""
+BYTES_OF_HOSTS = ("file", pytest.param("block", marks=pytest.mark.ring(3)), "rados")
+"""Where the bytes of volumes are that several hosts mount: for them engines make no difference but in the lab."""
 
 
 _Servers = TypeVar("_Servers", EtcdServers, CephServers)
@@ -103,6 +106,7 @@ def _need_etcd() -> None:
 
 
 def _need_ceph() -> None:
+    require_lab("ceph")
     if any(shutil.which(program) is None for program in PROGRAMS):
         pytest.skip("needs Ceph: apt-get install ceph-mon ceph-osd ceph-common")
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import inside
 import msgspec
 import pytest
 import trio
@@ -41,7 +42,7 @@ async def with_tier(disk: Disk, options: Options, client: int = 1) -> AsyncItera
 
 
 def tier_of(volume: Volume) -> DiskTier:
-    tier = volume.parts.core.disk
+    tier = inside.core(volume).disk
     assert tier is not None
     return tier
 
@@ -57,7 +58,7 @@ async def filled(volume: Volume) -> None:
 
 
 def engine_reads(volume: Volume) -> int:
-    return volume.parts.core.segments.counters.reads
+    return inside.segments(volume).counters.reads
 
 
 def segment_files(volume: Volume) -> Sequence[Path]:

@@ -7,6 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from rings import require_lab
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def engine_python(engine: str) -> str:
 
     KVFUSE_TEST_VLLM=0.28.0 (and so on) in the environment tests an adapter with an older version.
     """
+    require_lab(engine)
     version = os.environ.get("KVFUSE_TEST_" + engine.upper().replace("-", "_"))
     command = [ROOT / "scripts" / "engine-env", engine, *([version] if version else [])]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()

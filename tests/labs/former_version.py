@@ -40,7 +40,7 @@ def former_tree(folder: Path) -> Path:
         pytest.skip(f"no history to make a former version of: {getattr(error, 'stderr', error)!r}")
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         packed.extractall(tree, filter="data")
-    for source in (tree / "kvfuse").glob("_*.c"):
+    for source in (tree / "kvfuse").rglob("_*.c"):
         _build(source)
     init = tree / "kvfuse" / "__init__.py"
     init.write_text(re.sub(r'__version__ = ".*"', f'__version__ = "{VERSION}"', init.read_text()))
@@ -50,8 +50,8 @@ def former_tree(folder: Path) -> Path:
 def _build(source: Path) -> None:
     """The module of a source in C: the present one if that is the same, else a new one."""
     name = source.with_suffix(sysconfig.get_config_var("EXT_SUFFIX")).name
-    ours = ROOT / "kvfuse" / name
-    if ours.exists() and (ROOT / "kvfuse" / source.name).read_bytes() == source.read_bytes():
+    ours = ROOT / "kvfuse" / "native" / name
+    if ours.exists() and ours.with_name(source.name).read_bytes() == source.read_bytes():
         shutil.copy(ours, source.parent)
         return
     flags = ["-shared", "-fPIC", "-O2", "-std=c11", *(f"-I{path}" for path in INCLUDES)]

@@ -24,8 +24,8 @@ from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments, check, count_
 from kvfuse.fs.handover import KeptHandover
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.virtual import VirtualFolder
-from kvfuse.fusewire import DIRECT, NO_FLUSH
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
+from kvfuse.native.fusewire import DIRECT, NO_FLUSH
 from kvfuse.options.options import Options
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.running import run_volume

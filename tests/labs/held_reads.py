@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import inside
 import pytest
 import trio
 
@@ -24,8 +25,8 @@ class HeldReads:
         """of transfers with a gate of their own, by number"""
         self.failing: set[int] = set()
         """numbers of transfers that fail"""
-        self._read = volume.parts.core.segments.read
-        monkeypatch.setattr(volume.parts.core.segments, "read", self.read)
+        self._read = inside.segments(volume).read
+        monkeypatch.setattr(inside.segments(volume), "read", self.read)
 
     async def read(self, batch: Sequence[Transfer]) -> None:
         number = len(self.begun)

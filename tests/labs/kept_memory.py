@@ -6,8 +6,8 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from kvfuse.keeper import MemoryKeeper
-from kvfuse.volume.views.tier import SharedTier
+from kvfuse.kept.keeper import MemoryKeeper
+from kvfuse.volume.tier.tier import SharedTier
 
 
 def after_kill(keeper: MemoryKeeper) -> MemoryKeeper:

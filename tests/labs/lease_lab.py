@@ -17,7 +17,7 @@ import trio
 from volume_lab import MIB, Chaos, Disk, MemoryRecords, MemorySegments
 
 from kvfuse.errors import EngineError, EngineTimeout, NoSpace
-from kvfuse.keeper import NO_KEEPER
+from kvfuse.kept.keeper import NO_KEEPER
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.volume.commit.committer import Changes, Committer, Sequence
@@ -35,7 +35,7 @@ from kvfuse.volume.store.member import FencedRecords, Member, Standing
 from kvfuse.volume.store.numbers import SharedNumberRange
 from kvfuse.volume.store.schema import MemberRecord
 from kvfuse.volume.store.transaction import Transaction
-from kvfuse.volume.views.tier import SharedTier
+from kvfuse.volume.tier.tier import SharedTier
 
 LEASE = 10.0
 DEADLINE = 3.0

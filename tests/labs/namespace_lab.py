@@ -11,10 +11,10 @@ from typing import Any
 from volume_lab import CALLER, Disk
 
 from kvfuse.remote.records.api import Versioned
-from kvfuse.volume.names.namespace_attributes import NAMESPACE
 from kvfuse.volume.namespaces.settings import ROOT, decode_settings
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
+from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
 

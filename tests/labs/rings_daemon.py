@@ -17,7 +17,7 @@ import trio
 from door_daemon import main
 from mounting import KvfuseMount, wait_until
 
-from kvfuse.keeper import Keeper, MemoryKeeper
+from kvfuse.kept.keeper import Keeper, MemoryKeeper
 from kvfuse.usrbio.daemon import listener as rings
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import inside
 import pytest
 import trio
 from cache_play import Place, content
@@ -28,11 +29,11 @@ from volume_lab import CALLER, MIB, Chaos, Disk
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.names.namespace_attributes import CLEAR
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.settings import decode_settings
 from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
+from kvfuse.volume.tenancy.namespace_attributes import CLEAR
 from kvfuse.volume.volume import Volume
 
 NAME_COUNT = 12
@@ -195,7 +196,7 @@ class QuotaWatch:
 
     def _accounts(self) -> dict[int, Accounts]:
         """Client -> what it has in memory. One that leaves gives its use to nobody, so its records count."""
-        cores = [host.volume.parts.core for host in self.hosts if host.volume is not None and not host.is_leaving]
+        cores = [inside.core(host.volume) for host in self.hosts if host.volume is not None and not host.is_leaving]
         alive = {core.client: core.namespaces.accounts for core in cores}
         self.clients |= alive.keys()
         return {client: of for client, of in alive.items() if schema.member_key(client) in self.disk.records}
@@ -247,7 +248,7 @@ class Host:
 
     @property
     def client(self) -> int:
-        return self.here.parts.core.client
+        return inside.client(self.here)
 
     # -- lives ---------------------------------------------------------------------------------------
 
@@ -406,7 +407,7 @@ class Host:
     # -- operators -----------------------------------------------------------------------------------
 
     def bound_of(self, number: int) -> int:
-        return self.here.parts.core.namespaces.cleared.bounds.get(number, 0)
+        return inside.namespaces(self.here).cleared.bounds.get(number, 0)
 
     async def clear(self, number: int) -> None:
         before = self.model.settled_in(number)

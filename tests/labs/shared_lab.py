@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
+import inside
 import trio
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options
 
 from kvfuse import errors
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
@@ -84,7 +85,7 @@ async def joined(
                 finally:
                     if chaos.killed:
                         with trio.CancelScope(shield=True):
-                            await volume.parts.life.end()
+                            await inside.life(volume).end()
         finally:
             with trio.CancelScope(shield=True):
                 for member in members[-1:]:  # there is none where joining was cancelled

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+import inside
 import trio
 from namespace_lab import count_uses, recorded_uses, with_inner
 from records_audit import Audit
@@ -17,8 +18,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.names.namespace_attributes import NAMESPACE
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
 NAMES = (b"a", b"b", b"c", b"d")
@@ -141,7 +142,7 @@ class Walk:
     async def forget(self, parent: int, name: bytes) -> None:
         """As a kernel that is short of memory."""
         held = {handle.node.ino for handle in self.handles}
-        for ino, _, _ in list(self.volume.parts.core.places):
+        for ino, _, _ in list(inside.core(self.volume).places):
             if ino not in held and self.rng.random() < 0.8:
                 self.volume.tree.forget(ino, EVERY_TIME)
 
@@ -222,11 +223,11 @@ def _look_at_uses(disk: Disk, audit: Audit, puts: Mapping[bytes, bytes], deletes
 async def _know_their_uses(disk: Disk, all_volumes: Sequence[Volume]) -> bool:
     """What each host has in memory of namespaces is what is there."""
     for volume in all_volumes:
-        volume.parts.names.nameless.reap_unnamed()  # slots of files that others removed, as who has no room does
+        inside.names(volume).nameless.reap_unnamed()  # slots of files that others removed, as who has no room does
         await volume.sync()
     whole = with_inner(disk, count_uses(disk))
     for volume in all_volumes:
-        accounts = volume.parts.core.namespaces.accounts
+        accounts = inside.namespaces(volume).accounts
         found = {number: accounts.use_of_hosts(number) for number in accounts.all}
         if {number: use for number, use in found.items() if any(use)} != {
             number: Use(use.size, use.files) for number, use in whole.items()

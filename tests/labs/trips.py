@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import sys
 import tempfile
 import threading
@@ -17,19 +18,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import inside
 import trio.testing
+from linked_volumes import linked_volumes
 from ring_trips import RingClient, ring_client
+from shared_lab import hosts, quiet
+from soft_rdma import SoftNetwork
+from volume_lab import Chaos
 
 import kvfuse
 from kvfuse.errors import NotFound
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import ROOT_INODE, Caller
+from kvfuse.volume.eviction.eviction import Evictor
 from kvfuse.volume.opening.format import format_volume
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
 
 SIZE = 64 << 10
+EVICTED = 128
+"""blocks that are evicted together"""
 CALLER = Caller(0, 0)
 PACKAGE = str(Path(kvfuse.__file__).parent) + "/"
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -87,7 +96,7 @@ async def store(volume: Volume, name: bytes, block: bytes) -> None:
     with suppress(NotFound):
         await volume.tree.lookup(ROOT_INODE, name)
     await volume.tree.rename(ROOT_INODE, temporary, ROOT_INODE, name, 0)
-    await volume.parts.journal.commit()
+    await inside.journal(volume).commit()
     volume.tree.forget(made.ino, 1)
 
 
@@ -117,7 +126,7 @@ async def put_by_ring(client: RingClient, volume: Volume, name: bytes) -> Trip:
     with traced() as calls:
         await trio.testing.wait_all_tasks_blocked()
     assert await client.result() == SIZE
-    await volume.parts.journal.commit()
+    await inside.journal(volume).commit()
     return Trip.of(calls)
 
 
@@ -156,7 +165,56 @@ async def trips() -> dict[str, Trip]:
                 assert await client.result() == SIZE
                 found["ring GET"] = await shortest(lambda number: get_by_ring(client))
                 found["ring PUT"] = await shortest(lambda number: put_by_ring(client, volume, b"put-%d" % number))
+            found["eviction of 128"] = await eviction(volume, block)
             return found
+
+
+async def eviction(volume: Volume, block: bytes) -> Trip:
+    """Of blocks of a cache in a folder, which are evicted together, and the commit."""
+    made = await volume.tree.make_directory(ROOT_INODE, b"cache", 0o755, CALLER)
+    await inside.xattrs(volume).namespaces.keeper.create(made, {"kind": "cache", "admission": "all"}, None)
+    for number in range(EVICTED):
+        await volume.blocks.put(made.ino, b"evicted-%d" % number, memoryview(block), CALLER, 0o644)
+    await inside.journal(volume).commit()
+
+    (evictor,) = inside.space(volume).evictors
+    assert isinstance(evictor, Evictor)
+
+    async def evict() -> None:
+        assert await evictor.evict_some(EVICTED * SIZE)
+        await inside.journal(volume).commit()
+
+    return await by_files(evict())
+
+
+async def shared_trips() -> dict[str, Trip]:
+    """Of two hosts, both sides together: engines answer at once, and time is the test's."""
+    found = {}
+    for mode in ("relaxed", "strict"):
+        rng, chaos = random.Random(7), [Chaos(random.Random(number)) for number in range(2)]
+        async with hosts(rng, 2, chaos, capacity=64 << 20, strict=mode == "strict") as volumes:
+
+            async def one(number: int, volumes: list[Volume] = volumes) -> Trip:
+                async def work() -> None:
+                    await store(volumes[0], b"block-%d" % number, bytes(SIZE))
+                    await quiet(*volumes)
+
+                return await by_files(work())
+
+            await one(-1)
+            found[f"shared store, {mode}"] = await shortest(one)
+    async with linked_volumes(random.Random(7), SoftNetwork()) as pair:
+
+        async def peer_read(number: int) -> Trip:
+            names = [b"block-%d" % number]
+            await pair.put(names, SIZE, random.Random(number))
+            with traced() as calls:
+                assert await pair.bring(names) == [True]
+            return Trip.of(calls)
+
+        await peer_read(-1)
+        found["read from a peer"] = await shortest(peer_read)
+    return found
 
 
 def table(found: dict[str, Trip]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from places import LABS, ROOT
+from rings import require_lab
 
 # Without plugins and fixtures that these tests do not need: to import them takes long there.
 WORDS = (
@@ -40,6 +41,7 @@ def run_in_machine(limit: float, *files: str, plugins: Sequence[str] = (), chose
 
     ``plugins``: modules of tests/labs in which pytest finds fixtures. ``chosen``: which tests, as ``-k`` takes it.
     """
+    require_lab("qemu")
     if reason := reason_against():
         pytest.skip(reason)
     words = [word for plugin in plugins for word in ("-p", plugin)]

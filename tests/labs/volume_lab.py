@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import inside
 import numpy as np
 import numpy.typing as npt
 import trio
 from kept_memory import free
 
 from kvfuse.errors import EngineError, EngineTimeout
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.records.api import (
@@ -572,7 +573,7 @@ async def opened(
         try:
             yield volume
         finally:
-            tier = volume.parts.core.tier
+            tier = inside.tier(volume)
     free(tier)
 
 

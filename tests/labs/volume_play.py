@@ -14,6 +14,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
+import inside
 import numpy as np
 import trio
 import trio.testing
@@ -141,7 +142,7 @@ class Publisher(Actor):
     async def change(self, work: Awaitable[object], *places: tuple[int, bytes], settles: bool = True) -> bool:
         """Do what ``history`` says of ``places`` already. When an engine fails it may have been done or not."""
         if await self.tolerant(work):
-            if self.volume.parts.core.strict and settles:
+            if inside.core(self.volume).strict and settles:
                 self.settled(*places)
             return True
         for place in places:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -51,7 +52,7 @@ class Host:
 
         async def fill(place: int) -> None:
             await trio.sleep(self.delays.get(wanted[place].ino, 0.0))
-            _, view = Nearby(self.volume.parts.core).resident(wanted[place])
+            _, view = Nearby(inside.core(self.volume)).resident(wanted[place])
             assert view is not None
             targets[place][:] = view
             found[place] = True
@@ -115,7 +116,7 @@ async def test_how_long_a_batch_waits(
 ) -> None:  # fmt: skip
     async with hosts(rng, 2, [Chaos(random.Random(rng.random())) for _ in range(2)]) as (one, two):
         _, inodes = await blocks_of(one, two, rng)
-        speed = two.parts.core.reads.speeds.remote
+        speed = inside.core(two).reads.speeds.remote
         for _ in range(1000):
             speed.note(len(NAMES) * SIZE, engine_seconds)
         two.connect(Host(one, dict.fromkeys(inodes.values(), EVER), usual=host_seconds))

@@ -20,9 +20,9 @@ from kvfuse.peer.queue_pair import join
 from kvfuse.peer.rdma import span_of
 from kvfuse.peer.verbs import PIECE, Part
 from kvfuse.peer.wire import ANSWER, Rows, WireError
-from kvfuse.volume.views.arenas import ReadClass
+from kvfuse.volume.tier.arenas import ReadClass
+from kvfuse.volume.tier.tier import SharedTier
 from kvfuse.volume.views.neighbours import Answer
-from kvfuse.volume.views.tier import SharedTier
 
 
 def cut(rng: random.Random, start: int, size: int) -> list[Part]:

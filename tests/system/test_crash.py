@@ -26,6 +26,8 @@ from places import LABS
 from posix_calls import opened
 from scale import scaled
 
+pytestmark = pytest.mark.ring(3)
+
 ROUNDS = int(os.environ.get("KVFUSE_CRASH_ROUNDS", scaled(16)))
 WORDS = ("volume.capacity=256MiB", "volume.segment_size=64MiB", "cache.staging_size=24MiB")
 CLIENT = LABS / "crash_client.py"

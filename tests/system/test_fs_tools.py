@@ -17,6 +17,7 @@ def needs(tool: str) -> pytest.MarkDecorator:
 
 
 pytestmark = [
+    pytest.mark.ring(3),
     pytest.mark.engines("lmdb+file", "etcd+rados"),  # bytes go the same way in both publishing modes
 ]
 

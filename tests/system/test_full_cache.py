@@ -68,7 +68,7 @@ def put_blocks(mount: KvfuseMount, paths: list[Path], size: int) -> None:
             store.put(path.name, np.frombuffer(block_bytes(path, size), np.uint8))
 
 
-@pytest.mark.slow
+@pytest.mark.ring(3)
 @pytest.mark.parametrize(
     "write",
     [

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import trio
-from cluster_lab import DRAWN, MEMORY
+from cluster_lab import BYTES_OF_HOSTS, MEMORY
 from killer import serving_of
 from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, stopped, wait_until
@@ -28,7 +28,7 @@ from kvfuse.options import config
 from kvfuse.volume.opening import engines
 from kvfuse.volume.store import schema
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]  # one kill beside another host is in test_outlive_shared.py
 
 WORDS = "outlive=true", "publish=strict", "records.deadline=5"
 KILLS = 3
@@ -96,7 +96,7 @@ def noticed(mounts: list[KvfuseMount]) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["file", DRAWN])
+@pytest.mark.parametrize("engine", BYTES_OF_HOSTS)
 def test_neither_host_notices_kills(
     engine: str, request: pytest.FixtureRequest, etcd_alone: EtcdServers, tmp_path: Path, seed: int
 ) -> None:

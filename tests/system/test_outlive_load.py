@@ -22,6 +22,8 @@ from mounting import PATIENCE_S, KvfuseMount, temporary_mount, wait_until
 from places import LABS
 from scale import scaled
 
+pytestmark = pytest.mark.ring(3)
+
 WORDS = ("outlive=true", "publish=strict", "volume.capacity=1GiB", "volume.segment_size=64MiB")
 KINDS = os.environ.get("KVFUSE_TEST_KINDS", "stores,appends,pages,names,rings,clients").split(",")
 """of load, at once: a variable, as one alone is easier to look into"""

@@ -19,6 +19,8 @@ from interruptions import KINDS, run_beside
 from mounting import KvfuseMount, temporary_mount
 from scale import scaled
 
+pytestmark = pytest.mark.ring(3)
+
 WORDS = ("outlive", "standby", "volume.capacity=2GiB", "volume.segment_size=64MiB")
 ROUNDS = 3
 """kills, or upgrades, that each program sees at least"""

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ring(3)
+
 POSIX = Path(__file__).parents[1] / "posix"
 MODULES = ["create", "rename", "links", "unlink", "kinds", "xattrs", "io", "mmap", "truncate", "times"]
 KILLS_MIN = 3

@@ -70,7 +70,7 @@ def lab(request: pytest.FixtureRequest, own_etcd: EtcdServers, seed: int) -> Ite
         yield made
 
 
-@pytest.mark.slow
+@pytest.mark.needs("ceph")  # in half of the runs
 @pytest.mark.timeout(3 * SECONDS + 300)
 def test_what_was_seen_under_a_random_schedule_is_true(lab: Lab, seed: int) -> None:
     steps = draw(seed, SECONDS, MOUNTS, devices=bool(lab.devices))

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cluster_lab import DRAWN, MEMORY
+from cluster_lab import BYTES_OF_HOSTS, MEMORY
 from filling import KIB, MIB, block_bytes, free_bytes, total_bytes
 from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
@@ -35,7 +35,7 @@ BLOCK = 256 * KIB
 Mounts = tuple[KvfuseMount, KvfuseMount]
 
 
-@pytest.fixture(params=["file", DRAWN])
+@pytest.fixture(params=BYTES_OF_HOSTS)
 def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[Mounts]:
     """A cache as two hosts have it mounted. At the end both are unmounted, and it must be clean."""
     ceph = request.getfixturevalue("ceph") if request.param == "rados" else None
@@ -98,7 +98,7 @@ def statistics(mount: KvfuseMount) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.ring(3)
 def test_two_hosts_store_twice_what_fits(mounts: Mounts) -> None:
     count = CAPACITY // BLOCK
     is_over = threading.Event()

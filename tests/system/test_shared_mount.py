@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from cluster_lab import DRAWN, create_ceph_user, create_etcd_user, etcd_cluster
+from cluster_lab import BYTES_OF_HOSTS, create_ceph_user, create_etcd_user, etcd_cluster
 from mounting import KVFUSE, KvfuseMount, shared_conf, stopped, temporary_mount, wait_until
 
 from kvfuse.cluster.ceph import CephServers
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.root
 SIZES = (0, 1, 4096, 70_001, 1 << 20, 9 << 20)
 
 
-@pytest.fixture(params=["file", DRAWN])
+@pytest.fixture(params=BYTES_OF_HOSTS)
 def conf(request: pytest.FixtureRequest, etcd: EtcdServers, tmp_path: Path) -> Path:
     """The mount.conf of a volume of the test's own; the parameter says where its bytes are."""
     ceph = request.getfixturevalue("ceph") if request.param == "rados" else None

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cluster_lab import MEMORY
+from cluster_lab import BYTES_OF_HOSTS, MEMORY
 from loop_lab import loop_devices
 from mounting import KvfuseMount, conf_elsewhere, shared_conf, wait_until
 
@@ -30,7 +30,7 @@ NAMES = 500
 """made by both mounts in one folder"""
 
 
-@pytest.fixture(scope="module", params=["file", "rados", "block"])
+@pytest.fixture(scope="module", params=BYTES_OF_HOSTS)
 def mounts(request: pytest.FixtureRequest, etcd: EtcdServers) -> Iterator[tuple[KvfuseMount, KvfuseMount]]:
     """The volume as two hosts have it mounted. At the end both are unmounted, and it must be clean."""
     ceph = request.getfixturevalue("ceph") if request.param == "rados" else None

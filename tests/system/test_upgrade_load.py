@@ -20,7 +20,7 @@ from upgrading import holder_says, other_python, refused, upgrade
 import kvfuse
 from kvfuse.cluster.etcd import EtcdServers
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]
 
 WORDS = ("outlive=true", "publish=strict", "volume.capacity=1GiB", "volume.segment_size=64MiB")
 KINDS = ("stores", "names", "appends", "pages", "rings")

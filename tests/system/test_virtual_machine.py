@@ -12,7 +12,7 @@ from vm_tests import run_in_machine
 LIMIT = 1500
 """seconds for each; it takes a fifth of that where nothing else runs"""
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(LIMIT + 20)]
+pytestmark = [pytest.mark.root, pytest.mark.needs("qemu"), pytest.mark.timeout(LIMIT + 20)]
 
 
 def test_rdma() -> None:

@@ -22,7 +22,7 @@ from kvfuse import errors
 from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.registry import UNCHECKED, Group, Namespace
 from kvfuse.volume.api import Attributes, Binding, RingApi
-from kvfuse.volume.views.gates import ENDED, Gate, fits, is_token
+from kvfuse.volume.measures.gates import ENDED, Gate, fits, is_token
 
 TOKENS_MAX = 16
 """of one connection"""

@@ -23,7 +23,7 @@ import msgspec
 import trio
 
 from kvfuse import errors
-from kvfuse.keeper import Kept
+from kvfuse.kept.keeper import Kept
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, TURN_COST
 from kvfuse.usrbio.daemon.charges import Charge
 from kvfuse.usrbio.daemon.client_memory import map_memory
@@ -39,8 +39,8 @@ from kvfuse.usrbio.daemon.registry import Namespace, OpenFile, Remembered
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, Layout, Message, Request
 from kvfuse.volume.api import RingApi
+from kvfuse.volume.tier.tier import TierBlock
 from kvfuse.volume.views.ring_files import KeptFile
-from kvfuse.volume.views.tier import TierBlock
 
 log = logging.getLogger(__name__)
 

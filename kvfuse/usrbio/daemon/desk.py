@@ -20,8 +20,8 @@ import trio
 
 from kvfuse.usrbio.daemon.call import Call, Ring
 from kvfuse.usrbio.protocol.wire import MANY_KEY_OPS, Flag, Op
-from kvfuse.volume.views.fair_line import Kind, PriorityLine
-from kvfuse.volume.views.measures import Measures
+from kvfuse.volume.measures.fair_line import Kind, PriorityLine
+from kvfuse.volume.measures.measures import Measures
 
 PASS_COST = 16.0
 """Calls that are started in one pass of the event loop, about: a millisecond"""

@@ -50,8 +50,8 @@ from kvfuse.usrbio.protocol.wire import (
     Priority,
     unpack_keys,
 )
+from kvfuse.volume.measures.measures import Histogram
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.views.measures import Histogram
 
 T = TypeVar("T")
 

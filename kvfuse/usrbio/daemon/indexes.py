@@ -1,4 +1,4 @@
-"""Indexes of resident blocks that one connection has mapped (`volume/views/resident`)."""
+"""Indexes of resident blocks that one connection has mapped (`volume/tier/resident`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvfuse.usrbio.daemon.accounts import Account
 from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.volume.api import RingApi
-from kvfuse.volume.views.resident import Touches
-from kvfuse.volume.views.tier import ReadClass
+from kvfuse.volume.tier.resident import Touches
+from kvfuse.volume.tier.tier import ReadClass
 
 INDEXES_MAX = 64
 """of one connection"""

@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from kvfuse.keeper import Keeper, Kept
+from kvfuse.kept.keeper import Keeper, Kept
 from kvfuse.usrbio.daemon.peer import Peer, Powers
 from kvfuse.usrbio.protocol.wire import PAGE, VERSION
+from kvfuse.volume.tier.tier import SharedTier, TierBlock
 from kvfuse.volume.views.ring_files import PREFIX, KeptFile
-from kvfuse.volume.views.tier import SharedTier, TierBlock
 
 log = logging.getLogger(__name__)
 

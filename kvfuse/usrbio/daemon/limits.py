@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.accounts import Accounts
 from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import trio
 
 from kvfuse import errors, failing
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon import adoption
 from kvfuse.usrbio.daemon.accounts import Account

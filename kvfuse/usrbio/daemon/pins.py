@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from kvfuse.usrbio.daemon.keeping import Keeping
-from kvfuse.volume.views.arenas import Arena
-from kvfuse.volume.views.tier import ARENAS_MAX, TierBlock
+from kvfuse.volume.tier.arenas import Arena
+from kvfuse.volume.tier.tier import ARENAS_MAX, TierBlock
 
 PART = 0.75
 """of the tier that others leave: so much of it one user may hold"""

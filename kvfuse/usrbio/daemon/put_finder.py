@@ -8,7 +8,7 @@ import numpy as np
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
 from kvfuse.keys import KEY_SIZE_MAX, file_names
-from kvfuse.rowcopier import copy_rows
+from kvfuse.native.rowcopier import copy_rows
 from kvfuse.usrbio.daemon.call import Entry, Ring
 from kvfuse.usrbio.daemon.client_memory import Bytes, Iov
 from kvfuse.usrbio.daemon.columns import TIMEOUT_US_MAX, as_words
@@ -17,7 +17,7 @@ from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Namespace
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Priority
-from kvfuse.volume.views.tier import TierBlock
+from kvfuse.volume.tier.tier import TierBlock
 
 PUTS_SIZE = 4 << 20
 """Bytes of puts that are passed on together: to begin with the first ones wins more than to do all at once."""

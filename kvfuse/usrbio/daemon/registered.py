@@ -23,7 +23,7 @@ from kvfuse.usrbio.daemon.pins import Pins
 from kvfuse.usrbio.daemon.put_batches import PutBatch
 from kvfuse.usrbio.daemon.registry import Namespace, Table
 from kvfuse.usrbio.daemon.write_batches import Batch
-from kvfuse.volume.views.tier import ReadClass, TierBlock
+from kvfuse.volume.tier.tier import ReadClass, TierBlock
 
 log = logging.getLogger(__name__)
 

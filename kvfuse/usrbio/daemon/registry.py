@@ -21,11 +21,11 @@ from kvfuse.usrbio.daemon.accounts import Account, Limit
 from kvfuse.usrbio.daemon.keeping import Keeping
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.api import Binding
+from kvfuse.volume.measures.gates import Gates
+from kvfuse.volume.measures.measures import Measures
+from kvfuse.volume.measures.uses import Uses
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.views.gates import Gates
-from kvfuse.volume.views.measures import Measures
-from kvfuse.volume.views.uses import Uses
 
 TMPFS_MAGIC = 0x01021994
 """the type of tmpfs, and of memfds, in statfs(2)"""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errnos import errno_of
-from kvfuse.rowwriter import write_rows
+from kvfuse.native.rowwriter import write_rows
 from kvfuse.usrbio.daemon.call import Call, Ring
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import Iov

@@ -2,7 +2,7 @@
 
 Such a block is used if the file's record, as it is now, says that these are its bytes: each of its extents is sealed,
 and its checksums are those of the bytes in the block; where it is compressed, its slot is the one that the block's row
-names (`views/arena_rows`), and the row's checksum is that of the bytes. So it does not matter what the daemon before
+names (`tier/arena_rows`), and the row's checksum is that of the bytes. So it does not matter what the daemon before
 this one was doing when it was killed, nor what other hosts did to the file since. And the file has to have the readers
 that the arena has. Else the block is dropped.
 """
@@ -20,8 +20,8 @@ from kvfuse.checksum import crc32c, granule_checksums
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.views.arena_rows import packed_token
-from kvfuse.volume.views.tier import ReadClass, TierBlock
+from kvfuse.volume.tier.arena_rows import packed_token
+from kvfuse.volume.tier.tier import ReadClass, TierBlock
 
 log = logging.getLogger(__name__)
 

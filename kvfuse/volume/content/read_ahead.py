@@ -3,7 +3,7 @@
 A file that is opened, or read from its start, is likely to be read on. Its extent is then fetched in parts, side by
 side, and what was fetched is kept until it was handed out once (the kernel caches it then), the file is closed, or
 the memory is needed. So a reader waits for about one round trip, and a small read costs no engine call of its own.
-A part that nobody waits for gives way to reads and stores that somebody waits for (`views/demand`).
+A part that nobody waits for gives way to reads and stores that somebody waits for (`measures/demand`).
 
 Only what never changes is fetched: sealed extents of volumes in which nothing is written in place. A part counts
 when its bytes are those that the extent's checksums promise; whatever else came, or failed, is left to the

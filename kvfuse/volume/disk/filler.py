@@ -19,8 +19,8 @@ from kvfuse.slab.allocator import Slot
 from kvfuse.volume.disk.copies import Granule, pack_head
 from kvfuse.volume.disk.folder import Folder
 from kvfuse.volume.disk.index import Index
+from kvfuse.volume.measures.demand import Demand
 from kvfuse.volume.store.codec import Codec, Trials
-from kvfuse.volume.views.demand import Demand
 
 QUEUE_BYTES_MAX = 64 << 20
 BATCH_BYTES = 4 << 20

@@ -30,9 +30,9 @@ from kvfuse.volume.disk.device import examined_device, opened_device
 from kvfuse.volume.disk.filler import Filler
 from kvfuse.volume.disk.folder import Folder, opened_folder
 from kvfuse.volume.disk.index import Index
+from kvfuse.volume.measures.demand import Demand
+from kvfuse.volume.measures.speeds import Speed
 from kvfuse.volume.store.codec import Codec
-from kvfuse.volume.views.demand import Demand
-from kvfuse.volume.views.speeds import Speed
 
 PATIENCE_FACTOR = 10.0
 PATIENCE_MIN = 0.25

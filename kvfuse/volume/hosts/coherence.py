@@ -33,13 +33,13 @@ from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.granting import Granting
-from kvfuse.volume.names.namespace_news import KINDS as NAMESPACE_KINDS
-from kvfuse.volume.names.namespace_news import NamespaceNews
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.sealed import all_keys
+from kvfuse.volume.tenancy.granting import Granting
+from kvfuse.volume.tenancy.namespace_news import KINDS as NAMESPACE_KINDS
+from kvfuse.volume.tenancy.namespace_news import NamespaceNews
 
 RETRY_SECONDS = 0.5
 """Longest pause before a watch that ended is begun anew."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import trio
 
 from kvfuse.errors import EngineError, OperationError
+from kvfuse.volume.eviction.eviction import Evictor
+from kvfuse.volume.eviction.shared_eviction import SharedEviction
 from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.names.eviction import Evictor
-from kvfuse.volume.names.shared_eviction import SharedEviction
 from kvfuse.volume.namespaces.cache import blocks_by_slab
 
 RETRY_SECONDS = 1.0

@@ -1,9 +1,9 @@
 """Reports of hosts to each other: which blocks of others they used, and how much room they lack or could give.
 
-A block is on the books of the host that holds the slab of its first slot (`names.shared_eviction`), and uses of it by
-other hosts keep it there. Each host puts one record of its own every few seconds (``a``, under its lease), if it used
-such blocks: their keys, in the order of use, each request's by themselves, as policies learn chains from that. Each
-host hears of it by a watch, and tells its caches of those keys that are on its books.
+A block is on the books of the host that holds the slab of its first slot (`eviction.shared_eviction`), and uses of it
+by other hosts keep it there. Each host puts one record of its own every few seconds (``a``, under its lease), if it
+used such blocks: their keys, in the order of use, each request's by themselves, as policies learn chains from that.
+Each host hears of it by a watch, and tells its caches of those keys that are on its books.
 
 Keys, and no bits of slots: a bit cannot say in which order the blocks of a chain were used; `exists` asks for names
 whose slots nobody has looked up; and a host would need a table from slots to names for it. Nothing has to arrive:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import trio
 
+from kvfuse.kept.log import KeptLog
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
@@ -30,18 +31,17 @@ from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.sharing import Alone, Shared
+from kvfuse.volume.measures.demand import Demand
+from kvfuse.volume.measures.speeds import Speeds
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.registry import Namespaces
 from kvfuse.volume.namespaces.uses import Use
-from kvfuse.volume.store.kept_log import KeptLog
 from kvfuse.volume.store.left import NOTHING, Left
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
-from kvfuse.volume.views.demand import Demand
+from kvfuse.volume.tier.tier import SharedTier
 from kvfuse.volume.views.health import Health
 from kvfuse.volume.views.neighbours import Neighbours
-from kvfuse.volume.views.speeds import Speeds
-from kvfuse.volume.views.tier import SharedTier
 
 PATH_DEPTH_MAX = 256
 USES_AT_ONCE = 64

@@ -27,8 +27,8 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.stored_names import StoredNames
 from kvfuse.volume.inodes.vanishing import VanishingNames
 from kvfuse.volume.store import schema
+from kvfuse.volume.tier.resident import Residents
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.views.resident import Residents
 
 NAMES_MAX = 32_768
 """Number of entries kept; more if `cache.nodes` is larger."""

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import trio
 
 from kvfuse.errors import EngineError, KvfuseError
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.volume.inodes.chunk import Chunk
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node

@@ -3,7 +3,7 @@ nothing that was answered. A volume of one host with a keeper has it; a power cu
 
 Not requests are kept but *states*: of each inode, chunk, name, directory's times and attribute that differs from what
 the store has, its present state; of staged bytes a copy. Whoever changes something marks it. `seal` writes the states
-of all that is marked as one frame of a log (`store.kept_log`), which is there wholly or not at all. It is called
+of all that is marked as one frame of a log (`kept.log`), which is there wholly or not at all. It is called
 
 * by the door, before a request is answered: so what was answered is kept;
 * before a commit is built, with no wait between: so what is kept is never older than what the store has;
@@ -41,7 +41,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.log import KeptLog
 from kvfuse.volume.inodes.chunk import COMMITTED
 from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.inodes.node import Node, Nodes
@@ -55,7 +56,6 @@ from kvfuse.volume.inodes.unstored_states import (
     extents_of,
     state_of,
 )
-from kvfuse.volume.store.kept_log import KeptLog
 from kvfuse.volume.store.schema import INLINE_CHUNKS
 
 log = logging.getLogger(__name__)

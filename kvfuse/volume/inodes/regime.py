@@ -6,7 +6,7 @@ import hashlib
 from typing import Protocol
 
 from kvfuse.volume.namespaces.registry import Namespaces
-from kvfuse.volume.views.arena_pool import REGIME_SIZE
+from kvfuse.volume.tier.arena_pool import REGIME_SIZE
 
 
 class Directory(Protocol):

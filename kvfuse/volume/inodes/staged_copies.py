@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvfuse.kept.log import KeptLog, Piece
     from kvfuse.volume.inodes.chunk import Staged
-    from kvfuse.volume.store.kept_log import KeptLog, Piece
 
 
 class Copy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
 
 
 class Unstored(Protocol):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvfuse.volume.store.kept_log import Piece
+from kvfuse.kept.log import Piece
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.chunk import Chunk

@@ -1,1 +1,1 @@
-"""Names and what they mean: lookup, changes, attributes, blocks by key."""
+"""Names and what they mean: lookup, listings, changes, removal of inodes without names."""

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvfuse import errors
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.log import LeftLog
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import NAME_MAX
 from kvfuse.volume.commit.journal import Journal
@@ -35,13 +36,12 @@ from kvfuse.volume.inodes.unstored_states import LOST, ChunkState, Frame, NodeSt
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.nameless import Nameless
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.kept_log import LeftLog
 
 log = logging.getLogger(__name__)
 
 NAME = "volume/unstored"
 FAILED = "volume/failed"
-"""a daemon failed to restore what is kept by that name; see `keeper`"""
+"""a daemon failed to restore what is kept by that name; see `kept.keeper`"""
 """what the keeper knows the log by"""
 KEYS_AT_ONCE = 1000
 

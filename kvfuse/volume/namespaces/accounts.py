@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvfuse.errors import QuotaExceeded
+from kvfuse.volume.measures.limiter import Limiter
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.namespaces.uses import NO_USE, OwnUses, Use, UsesElsewhere
 from kvfuse.volume.store.schema import Counts
-from kvfuse.volume.views.limiter import Limiter
 
 UNBOUNDED = 1 << 62
 """as a quota: there is none"""

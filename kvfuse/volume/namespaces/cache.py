@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from kvfuse.policy import Victim, make_policy
 from kvfuse.policy.estimate import HitEstimate
+from kvfuse.volume.measures.measures import AGE_BOUNDS, Histogram
+from kvfuse.volume.measures.uses import UsesElsewhere
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.store.schema import name_hash
-from kvfuse.volume.views.measures import AGE_BOUNDS, Histogram
 from kvfuse.volume.views.news import Change, News
-from kvfuse.volume.views.uses import UsesElsewhere
 
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

@@ -14,7 +14,7 @@ def _ignore(number: int, value: bytes | None, version: int) -> None:
 class Cleared(dict[int, int]):
     """Namespace -> its bound, while files below it may be left: these are hidden, and being removed.
 
-    ``Namespaces`` has it. Of a shared volume `names.shared_clearing` keeps it.
+    ``Namespaces`` has it. Of a shared volume `eviction.shared_clearing` keeps it.
     """
 
     def __init__(self) -> None:

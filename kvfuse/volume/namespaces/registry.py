@@ -1,4 +1,4 @@
-"""All namespaces of a volume, by number. The core has them; `names.keeper` changes them."""
+"""All namespaces of a volume, by number. The core has them; `tenancy.namespaces` changes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import trio
 
+from kvfuse.volume.measures.gates import Gates
+from kvfuse.volume.measures.limiter import Limiter
+from kvfuse.volume.measures.measures import Measures
+from kvfuse.volume.measures.uses import Uses, UsesElsewhere
 from kvfuse.volume.namespaces.accounts import Accounts
 from kvfuse.volume.namespaces.cache import Cache, forget_slabs
 from kvfuse.volume.namespaces.clears import Cleared
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.views.gates import Gates
-from kvfuse.volume.views.limiter import Limiter
-from kvfuse.volume.views.measures import Measures
 from kvfuse.volume.views.news import News
-from kvfuse.volume.views.uses import Uses, UsesElsewhere
 
 
 @dataclass

@@ -17,8 +17,8 @@ from msgspec import Meta
 from kvfuse.errors import InvalidArgument
 from kvfuse.policy import ADMISSIONS, DEFAULT_ADMISSION, DEFAULT_POLICY, POLICIES
 from kvfuse.sizes import parse_size
+from kvfuse.volume.measures.gates import is_lock
 from kvfuse.volume.namespaces.descriptors import parse_descriptor
-from kvfuse.volume.views.gates import is_lock
 
 SHOWN_TOKENS = "none", "set"
 """what is shown of a token: there is none, or there is one, which is not told"""

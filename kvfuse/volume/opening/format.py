@@ -29,7 +29,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from kvfuse.errors import VolumeBusy, VolumeError
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfuse.errors import EngineError, VolumeError
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
 from kvfuse.options.config import Options
 from kvfuse.options.options import is_on_read_only

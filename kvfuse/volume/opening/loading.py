@@ -13,7 +13,9 @@ from typing import Any
 import trio
 
 from kvfuse import errors
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.alive import Alive, seconds_to_wait
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.log import KeptLog
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
@@ -34,17 +36,15 @@ from kvfuse.volume.namespaces.uses import NO_USE
 from kvfuse.volume.opening.format import read_header
 from kvfuse.volume.opening.holding import Held
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.kept_log import KeptLog
 from kvfuse.volume.store.left import NOTHING, read_left, read_own_uses
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
-from kvfuse.volume.views.alive import Alive, seconds_to_wait
-from kvfuse.volume.views.arena_pool import NO_REGIME
+from kvfuse.volume.tier.arena_pool import NO_REGIME
+from kvfuse.volume.tier.left_arenas import LeftArena, check_volume, find_left
+from kvfuse.volume.tier.placement import checked_placement
+from kvfuse.volume.tier.tier import ReadClass, SharedTier
 from kvfuse.volume.views.handover import Handover
-from kvfuse.volume.views.left_arenas import LeftArena, check_volume, find_left
-from kvfuse.volume.views.placement import checked_placement
-from kvfuse.volume.views.tier import ReadClass, SharedTier
 
 log = logging.getLogger(__name__)
 

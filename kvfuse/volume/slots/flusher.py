@@ -27,12 +27,12 @@ from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.measures.demand import Demand
+from kvfuse.volume.measures.fair_line import FairLine
 from kvfuse.volume.slots.elsewhere import Elsewhere
 from kvfuse.volume.slots.heads import Head, HeaderWriter, identity_of, transfers
 from kvfuse.volume.slots.items import Item, plan
 from kvfuse.volume.slots.packer import Packer
-from kvfuse.volume.views.demand import Demand
-from kvfuse.volume.views.fair_line import FairLine
 from kvfuse.volume.views.health import WRITE
 
 log = logging.getLogger(__name__)

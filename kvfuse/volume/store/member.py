@@ -36,7 +36,7 @@ import trio
 
 from kvfuse import failing
 from kvfuse.errors import EngineError, EngineTimeout, VolumeBusy
-from kvfuse.keeper import NO_KEEPER, Keeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
 from kvfuse.remote.records.api import ABSENT, Lease, RecordStore
 from kvfuse.remote.records.decorators import RecordDecorator

@@ -1,1 +1,1 @@
-"""Memory that other threads and clients see: content maps, the shared-memory tier, arenas."""
+"""Content maps, which other threads read, and small interfaces that rooms above share."""

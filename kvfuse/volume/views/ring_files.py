@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvfuse.keeper import Keeper
+from kvfuse.kept.keeper import Keeper
 from kvfuse.volume.views.handover import Handover
 
 PREFIX = "ring/"

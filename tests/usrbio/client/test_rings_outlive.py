@@ -70,6 +70,7 @@ def stored(mount: KvfuseMount, name: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+@pytest.mark.ring(3)
 def test_rings_under_load_notice_nothing(mount: KvfuseMount, data: bytes, rng: random.Random) -> None:
     stored(mount, "loaded", data)
     path = mount.point / "loaded"
@@ -293,6 +294,7 @@ def test_a_daemon_may_die_over_any_request(
         wait_until(lambda: registered(mount, "connections") == 0, "the end of the connection")
 
 
+@pytest.mark.ring(3)
 def test_a_lost_write_is_told_whenever_daemons_die(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVFUSE_TESTS_DEADLY", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(LABS / "deadly"))

@@ -17,8 +17,8 @@ from kvfuse.usrbio.daemon.call import Call, Entry, Ring
 from kvfuse.usrbio.daemon.desk import Desk
 from kvfuse.usrbio.daemon.registry import Group, Namespace
 from kvfuse.usrbio.protocol.wire import Op
-from kvfuse.volume.views.fair_line import PASSED_MAX, Kind
-from kvfuse.volume.views.measures import Measures
+from kvfuse.volume.measures.fair_line import PASSED_MAX, Kind
+from kvfuse.volume.measures.measures import Measures
 
 BLOCK = 64 << 10
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvfuse.usrbio.daemon.keeping import PAGE_SIZE, Page
-from kvfuse.volume.views.tier import TierBlock
+from kvfuse.volume.tier.tier import TierBlock
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 import trio
@@ -97,7 +98,7 @@ class Lab:
                 handle = await self.volume.files.open(found.ino, os.O_RDONLY, CALLER)
                 assert bytes(await self.volume.files.read(handle, 0, len(block) + 1)) == block
                 await self.volume.files.release(handle)
-            await self.volume.parts.journal.sync()
+            await inside.journal(self.volume).sync()
 
 
 @asynccontextmanager
@@ -206,11 +207,11 @@ class Commits:
     """Commits of a volume that a test holds up, or has fail."""
 
     def __init__(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.journal = volume.parts.journal
+        self.journal = inside.journal(volume)
         self.commit = self.journal.commit
         self.go = trio.Event()
         self.count = self.failures_left = 0
-        volume.parts.journal.pending.load._crowd_max = 20
+        inside.journal(volume).pending.load._crowd_max = 20
         monkeypatch.setattr(self.journal, "commit", self._commit)
 
     async def _commit(self) -> None:

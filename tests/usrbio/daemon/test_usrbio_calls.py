@@ -28,9 +28,9 @@ from kvfuse.usrbio.daemon.registry import Group, Namespace, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Attributes, Caller, Changes, Numbers
 from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.measures.gates import Gates
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
-from kvfuse.volume.views.gates import Gates
 from kvfuse.volume.volume import Volume
 
 INODE = 1234

@@ -26,7 +26,7 @@ from kvfuse.usrbio.daemon.pins import NUMBER_MAX, Pinned, Pins
 from kvfuse.usrbio.daemon.registered import Registered
 from kvfuse.usrbio.daemon.registry import Group, Namespace, Remembered
 from kvfuse.usrbio.protocol.wire import Request
-from kvfuse.volume.views.tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.tier.tier import ReadClass, SharedTier, TierBlock
 
 KIB = 1 << 10
 LIMITS = {"user_connections": 3, "user_rings": 2, "user_files": 4, "user_iov_size": 64 * KIB}

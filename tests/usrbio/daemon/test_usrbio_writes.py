@@ -19,8 +19,8 @@ from mounting import PATIENCE_S, temporary_mount
 from ring_lab import wait_for_rings
 from worker_lab import FILE, HOLED, IOV, IOV_SIZE, Lab, entries, free_of_charge, shared, worker_lab
 
-from kvfuse import rowwriter
 from kvfuse.errors import EngineError
+from kvfuse.native import rowwriter
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.usrbio.client import File, Iov, Ring, connect

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvfuse.usrbio.protocol import costs
-from kvfuse.volume.views import speeds
+from kvfuse.volume.measures import speeds
 
 
 def test_tiers_are_the_volumes() -> None:

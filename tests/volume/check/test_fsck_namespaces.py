@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 
+import inside
 import msgspec
 import pytest
 from namespace_lab import Counted, count_uses, make_namespace, recorded_uses
@@ -128,7 +129,7 @@ async def test_what_settings_that_are_lost_leave_belongs_to_the_namespace_above(
     uses = recorded_uses(made.disk)
     assert uses == {made.outer: Counted(4 * BLOCK + 10 * 4096, 5)} == count_uses(made.disk)
     async with opened(made.disk, OPTIONS) as volume:
-        assert volume.parts.core.namespaces.accounts.use(made.outer).files == 5
+        assert inside.namespaces(volume).accounts.use(made.outer).files == 5
         await volume.tree.rename(made.folder, b"inline", made.outer, b"moved", 0)
     assert (await check(made.disk)).clean
 
@@ -152,11 +153,11 @@ async def test_a_removed_file_may_outlive_its_namespace() -> None:
         await volume.tree.unlink(gone, b"a")
         await volume.tree.remove_directory(made.outer, b"gone")
         await volume.sync()
-        crashed, outer = made.disk.copy(), volume.parts.core.namespaces.accounts.use(made.outer).size
+        crashed, outer = made.disk.copy(), inside.namespaces(volume).accounts.use(made.outer).size
         await volume.files.release(handle)
         volume.tree.forget(node.ino, 1)
         await volume.sync()
-        assert volume.parts.core.namespaces.accounts.use(made.outer).size == outer - BLOCK
+        assert inside.namespaces(volume).accounts.use(made.outer).size == outer - BLOCK
     made.disk = crashed
     assert await made.repair() == []
     async with opened(made.disk, OPTIONS):

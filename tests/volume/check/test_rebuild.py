@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import inside
 import pytest
 from fsck_tree import CHUNK, Tree, can_be_used, flip
 from volume_lab import CALLER
@@ -162,7 +163,7 @@ async def test_blocks_of_a_killed_daemon_do_not_mix_with_later_ones(tree: Tree) 
     async with tree.volume() as volume:  # bytes and headers are written, the commit never comes
         await tree.write(volume, b"uncommitted", tree.rng.randbytes(5000))
         node = await volume.tree.lookup(ROOT_INODE, b"uncommitted")
-        await volume.parts.journal.flusher.flush([volume.parts.core.nodes.get(node.ino)])
+        await inside.journal(volume).flusher.flush([inside.nodes(volume).get(node.ino)])
         shutil.copytree(folder, copy)
     shutil.rmtree(folder)
     copy.rename(folder)
@@ -181,7 +182,7 @@ async def test_removed_before_its_commit_stays_removed(tree: Tree) -> None:
     async with tree.volume() as volume:
         await tree.write(volume, b"short-lived", tree.rng.randbytes(5000))
         node = await volume.tree.lookup(ROOT_INODE, b"short-lived")
-        await volume.parts.journal.flusher.flush([volume.parts.core.nodes.get(node.ino)])
+        await inside.journal(volume).flusher.flush([inside.nodes(volume).get(node.ino)])
         await volume.tree.unlink(ROOT_INODE, b"short-lived")
         tree.files.pop(b"short-lived")
     drop_records(tree)

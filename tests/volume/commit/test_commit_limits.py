@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -164,9 +165,9 @@ async def test_bitmaps_of_a_recalled_commit_wait_where_there_is_no_room(autojump
         await volume.sync()
         for number in range(40):
             await write_file(volume, ROOT_INODE, b"small %d" % number, b"x")
-        slabs = [state.slab for state in volume.parts.core.slabs.durable_images()]
+        slabs = [state.slab for state in inside.slabs(volume).durable_images()]
         assert len(slabs) > 16
-        volume.parts.core.slabs._dirty.update(slabs)
+        inside.slabs(volume)._dirty.update(slabs)
         await volume.sync()
         for number in range(40):
             assert await read_file(volume, ROOT_INODE, b"small %d" % number) == b"x"

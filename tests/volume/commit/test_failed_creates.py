@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import pytest
 from volume_lab import CALLER, Chaos, Disk, lab_options, opened
 
@@ -22,8 +23,8 @@ async def test_a_creation_that_fails_gives_nothing_away() -> None:
         with pytest.raises(EngineError):
             await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)
         chaos.commit_error = 0.0
-        assert not len(volume.parts.core.places)
+        assert not len(inside.core(volume).places)
         file = await volume.tree.lookup(ROOT_INODE, b"file")
-        node = volume.parts.core.nodes.get(file.ino)
+        node = inside.nodes(volume).get(file.ino)
         assert node is not None
         assert (node.handles, node.writers) == (0, 0)

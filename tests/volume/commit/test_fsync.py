@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -103,7 +104,7 @@ async def test_a_description_keeps_clear_of_bytes_that_a_cut_leaves_in_the_store
     handle = await make(volume, b"f", b"x" * 4096)
     await volume.files.fsync(handle)
     await volume.inodes.set_attributes(handle.node.ino, Changes(size=1), CALLER)
-    await volume.parts.journal.flusher.flush([handle.node])  # as the next commit does before it is sent
+    await inside.journal(volume).flusher.flush([handle.node])  # as the next commit does before it is sent
     assert await crashed_content(disk, b"f") == b"x" * 4096
     await volume.files.release(handle)
 

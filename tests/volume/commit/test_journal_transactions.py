@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -191,11 +192,11 @@ async def test_a_transaction_goes_along_with_the_journals_batch(chaos: Chaos) ->
     disk = Disk.format(lab_options())
     async with opened(disk, lab_options(), chaos) as volume:
         commits = chaos.commits
-        async with trio.open_nursery() as nursery, volume.parts.journal.committer.turn:
+        async with trio.open_nursery() as nursery, inside.journal(volume).committer.turn:
             await volume.tree.make_node(1, b"name", 0o100644, 0, CALLER)
             nursery.start_soon(volume.sync)
             await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(volume.parts.journal.transact, Transaction({b"absent": ABSENT}))
+            nursery.start_soon(inside.journal(volume).transact, Transaction({b"absent": ABSENT}))
             await trio.testing.wait_all_tasks_blocked()
         assert chaos.commits == commits + 1
     assert (await check(disk)).clean

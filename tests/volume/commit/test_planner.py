@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+import inside
 import trio.testing
 from volume_lab import CALLER, Disk, lab_options, opened
 
@@ -21,7 +22,7 @@ async def change_much(volume: Volume) -> None:
         handle, _ = await volume.tree.create(ROOT_INODE, name, 0o644, CALLER, os.O_RDWR)
         await volume.files.write(handle, 0, name * 3000)
         await volume.files.release(handle)
-    await volume.parts.journal.flusher.flush(list(volume.parts.journal.pending.dirty))
+    await inside.journal(volume).flusher.flush(list(inside.journal(volume).pending.dirty))
     await volume.tree.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"other", 0)
     await volume.tree.unlink(ROOT_INODE, b"removed")
 
@@ -29,7 +30,7 @@ async def change_much(volume: Volume) -> None:
 async def test_a_draft_changes_nothing(autojump_clock: trio.testing.MockClock) -> None:
     async with opened(Disk.format(lab_options()), lab_options()) as volume:
         await change_much(volume)
-        journal = volume.parts.journal
+        journal = inside.journal(volume)
         pending, planner = journal.pending, Planner(journal.pending, journal.terms)
         before = dict(pending.dirty), dict(pending.names), dict(pending.gone), dict(pending.loose.changes)
         first, second = planner.draft_all(set()), planner.draft_all(set())
@@ -41,7 +42,7 @@ async def test_a_draft_changes_nothing(autojump_clock: trio.testing.MockClock) -
 async def test_a_draft_of_some_has_the_oldest(autojump_clock: trio.testing.MockClock) -> None:
     limits = replace(LIMITS, commit_operations_max=16)
     async with opened(Disk.format(lab_options()), lab_options(), limits=limits) as volume:
-        journal = volume.parts.journal
+        journal = inside.journal(volume)
         pending, planner = journal.pending, Planner(journal.pending, journal.terms)
         await change_much(volume)
         for number in range(20):

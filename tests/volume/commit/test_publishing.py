@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -52,14 +53,14 @@ async def test_relaxed_blocks_cost_a_fraction_of_a_commit(tmp_path: Path) -> Non
     """2,000 blocks a second for a second: fewer than 20 record commits for 1,000 of them."""
     blocks, rate = 2000, 2000
     async with delayed_volume(tmp_path / "volume", "relaxed") as volume:
-        trips = volume.parts.core.records.counters.round_trips
+        trips = inside.records(volume).counters.round_trips
         start = time.perf_counter()
         for number in range(blocks):
             await publish(volume, b"%d" % number, b"x" * 65536)
             await trio.sleep(max(0.0, start + number / rate - time.perf_counter()))
         elapsed = time.perf_counter() - start
         await volume.sync()
-        trips = volume.parts.core.records.counters.round_trips - trips
+        trips = inside.records(volume).counters.round_trips - trips
     # On a machine that does not reach the rate the window closes more often for as many blocks.
     allowed = 20 * max(1.0, elapsed * rate / blocks)
     print(f"{trips * 1000 / blocks:.1f} round trips for 1,000 blocks at {blocks / elapsed:.0f} blocks/s")
@@ -80,7 +81,7 @@ async def test_strict_writers_share_commits(tmp_path: Path) -> None:
     """Create, close and rename wait for their commits; what eight writers bring at once is one commit."""
     writers, blocks = 8, 400
     async with delayed_volume(tmp_path / "volume", "strict") as volume:
-        commits = volume.parts.core.records.counters.commits
+        commits = inside.records(volume).counters.commits
 
         async def write(writer: int) -> None:
             for number in range(writer, blocks, writers):
@@ -89,7 +90,7 @@ async def test_strict_writers_share_commits(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             for writer in range(writers):
                 nursery.start_soon(write, writer)
-        commits = volume.parts.core.records.counters.commits - commits
+        commits = inside.records(volume).counters.commits - commits
     print(f"{commits * 1000 / blocks:.0f} commits for 1,000 blocks of {writers} writers")
     assert commits <= 3 * blocks / writers * 1.1 + 5
 
@@ -193,7 +194,7 @@ async def test_a_file_of_many_chunks_is_committed_and_removed(
             await volume.files.write(handle, number * 4096, b"%d" % number)
             if number % 100 == 0:
                 await trio.sleep(0.01)
-        assert volume.parts.core.nodes.get(node.ino).staged_count < 2 * STAGED_CHUNKS_MAX
+        assert inside.nodes(volume).get(node.ino).staged_count < 2 * STAGED_CHUNKS_MAX
         await volume.files.fsync(handle)
         assert (await check(disk.copy())).clean
         assert bytes(await volume.files.read(handle, 4096 * (count - 1), 10)) == b"%d" % (count - 1)
@@ -259,7 +260,7 @@ async def test_a_file_that_lost_its_name_between_lookup_and_open(chaos: Chaos) -
         assert bytes(await volume.files.read(handle, 0, 5000)) == b"x" * 5000
         await volume.files.release(handle)
         await volume.sync()
-        assert await volume.parts.space.wait_for_room(None), "space is needed"
+        assert await inside.space(volume).wait_for_room(None), "space is needed"
         with pytest.raises(Stale):
             await volume.files.open(node.ino, os.O_RDONLY, CALLER)
         with pytest.raises(Stale):
@@ -281,7 +282,7 @@ async def test_an_attribute_of_a_file_whose_name_was_taken_by_a_late_one(chaos: 
         await volume.tree.rename(ROOT_INODE, b"new", ROOT_INODE, b"target", 0)
         await volume.files.write(late, 0, b"not yet in a slot")
         late.node.forced = False  # as if the rename had been in a commit that its bytes just missed
-        await volume.parts.journal.commit()
+        await inside.journal(volume).commit()
         crashed = disk.copy()
         await volume.files.release(late)
     async with opened(crashed, options) as volume:

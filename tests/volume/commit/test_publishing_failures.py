@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -159,7 +160,7 @@ async def test_a_name_removed_and_made_again_before_a_commit(disk: Disk, options
         await volume.tree.unlink(ROOT_INODE, b"f")
         handle, _ = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_WRONLY)
         await volume.files.write(handle, 0, b"y" * 100)
-        await volume.parts.journal.commit()
+        await inside.journal(volume).commit()
         assert await names(disk, options) == set()
         report = await check(disk.copy())
         assert report.clean, report.problems
@@ -178,7 +179,7 @@ async def test_a_block_is_published_whole_though_its_temporary_name_was_known(
         await volume.files.release(handle)
         chaos.delay = 1.0
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(volume.parts.journal.commit)
+            nursery.start_soon(inside.journal(volume).commit)
             await trio.sleep(0.001)
             handle = await volume.files.open(node.ino, os.O_WRONLY, CALLER)
             await volume.files.write(handle, 0, b"x" * 10_000)
@@ -201,7 +202,7 @@ async def test_a_dead_journal_is_an_error_not_a_wait(
         else (pytest.raises(BaseExceptionGroup))
     ):
         async with opened(disk, options, chaos) as volume:
-            monkeypatch.setattr(volume.parts.core.slabs, "take_dirty", broken)
+            monkeypatch.setattr(inside.slabs(volume), "take_dirty", broken)
             with trio.fail_after(5):
                 await volume.tree.make_directory(ROOT_INODE, b"d", 0o755, CALLER)
                 await volume.sync()

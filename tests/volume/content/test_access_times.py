@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -240,7 +241,7 @@ async def test_an_access_time_is_stored_before_the_inode_leaves_memory(disk: Dis
     async with opened_volume(disk, options) as volume:
         wait_for_a_tick()
         await read_files(volume, 200)
-        await volume.parts.journal.commit()
+        await inside.journal(volume).commit()
         after = await stored_atimes(disk, options, 200)
     moved = sum(new > old for new, old in zip(after, before, strict=True))
     assert moved >= 100, f"{moved} of 200 are stored, and about 20 are in memory"
@@ -251,17 +252,17 @@ async def test_an_access_time_is_stored_after_a_while(
 ) -> None:
     async with opened_volume(disk, options) as volume:
         await make_files(volume, 10)
-        commits = volume.parts.journal.counters.commits
+        commits = inside.journal(volume).counters.commits
         before = await stored_atimes(disk, options, 10)
         wait_for_a_tick()
         for _ in range(50):
             await read_files(volume, 10)
         await trio.sleep(STORE_SECONDS / 2)
         assert await stored_atimes(disk, options, 10) == before
-        assert volume.parts.journal.counters.commits == commits, "no read waits for one"
+        assert inside.journal(volume).counters.commits == commits, "no read waits for one"
         await trio.sleep(STORE_SECONDS)
         assert all(new > old for new, old in zip(await stored_atimes(disk, options, 10), before, strict=True))
-        assert volume.parts.journal.counters.commits <= commits + 2
+        assert inside.journal(volume).counters.commits <= commits + 2
 
 
 async def test_a_removed_file_has_no_access_time_to_store(
@@ -293,9 +294,9 @@ async def test_what_two_hosts_read_is_stored_when_they_end(
             wait_for_a_tick()
             await read_files(one, 3)
             await read_files(two, 5)
-            commits = one.parts.journal.counters.commits, two.parts.journal.counters.commits
+            commits = inside.journal(one).counters.commits, inside.journal(two).counters.commits
             await trio.sleep(10 * STORE_SECONDS)
-            assert (one.parts.journal.counters.commits, two.parts.journal.counters.commits) == commits
+            assert (inside.journal(one).counters.commits, inside.journal(two).counters.commits) == commits
         await trio.sleep(1)
         after = [(await last.tree.lookup(ROOT_INODE, b"%d" % number)).atime for number in range(5)]
         assert all(new > old for new, old in zip(after, before, strict=True))

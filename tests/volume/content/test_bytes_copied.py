@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Sequence
 
+import inside
 import pytest
 from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
 
@@ -19,7 +20,7 @@ class Watched:
     """Counts bytes that the engine is asked to write from memory of these writers, and from other memory."""
 
     def __init__(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._segments = volume.parts.core.segments
+        self._segments = inside.segments(volume)
         self._write = self._segments.write
         self._brought: list[bytes] = []
         self.straight = 0
@@ -89,7 +90,7 @@ async def test_what_is_gathered_is_read_where_it_belongs(rng: random.Random, mon
         content = bytearray(rng.randbytes(4 * MIB))
         await volume.files.write(handle, 0, bytes(content))
         await volume.files.fsync(handle)
-        segments, filled = volume.parts.core.segments, list[memoryview]()
+        segments, filled = inside.segments(volume), list[memoryview]()
         read = segments.read
 
         async def watch(batch: Sequence[Transfer]) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import inside
 import pytest
 import trio
 from msgspec.structs import replace
@@ -50,7 +51,7 @@ async def test_a_commit_between_a_cut_and_the_bytes_that_were_cut(options: Optio
     async with open_volume(options) as volume:
         handle, node = await volume.tree.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
         await volume.files.write(handle, 0, before)
-        async with trio.open_nursery() as nursery, volume.parts.journal.committer.turn:
+        async with trio.open_nursery() as nursery, inside.journal(volume).committer.turn:
             nursery.start_soon(volume.files.fsync, handle)
             while node.staged_count:
                 await trio.lowlevel.checkpoint()

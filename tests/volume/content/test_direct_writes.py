@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import inside
 import pytest
 import trio
 from shared_lab import put
@@ -33,7 +34,7 @@ class Lab:
 
     @property
     def staged(self) -> int:
-        return self.volume.parts.journal.flusher.staged_bytes
+        return inside.journal(self.volume).flusher.staged_bytes
 
     async def write(self, offset: int, data: bytes) -> None:
         assert await self.volume.files.write(self.handle, offset, data, by_kernel=True) == len(data)
@@ -45,7 +46,7 @@ class Lab:
         """A chunk's bytes where its extents say that they are."""
         data = b""
         for extent in self.handle.node.chunks[index].extents:
-            segment, offset = self.volume.parts.core.locate(extent.addr)
+            segment, offset = inside.core(self.volume).locate(extent.addr)
             data += self.disk.segments[segment][offset : offset + extent.length]
         return data
 

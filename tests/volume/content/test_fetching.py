@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -64,8 +65,8 @@ async def open_known(volume: Volume, name: bytes) -> FileHandle:
 
 
 def fetcher_of(volume: Volume) -> Fetcher:
-    assert isinstance(volume.parts.reader.extents, SharedExtents)
-    return volume.parts.reader.extents.fetcher
+    assert isinstance(inside.reader(volume).extents, SharedExtents)
+    return inside.reader(volume).extents.fetcher
 
 
 @dataclass
@@ -201,7 +202,7 @@ async def test_a_file_may_be_cut_while_it_is_read(open_file: OpenFile, autojump_
         file.reads.gates[0] = trio.Event()
         file.reads.gate.set()
         async with file.being_read() as got:
-            await file.two.parts.cutter.truncate(file.handle.node, 100_000)
+            await inside.cutter(file.two).truncate(file.handle.node, 100_000)
             file.reads.gates[0].set()
         assert got == [file.data[:100_000] + bytes(len(file.data) - 100_000)]
 
@@ -213,12 +214,12 @@ async def test_what_is_cut_while_it_is_fetched_is_not_shown(
     async with open_file(512 * KIB) as file:
         zeros = bytes(len(file.data) - cut)
         async with file.being_read() as got, trio.open_nursery() as nursery:
-            nursery.start_soon(file.two.parts.cutter.truncate, file.handle.node, cut)
+            nursery.start_soon(inside.cutter(file.two).truncate, file.handle.node, cut)
             await trio.testing.wait_all_tasks_blocked()
             file.reads.gate.set()
         assert got[0][:cut] == file.data[:cut]
         assert got[0][cut:] in (file.data[cut:], zeros)
-        await file.two.parts.cutter.truncate(file.handle.node, len(file.data))
+        await inside.cutter(file.two).truncate(file.handle.node, len(file.data))
         assert await file.read() == file.data[:cut] + zeros
 
 
@@ -252,7 +253,7 @@ async def test_wrong_bytes_are_an_error_of_their_granule_alone(
     open_file: OpenFile, disk: Disk, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with open_file(MIB) as file:
-        segment, offset = file.two.parts.core.locate(file.handle.node.chunks[0].extents[0].addr)
+        segment, offset = inside.core(file.two).locate(file.handle.node.chunks[0].extents[0].addr)
         disk.segments[segment][offset + 300 * KIB] ^= 1
         file.reads.gate.set()
         with pytest.raises(errors.Corrupt):
@@ -282,7 +283,7 @@ async def test_a_file_may_be_read_while_fetching_ends(
         node = file.handle.node
         extent = node.chunks[0].extents[0]
         for _ in range(30):  # trio draws who of two goes on first
-            fetcher = Fetcher(file.two.parts.core)
+            fetcher = Fetcher(inside.core(file.two))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(fetcher.run)
                 await trio.testing.wait_all_tasks_blocked()

@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -36,7 +37,7 @@ class Segments:
         self.is_away_for: Callable[[Sequence[Transfer]], bool] = lambda batch: False
         self.reads = self.late = 0
         """calls that were begun; that will not be answered"""
-        self.engine = volume.parts.core.segments
+        self.engine = inside.segments(volume)
         self._read, self._write = self.engine.read, self.engine.write
         monkeypatch.setattr(self.engine, "read", self.read)
         monkeypatch.setattr(self.engine, "write", self.write)
@@ -144,7 +145,7 @@ async def test_who_waits_for_room_hears_that_there_will_be_none(
         handle = await create(volume, b"file")
         segments.away = True
         written = 0
-        while volume.parts.journal.flusher.staged_bytes <= volume.parts.journal.flusher.staging_size:
+        while inside.journal(volume).flusher.staged_bytes <= inside.journal(volume).flusher.staging_size:
             written += await volume.files.write(handle, written, content[written : written + CHUNK])
         with trio.fail_after(10 * DEADLINE):
             assert await seconds_until_timeout(lambda: volume.files.write(handle, written, b"more")) < DEADLINE + SLACK

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 from cache_lab import checked
@@ -53,10 +54,10 @@ async def test_a_block_takes_a_smaller_slot_and_comes_back_whole(size: int, rng:
     disk, data = packing_disk(), {b"packed": compressible(rng, size), b"random": rng.randbytes(size)}
     async with opened(disk, OPTIONS) as volume:
         for name, block in data.items():
-            before = volume.parts.core.slabs.used_bytes
+            before = inside.slabs(volume).used_bytes
             await volume.blocks.put(ROOT_INODE, name, memoryview(block), CALLER, 0o644)
             await volume.sync()
-            used = volume.parts.core.slabs.used_bytes - before
+            used = inside.slabs(volume).used_bytes - before
             assert used < size if name == b"packed" else used >= size
             assert await read(volume, name) == block
     async with opened(disk, OPTIONS) as volume:
@@ -105,7 +106,7 @@ async def test_damaged_bytes_are_none(rng: random.Random) -> None:
         node = await volume.tree.lookup(ROOT_INODE, b"a")
         (extent,) = node.chunks[0].extents
         assert extent.packing
-        segment, offset = volume.parts.core.locate(extent.addr)
+        segment, offset = inside.core(volume).locate(extent.addr)
     disk.segments[segment][offset + rng.randrange(extent.length)] ^= 1 << rng.randrange(8)
     async with opened(disk, OPTIONS) as volume:
         with pytest.raises(Corrupt):

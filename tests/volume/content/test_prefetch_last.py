@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -20,7 +21,7 @@ from volume_lab import MIB, Disk, lab_options
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.views import demand
+from kvfuse.volume.measures import demand
 from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10
@@ -149,7 +150,7 @@ async def test_blocks_are_prefetched_when_readers_are_done(busy: Busy, autojump_
             host.reads.gate.set()
         assert loaded == [True] * OTHERS
         for name in host.names:
-            block = host.volume.parts.core.tier.find((await host.volume.tree.lookup(ROOT_INODE, name)).ino)
+            block = inside.tier(host.volume).find((await host.volume.tree.lookup(ROOT_INODE, name)).ino)
             assert block is not None
             assert bytes(block.buffer) == host.stored[name]
 
@@ -163,7 +164,7 @@ async def test_read_ahead_gives_way_to_a_store_that_is_waited_for(
     async with volumes(Disk.format(options, shared=True), options, 2, rng) as (one, two):
         await put(one, b"read", data)
         await quiet(one, two)
-        segments, reads = two.parts.core.segments, HeldReads(two, monkeypatch)
+        segments, reads = inside.segments(two), HeldReads(two, monkeypatch)
         reads.gate.set()
         write = segments.write
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -52,7 +53,7 @@ async def test_an_append_stays_one_when_another_host_only_changes_what_was_there
 
     async def merge_and_append(self: Merger, *arguments: Any) -> None:
         await merge(self, *arguments)
-        if self.core is two.parts.core and next(merges) == 0:
+        if self.core is inside.core(two) and next(merges) == 0:
             await write_at(one, b"file", 1000, b"one", os.O_RDWR | os.O_APPEND)
             await quiet(one)
 
@@ -160,7 +161,7 @@ async def test_an_append_outlasts_reads_that_fail_while_it_is_moved_behind_anoth
         handle = await two.files.open((await two.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR | os.O_APPEND, CALLER)
         await two.files.write(handle, size, b"two" * 50)
         await write_at(one, b"file", size, b"one" * 50, os.O_RDWR | os.O_APPEND)
-        read = two.parts.core.segments.read
+        read = inside.segments(two).read
 
         async def read_or_fail(batch: Sequence[Transfer]) -> None:
             if next(numbers) == failing:
@@ -168,7 +169,7 @@ async def test_an_append_outlasts_reads_that_fail_while_it_is_moved_behind_anoth
             await read(batch)
 
         with monkeypatch.context() as during, suppress(errors.EngineError):
-            during.setattr(two.parts.core.segments, "read", read_or_fail)
+            during.setattr(inside.segments(two), "read", read_or_fail)
             await two.files.fsync(handle)
         await two.files.release(handle)
         await quiet(two, one)
@@ -195,7 +196,7 @@ async def test_who_syncs_is_told_of_changes_that_there_was_no_room_to_put_togeth
             raise errors.NoSpace(f"injected: no {length} bytes")
 
         with monkeypatch.context() as during, pytest.raises(errors.NoSpace, match="changes of two hosts"):
-            during.setattr(two.parts.core.slabs, "allocate", allocate)
+            during.setattr(inside.slabs(two), "allocate", allocate)
             await two.files.fsync(handle)
         await two.files.fsync(handle)
         await two.files.release(handle)

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -230,7 +231,7 @@ async def test_a_slot_that_another_host_freed_goes_with_the_record_that_says_so(
 ) -> None:
     """Also where a commit has no room for all: who finds the record of a slot that is free may free its next life."""
     async with hosts(rng, 1, strict=False, capacity=16 * MIB) as (one,):
-        core, journal = one.parts.core, one.parts.journal
+        core, journal = inside.core(one), inside.journal(one)
         slab = next(slab for slab in range(core.geometry.slab_count) if core.slabs.holds(slab))
         addr = slab * core.geometry.slab_size
         extents = [Extent(addr + number * 4096, 4096, 10, number, b"", COMMITTED) for number in range(5)]

@@ -7,6 +7,7 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -130,7 +131,7 @@ class Meddler:
         if what == "read":
             await read(volume, name)
         elif what == "forget":
-            for ino, _, _ in list(volume.parts.core.places):
+            for ino, _, _ in list(inside.core(volume).places):
                 if ino != self.own_ino and rng.random() < 0.2:
                     volume.tree.forget(ino, EVERY_TIME)
         else:

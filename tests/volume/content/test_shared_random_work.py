@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -13,7 +14,7 @@ from shared_lab import LEASE, check_disk, get, joined, put, quiet, volumes, writ
 from volume_lab import MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.options.options import Options
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.store import schema
@@ -145,7 +146,7 @@ class KilledHost:
                 joined(self.disk, self.options, 9, self.chaos, self.keeper) as volume,
                 trio.open_nursery() as nursery,
             ):
-                self.clients.append(volume.parts.core.client)
+                self.clients.append(inside.client(volume))
                 actor = Actor(volume, random.Random(self.rng.random()), 100 + life, self.written)
                 actor.tolerated = (errors.NoSpace,)
                 nursery.start_soon(actor.run, 1000, 0.2)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 import trio
@@ -26,8 +27,8 @@ from kvfuse.volume.disk import tier as tier_module
 from kvfuse.volume.disk.copies import Stretch
 from kvfuse.volume.disk.folder import opened_folder
 from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.measures.speeds import Speed
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.views.speeds import Speed
 from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10
@@ -191,7 +192,7 @@ async def test_a_namespace_says_whether_its_blocks_are_kept(tmp_path: Path, rng:
     disk = Disk.format(options, shared=True)
     stored = blocks(rng)
     async with with_tier(disk, options) as volume:
-        namespaces = volume.parts.core.namespaces
+        namespaces = inside.namespaces(volume)
         for tiers, expected in (("dram", 0), ("remote", 0), ("disk", sum(SIZES)), ("all", sum(SIZES))):
             namespaces.put(ROOT, Settings(tiers=tiers))
             await store_and_read(volume, {name + tiers.encode(): data for name, data in stored.items()})

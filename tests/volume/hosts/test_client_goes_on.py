@@ -6,6 +6,7 @@ import os
 import random
 from contextlib import suppress
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -13,7 +14,7 @@ from shared_lab import LEASE, check_disk, eventually, get, joined, names_in, put
 from volume_lab import CALLER, Chaos, Delay, Disk, lab_options
 
 from kvfuse import errors
-from kvfuse.keeper import Kept, MemoryKeeper
+from kvfuse.kept.keeper import Kept, MemoryKeeper
 from kvfuse.remote.records.api import Change
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.hosts.slab_leases import SlabLeases
@@ -52,12 +53,12 @@ class Witness:
 
 
 def leases_of(volume: Volume) -> SlabLeases:
-    assert volume.parts.leases is not None
-    return volume.parts.leases
+    assert inside.leases(volume) is not None
+    return inside.leases(volume)
 
 
 def client_of(volume: Volume) -> int:
-    return volume.parts.core.client
+    return inside.client(volume)
 
 
 def content(number: int) -> tuple[bytes, bytes]:
@@ -105,9 +106,9 @@ async def test_the_next_daemon_is_the_same_client(
             await fill(volume, range(5, 6))
             await put(other, b"more", DATA)
             assert trio.current_time() < began + 1, "nobody waited until the slabs had rested"
-            assert any(map(volume.parts.core.slabs.holds, held)) is not is_killed
+            assert any(map(inside.slabs(volume).holds, held)) is not is_killed
             await trio.sleep(3 * LEASE)
-            assert any(map(volume.parts.core.slabs.holds, held))
+            assert any(map(inside.slabs(volume).holds, held))
             assert (witness.departed, witness.adopted) == ([], [])
             await quiet(volume, other)
             await check_files(range(6), volume, other)
@@ -216,7 +217,7 @@ async def test_a_late_write_never_changes_a_block(
         assert ("late write" in dead.events) is not fences
         await trio.sleep(REST)
         assert number > 100, "what the dead daemon had was used again"
-        volume.parts.core.tier.retire(None)
+        inside.tier(volume).retire(None)
         await check_files(range(number), volume)
     await check_disk(shared)
 

@@ -6,6 +6,7 @@ import os
 import random
 from typing import Any
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -65,7 +66,7 @@ async def until_mode(volume: Volume, ino: int, mode: int) -> None:
 
 
 def gets(volume: Volume) -> int:
-    return volume.parts.core.records.counters.gets
+    return inside.records(volume).counters.gets
 
 
 async def test_relaxed_names_are_answered_from_memory_until_another_client_changes_them(
@@ -124,7 +125,7 @@ async def test_the_kernel_hears_of_names_that_may_be_in_a_listing(
         await quiet(one, two)
         if was_known:
             two.tree.forget((await two.tree.lookup(ROOT_INODE, b"link")).ino, 1)
-            two.parts.core.nodes.drop(two.parts.core.nodes.get(ino))
+            inside.nodes(two).drop(inside.nodes(two).get(ino))
         kernel = HearingKernel()
         two.tell(kernel)
         if change == "removed":

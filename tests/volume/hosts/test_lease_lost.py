@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -54,20 +55,20 @@ async def get(volume: Volume, name: bytes) -> bytes:
 
 async def is_gone(other: Volume, client: int) -> None:
     """The store has ended the lease of a client, and another one knows."""
-    assert other.parts.leases is not None
-    members = other.parts.leases.view.members
+    assert inside.leases(other) is not None
+    members = inside.leases(other).view.members
     await until(lambda: client not in members)
 
 
 async def is_another(volume: Volume, client: int) -> None:
     """Joined again."""
-    await until(lambda: volume.parts.core.client != client)
+    await until(lambda: inside.client(volume) != client)
 
 
 @asynccontextmanager
 async def frozen(own: Chaos, volume: Volume, other: Volume) -> AsyncIterator[None]:
     """The client stops before the body. After it ``other`` has seen it go; it wakes, and is another one."""
-    client = volume.parts.core.client
+    client = inside.client(volume)
     own.stalled = trio.Event()
     yield
     await is_gone(other, client)
@@ -97,7 +98,7 @@ async def test_a_client_that_wakes_after_its_lease_goes_on_as_another(
             nursery.start_soon(wait_for_fsync)
             await is_gone(two, 1)
             await put(two, b"meanwhile", NEW)
-            view = two.parts.leases.view
+            view = inside.leases(two).view
             await until(lambda: 1 not in view.held_counts, 5.0)
             chaos[0].stalled.set()
         assert told, "who waited was told"
@@ -125,7 +126,7 @@ async def test_a_put_after_the_lease_was_lost_leaves_the_name_as_it_is(
     async with hosts(rng, 1, chaos) as (one,):
         await put(one, b"block", OLD)
         await put(one, b"other", OLD)
-        await one.parts.abandon()
+        await inside.parts(one).abandon()
         with pytest.raises(EngineError):
             await one.blocks.put(ROOT_INODE, b"block", memoryview(NEW), CALLER, 0o644)
         with pytest.raises(EngineError):
@@ -182,7 +183,7 @@ async def test_the_lease_is_lost_again_and_again(
 ) -> None:
     async with hosts(rng, 2, chaos, strict=True) as (one, two):
         for round_number in range(3):
-            client = one.parts.core.client
+            client = inside.client(one)
             chaos[0].cut = trio.Event()
             await is_gone(two, client)
             chaos[0].cut.set()
@@ -207,7 +208,7 @@ async def test_what_a_dead_client_removed_is_freed_by_its_heir(
         async with frozen(chaos[0], one, two):
             await is_gone(two, 1)
             left = [key, schema.sequence_key(1)]
-            await until(lambda: not any(key in disk.records for key in left), 10 * two.parts.core.grace.seconds)
+            await until(lambda: not any(key in disk.records for key in left), 10 * inside.core(two).grace.seconds)
             assert schema.files_key(1) not in disk.records
 
 
@@ -218,7 +219,7 @@ async def test_nothing_is_left_of_clients_that_left_in_order(
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         for volume in (one, two):
-            await make(volume, b"%d" % volume.parts.core.client)
+            await make(volume, b"%d" % inside.client(volume))
     assert not [key for key in disk.records if key[:1] in (b"m", b"k", b"q")]
 
 
@@ -232,12 +233,12 @@ async def test_slots_of_a_dead_client_are_used_at_once_where_it_can_be_cut_off(
     disk.fences = fences
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         await put(one, b"file", OLD)
-        identity = one.parts.core.segments.identity()
-        held = [slab for slab in range(two.parts.core.geometry.slab_count) if one.parts.core.slabs.holds(slab)]
+        identity = inside.segments(one).identity()
+        held = [slab for slab in range(inside.core(two).geometry.slab_count) if inside.slabs(one).holds(slab)]
         async with frozen(chaos[0], one, two):
             await is_gone(two, 1)
             gone = trio.current_time()
-            await until(lambda: all(map(two.parts.core.slabs.holds, held)))
+            await until(lambda: all(map(inside.slabs(two).holds, held)))
             assert held
             assert disk.fenced == ({identity} if fences else set())
             assert (trio.current_time() - gone < 2.0) == fences
@@ -261,16 +262,16 @@ async def test_what_cannot_be_cut_off_keeps_nobody_waiting(
     disk = Disk.format(options, shared=True)
     disk.fences = True
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
-        held, in_one_commit = one.parts.leases.view.held_counts, disk.limits.commit_operations_max // 2
+        held, in_one_commit = inside.leases(one).view.held_counts, disk.limits.commit_operations_max // 2
         await until(lambda: min(held[1], held[2]) > in_one_commit)
         chaos[0].stalled = chaos[1].stalled = trio.Event()
         await trio.sleep(2 * LEASE)
         chaos[0].stalled.set()
-        await until(lambda: {one.parts.core.client, two.parts.core.client}.isdisjoint({1, 2}), 1.0)
+        await until(lambda: {inside.client(one), inside.client(two)}.isdisjoint({1, 2}), 1.0)
         with trio.fail_after(1.0):
             for number, volume in enumerate((one, two)):
                 await put(volume, b"%d" % number, NEW)
-        held = one.parts.leases.view.held_counts
+        held = inside.leases(one).view.held_counts
         await until(lambda: {1, 2}.isdisjoint(held), 2 * FENCE_SECONDS)
     assert len(asked) == len(set(asked)), "nobody is cut off again and again"
 
@@ -282,7 +283,7 @@ async def test_a_volume_that_could_not_be_joined_at_once_is_as_before(
     options = lab_options()
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
-        before = one.parts.core.tier
+        before = inside.tier(one)
         failures = [EngineError("injected: nobody knows what became of this commit")]
 
         def fail(puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
@@ -292,9 +293,9 @@ async def test_a_volume_that_could_not_be_joined_at_once_is_as_before(
         async with frozen(chaos[0], one, two):
             disk.audit = fail
         assert not failures
-        assert one.parts.core.client == 2001
+        assert inside.client(one) == 2001
         assert before.capacity
-        assert one.parts.core.tier is before
+        assert inside.tier(one) is before
         await is_gone(two, 1001)
         await put(one, b"again", NEW)
 
@@ -361,14 +362,14 @@ async def test_a_volume_is_closed_while_it_cannot_be_joined_again(
     chaos[0].delay = 1.0  # so that joining takes a while
     async with hosts(rng, 1, chaos[:1]) as (one,):
         await put(one, b"file", OLD)
-        former = one.parts
+        former = inside.parts(one)
         chaos[0].stalled = trio.Event()
         await trio.sleep(2 * LEASE)
         chaos[0].stalled.set()
         await until(lambda: former.life.is_over)
         chaos[0].cut = trio.Event()
         await trio.sleep(LEASE)
-        assert one.parts is former
+        assert inside.parts(one) is former
         with pytest.raises(EngineError):
             await make(one, b"meanwhile")
 

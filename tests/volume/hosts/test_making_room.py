@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -169,7 +170,7 @@ async def test_a_client_alone_fills_again_what_it_emptied(
             await empty(volume, first)
             began = trio.current_time()
             assert await fill(volume) == first
-            assert trio.current_time() - began < volume.parts.core.grace.seconds
+            assert trio.current_time() - began < inside.core(volume).grace.seconds
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
@@ -186,7 +187,7 @@ async def test_what_was_removed_makes_room_however_slow_the_store_is(
             await volume.tree.unlink(ROOT_INODE, names[0])
             began = trio.current_time()
             assert await volume.files.write(handle, 0, bytes(MIB)) == MIB
-            assert trio.current_time() - began > volume.parts.core.grace.seconds + space.ROOM_SECONDS
+            assert trio.current_time() - began > inside.core(volume).grace.seconds + space.ROOM_SECONDS
             with pytest.raises(NoSpace):
                 await volume.files.write(handle, MIB, bytes(MIB))
         await volume.files.release(handle)
@@ -281,15 +282,15 @@ async def test_late_news_of_a_freed_slot_do_not_free_its_next_life(
         names = await fill(one)
         await quiet(one, two)
         heard: dict[bytes, None] = {}
-        assert one.parts.leases is not None
-        hint = one.parts.leases.freed.hint
+        assert inside.leases(one) is not None
+        hint = inside.leases(one).freed.hint
 
         def listen(keys: Iterable[bytes]) -> None:
             keys = list(keys)
             heard.update(dict.fromkeys(keys))
             hint(keys)
 
-        monkeypatch.setattr(one.parts.leases.freed, "hint", listen)
+        monkeypatch.setattr(inside.leases(one).freed, "hint", listen)
         await empty(two, names)
         await quiet(two)
         names = await fill(one)
@@ -358,7 +359,7 @@ async def test_who_took_a_slab_of_another_writes_about_the_files_in_it(
         (extent,) = node.chunks[0].extents
         assert not extent.slot_size
         await fill(heir)
-        await until(lambda: heir.parts.core.slabs.holds(heir.parts.core.geometry.slab_of(extent.addr)))
+        await until(lambda: inside.slabs(heir).holds(inside.core(heir).geometry.slab_of(extent.addr)))
         await heir.inodes.set_attributes(node.ino, Changes(mode=0o600), CALLER)
         await quiet(heir)
         assert node.described == identity_of(node)
@@ -373,8 +374,8 @@ async def test_all_who_have_no_room_look_together_at_what_others_free(
     async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=16 * MIB) as (one, two):
         await fill(one)
         await quiet(one, two)
-        monkeypatch.setattr(two.parts.leases.shares, "is_owed", lambda: True)
-        counters = two.parts.core.records.counters
+        monkeypatch.setattr(inside.leases(two).shares, "is_owed", lambda: True)
+        counters = inside.records(two).counters
         before = counters.scans
         with trio.move_on_after(5):
             async with trio.open_nursery() as nursery:

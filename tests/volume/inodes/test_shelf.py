@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -38,7 +39,7 @@ def disk(options: Options) -> Disk:
 
 def questions(volume: Volume) -> int:
     """But for those which stamp there is, which all opens of some milliseconds share."""
-    counters, lookups = volume.parts.core.records.counters, volume.parts.lookups
+    counters, lookups = inside.records(volume).counters, inside.lookups(volume)
     assert isinstance(lookups, SharedLookup)
     return counters.gets + counters.scans - lookups.synced.asked
 
@@ -89,7 +90,7 @@ async def test_names_that_are_missed_side_by_side_take_one_page(
 ) -> None:
     """As where a ring puts many blocks into a folder that others filled."""
     async with newcomer(disk, options, rng) as volume:
-        scan, scans = volume.parts.core.records.scan, 0
+        scan, scans = inside.records(volume).scan, 0
 
         async def slow(*arguments: Any) -> Sequence[Record]:
             nonlocal scans
@@ -97,7 +98,7 @@ async def test_names_that_are_missed_side_by_side_take_one_page(
             await trio.sleep(0.01)
             return await scan(*arguments)
 
-        monkeypatch.setattr(volume.parts.core.records, "scan", slow)
+        monkeypatch.setattr(inside.records(volume), "scan", slow)
         async with trio.open_nursery() as nursery:
             for name in FILLED:
                 nursery.start_soon(put, volume, b"new " + name, b"y")
@@ -127,8 +128,8 @@ async def test_who_waits_for_a_page_hears_that_it_did_not_come(
             refused.append(number)
 
         with monkeypatch.context() as patch:
-            patch.setattr(volume.parts.core.records, "scan", silent)
-            patch.setattr(volume.parts.core.records, "get", silent)
+            patch.setattr(inside.records(volume), "scan", silent)
+            patch.setattr(inside.records(volume), "get", silent)
             began = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for number in range(8):
@@ -141,7 +142,7 @@ async def test_who_waits_for_a_page_hears_that_it_did_not_come(
 async def is_relaxed(volume: Volume) -> bool:
     """Names in the root are told as the watch says."""
     await volume.inodes.attributes(ROOT_INODE)
-    return not volume.parts.lookups.asks(ROOT_INODE)
+    return not inside.lookups(volume).asks(ROOT_INODE)
 
 
 async def test_what_others_did_to_a_name_counts_not_what_was_shelved(
@@ -152,7 +153,7 @@ async def test_what_others_did_to_a_name_counts_not_what_was_shelved(
             await put(one, name, b"before " + name)
         await quiet(one, two)
         names = (b"removed", b"renamed", b"rewritten", b"replaced")
-        assert all(two.parts.core.dentries.get(ROOT_INODE, name).record for name in names)
+        assert all(inside.dentries(two).get(ROOT_INODE, name).record for name in names)
         await one.tree.unlink(ROOT_INODE, b"removed")
         await one.tree.rename(ROOT_INODE, b"renamed", ROOT_INODE, b"elsewhere", 0)
         node = await one.tree.lookup(ROOT_INODE, b"rewritten")
@@ -179,9 +180,9 @@ async def test_what_this_host_did_to_a_name_counts_not_what_was_shelved(
         await two.tree.unlink(ROOT_INODE, b"removed")
         assert not await exists(two, b"removed")
         node = await two.tree.lookup(ROOT_INODE, b"changed")
-        await two.parts.cutter.truncate(node, 3)
+        await inside.cutter(two).truncate(node, 3)
         await two.sync()
-        two.parts.core.nodes.drop(node)
+        inside.nodes(two).drop(node)
         assert not await exists(two, b"removed")
         assert await get(two, b"changed") == b"cha"
 
@@ -198,7 +199,7 @@ async def test_a_page_that_is_older_than_the_news_is_not_believed(
             await put(one, name, b"before")
     async with volumes(disk, options, 2, rng) as (one, two):
         await eventually(lambda: is_relaxed(two))
-        scan, is_read, may_go_on = two.parts.core.records.scan, trio.Event(), trio.Event()
+        scan, is_read, may_go_on = inside.records(two).scan, trio.Event(), trio.Event()
 
         async def late(prefix: bytes, after: bytes = b"", limit: int = 1000) -> Sequence[Record]:
             rows = await scan(prefix, after, limit)
@@ -206,7 +207,7 @@ async def test_a_page_that_is_older_than_the_news_is_not_believed(
             await may_go_on.wait()
             return rows
 
-        monkeypatch.setattr(two.parts.core.records, "scan", late)
+        monkeypatch.setattr(inside.records(two), "scan", late)
         found: list[bytes | None] = []
         async with trio.open_nursery() as nursery:
 

@@ -12,12 +12,13 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import inside
 import pytest
 import trio
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
 
 from kvfuse.errors import EngineError, MediumError
-from kvfuse.keeper import MemoryKeeper
+from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle
@@ -99,7 +100,7 @@ class Lab:
 
     async def heal(self) -> None:
         """Until all that was in doubt is written again."""
-        await wait_until(lambda: not self.volume.parts.core.doubt.is_any)
+        await wait_until(lambda: not inside.core(self.volume).doubt.is_any)
 
 
 @asynccontextmanager
@@ -156,7 +157,7 @@ async def test_other_files_are_written_again_in_the_background(lab: Lab, rng: ra
         await lab.volume.files.release(handle)
     node = await lab.volume.tree.lookup(ROOT_INODE, b"linked")
     await lab.volume.tree.link(node.ino, ROOT_INODE, b"other name")
-    await lab.volume.parts.journal.commit()
+    await inside.journal(lab.volume).commit()
     await lab.fail_fsync(await lab.write(b"file", b"some bytes"))
     assert SYNC in lab.reasons
     await lab.heal()
@@ -199,7 +200,7 @@ async def test_each_descriptor_hears_once_of_bytes_that_are_lost(lab: Lab, rng: 
     """The kernel drops its pages before they are read back. Who failed has heard it; who opens later asks in vain."""
     first = await lab.write(b"file", rng.randbytes(SIZE))
     second, reader = await lab.open(b"file"), await lab.open(b"file", os.O_RDONLY)
-    await lab.volume.parts.journal.commit(first.node)
+    await inside.journal(lab.volume).commit(first.node)
     await lab.fail_fsync(first)
     lab.segments.evict()
     await lab.volume.files.fsync(first)
@@ -262,7 +263,7 @@ async def test_the_next_daemon_knows_what_is_in_doubt(disk: Disk, rng: random.Ra
     crashed: list[tuple[Disk, dict[int, bytearray]]] = []
     async with running(disk, keeper) as lab:
         handle = await lab.write(b"file", data)
-        await lab.volume.parts.journal.commit(handle.node)
+        await inside.journal(lab.volume).commit(handle.node)
         lab.segments.is_sick = True
         with pytest.raises(EngineError):
             await lab.volume.files.fsync(handle)

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -60,7 +61,7 @@ async def remove(volume: Volume, name: bytes) -> None:
 async def have_to_ask(volume: Volume, name: bytes) -> None:
     """All names of the folder are known, but not what this one means."""
     assert not await exists(volume, b"absent")
-    volume.parts.core.dentries.forget(ROOT_INODE, name)
+    inside.dentries(volume).forget(ROOT_INODE, name)
 
 
 async def commit_something(volume: Volume, number: int = 0) -> None:

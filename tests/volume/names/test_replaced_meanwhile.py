@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -51,12 +52,12 @@ async def test_an_open_gets_what_was_there_when_its_name_was_asked_for(
         assert refused == (not is_strict)
         was = b"first" if is_strict else b"later 0"
         assert bytes(await other.files.read(handle, 0, 100)) == was
-        await trio.sleep(5 * one.parts.core.grace.seconds)
+        await trio.sleep(5 * inside.core(one).grace.seconds)
         assert bytes(await other.files.read(handle, 0, 100)) == was
         await other.files.release(handle)
         other.tree.forget(node.ino, 1)
-        await trio.sleep(5 * one.parts.core.grace.seconds)
-        assert await one.parts.core.records.get([schema.orphan_key(node.ino)]) == [None]
+        await trio.sleep(5 * inside.core(one).grace.seconds)
+        assert await inside.records(one).get([schema.orphan_key(node.ino)]) == [None]
 
 
 async def test_a_name_that_was_known_before_is_looked_for_anew(

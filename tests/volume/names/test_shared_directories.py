@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -66,10 +67,10 @@ class Walk:
         count = 0
         while True:
             if self.rng.random() < 0.3:
-                host.parts.core.dentries.clear()
-                for node in list(host.parts.core.nodes):
+                inside.dentries(host).clear()
+                for node in list(inside.nodes(host)):
                     if node.is_directory and node.ino != ROOT_INODE and not node.busy:
-                        host.parts.core.nodes.drop(node)
+                        inside.nodes(host).drop(node)
             if self.rng.random() < 0.6:
                 count += 1
                 await make(host, b"file-%d-%d" % (number, count))

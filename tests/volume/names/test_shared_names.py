@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -63,7 +64,7 @@ async def test_late_news_of_a_directory_do_not_take_its_times_back(
     """What this host stored comes again as news. Times that another host set are taken as they are."""
 
     def tell_late(version: int, times: tuple[int, int, int]) -> None:
-        one.parts.lookups.refresher.take_times(folder, schema.encode_times(*times), version)
+        inside.lookups(one).refresher.take_times(folder, schema.encode_times(*times), version)
 
     def times() -> tuple[int, int, int]:
         return folder.atime, folder.mtime, folder.ctime
@@ -407,7 +408,7 @@ async def test_a_file_that_comes_into_a_folder_while_its_path_is_checked_stays(
         folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await quiet(one, two)
         await two.tree.lookup(ROOT_INODE, b"folder")
-        lookups = one.parts.lookups
+        lookups = inside.lookups(one)
         assert isinstance(lookups, SharedLookup)
         check_path = lookups.path_versions
 

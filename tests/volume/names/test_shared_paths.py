@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -70,7 +71,7 @@ async def test_what_a_block_costs(
         folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await store(volume, folder, b"first", b"bytes")
         await quiet(volume)  # a client that begins asks for more than names
-        counters = volume.parts.core.records.counters
+        counters = inside.records(volume).counters
         before = (counters.gets, counters.commits)
 
         async def store_some(writer: int) -> None:
@@ -193,7 +194,7 @@ class HardOfHearing(Chaos):
 
 async def questions(volume: Volume, name: bytes) -> int:
     """How many a look for a name takes."""
-    counters = volume.parts.core.records.counters
+    counters = inside.records(volume).counters
     before = counters.gets
     await volume.tree.lookup(ROOT_INODE, name)
     return counters.gets - before

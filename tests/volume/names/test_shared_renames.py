@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -113,13 +114,13 @@ async def test_an_old_answer_about_a_renamed_file_is_not_taken_for_news(
         ino = (await look(one, b"name")).ino
         await one.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
         await quiet(one)
-        (row,) = await two.parts.core.records.get([schema.entry_key(ROOT_INODE, b"name")])
+        (row,) = await inside.records(two).get([schema.entry_key(ROOT_INODE, b"name")])
         assert row is not None
         await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await quiet(one)
         record = schema.decode_entry(row.value)
         assert isinstance(record, schema.InodeRecord)
-        two.parts.lookups.refresher.take(record, row.version, (ROOT_INODE, b"name"), own=False)
+        inside.lookups(two).refresher.take(record, row.version, (ROOT_INODE, b"name"), own=False)
 
 
 async def test_a_change_finds_a_renamed_file_that_nobody_told_of(
@@ -194,7 +195,7 @@ async def test_a_removed_file_that_turns_out_to_live_on_has_its_bytes(
         await two.tree.unlink(ROOT_INODE, b"name")  # in memory, for a while
         await one.tree.rename(ROOT_INODE, b"name", ROOT_INODE, b"other", 0)
         await trio.sleep(0.01)
-        two.parts.names.nameless.reap_unnamed()  # as who has no room does
+        inside.names(two).nameless.reap_unnamed()  # as who has no room does
         await two.sync()
         await two.inodes.set_attributes((await look(two, b"other")).ino, Changes(mode=0o600), CALLER)
         await quiet(two, one)

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -140,21 +141,21 @@ async def test_opens_share_their_question(rng: random.Random, autojump_clock: tr
     async with a_deaf_reader(rng) as (_, reader, _):
         ino = (await reader.tree.lookup(ROOT_INODE, b"old")).ino
         await trio.sleep(2 * synced.SURE_SECONDS)
-        asked = reader.parts.core.records.counters.gets
+        asked = inside.records(reader).counters.gets
         for _ in range(100):
             await read(reader, ino)
-        assert reader.parts.core.records.counters.gets - asked == 1
+        assert inside.records(reader).counters.gets - asked == 1
         await trio.sleep(2 * synced.SURE_SECONDS)
         await read(reader, ino)
-        assert reader.parts.core.records.counters.gets - asked == 2
+        assert inside.records(reader).counters.gets - asked == 2
     async with hosts(rng, 1, [Chaos(rng)]) as (alone,):
         await put(alone, b"old", b"before")
         ino = (await alone.tree.lookup(ROOT_INODE, b"old")).ino
         await trio.sleep(1)
-        asked, began = alone.parts.core.records.counters.gets, trio.current_time()
+        asked, began = inside.records(alone).counters.gets, trio.current_time()
         await read(alone, ino)
         await rewrite(alone, ino, b"after")
-        assert alone.parts.core.records.counters.gets == asked
+        assert inside.records(alone).counters.gets == asked
         assert trio.current_time() == began
 
 

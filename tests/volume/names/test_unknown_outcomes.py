@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -113,10 +114,10 @@ async def test_a_change_that_happened_is_not_told_as_one_that_did_not(
             is_told = False
         is_lost, losing.wanted = loses_lease and not losing.wanted, 0
         if is_lost:
-            if one.parts.core.client == 1:  # else it has heard of it already
+            if inside.client(one) == 1:  # else it has heard of it already
                 with suppress(errors.EngineError):
                     await make(one, b"hears of it")
-            await until(lambda: one.parts.core.client != 1)
+            await until(lambda: inside.client(one) != 1)
         await quiet(one, two)
         after = set(await names_in(two))
         assert after == set(await names_in(one))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import inside
 from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
 
 from kvfuse.volume.api import ROOT_INODE
@@ -19,7 +20,7 @@ async def test_records_of_its_chunks_name_only_slots_that_it_has() -> None:
         await volume.files.write(handle, 0, b"a" * (20 * CHUNK))
         await volume.sync()
         await volume.files.write(handle, 12 * CHUNK, b"b" * CHUNK)
-        await volume.parts.journal.flusher.write_out(handle.node)
+        await inside.journal(volume).flusher.write_out(handle.node)
         await volume.tree.unlink(ROOT_INODE, b"file")
         await volume.sync()
         report = await check(disk.copy())

@@ -11,9 +11,9 @@ from volume_lab import Disk, lab_options, opened
 
 from kvfuse.errors import Corrupt
 from kvfuse.options.options import NamespaceOptions
+from kvfuse.volume.measures.measures import AGE_BOUNDS, Histogram
 from kvfuse.volume.namespaces.cache import Cache, block_key
 from kvfuse.volume.namespaces.settings import Settings
-from kvfuse.volume.views.measures import AGE_BOUNDS, Histogram
 
 FOLDER = 1
 SAMPLED = next(b"%d" % number for number in range(1000) if block_key(FOLDER, b"%d" % number) % 16 == 0)

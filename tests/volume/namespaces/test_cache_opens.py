@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import inside
 from cache_lab import BLOCK, OPTIONS, cache_disk, checked, evict, fill, statistics, write_file
 from volume_lab import CALLER, opened
 
@@ -25,7 +26,7 @@ async def test_each_open_is_a_use_and_the_one_after_a_lookup_is_none() -> None:
             node = await volume.tree.lookup(ROOT_INODE, name)
             for _ in range(3):
                 await read(volume, node.ino)
-                assert len(volume.parts.core.namespaces.uses) < USES_AT_ONCE
+                assert len(inside.namespaces(volume).uses) < USES_AT_ONCE
         assert statistics(volume)["asked"] == statistics(volume)["present"] == 3 * len(names)
     await checked(disk)
 
@@ -50,7 +51,7 @@ async def test_opens_count_where_the_folder_is_not_in_memory() -> None:
         await volume.sync()
         await read(volume, node.ino)
         before = statistics(volume)["present"]
-        volume.parts.core.nodes.drop(await volume.inodes.attributes(ROOT_INODE))
+        inside.nodes(volume).drop(await volume.inodes.attributes(ROOT_INODE))
         await read(volume, node.ino)
         assert statistics(volume)["present"] == before + 1
     await checked(disk)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 
+import inside
 import pytest
 import trio.testing
 from cache_play import Blocks, CacheActor, check_books, make_cache, make_namespaces
@@ -82,7 +83,7 @@ async def test_full_caches_beside_files(
         assert not sum([one.refusals for one in writers]), "files are refused room that a cache has"
         await trio.sleep(3)
         await check_books(disk, volume)
-        print({number: len(cache.policy) for number, cache in volume.parts.core.caches.items()}, blocks.refusals)
+        print({number: len(cache.policy) for number, cache in inside.caches(volume).items()}, blocks.refusals)
         snapshots.append((disk.copy(), copy.deepcopy(expected)))
     for history in (*expected.blocks.values(), *expected.edits.values()):
         del history[:-1]

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -60,7 +61,7 @@ async def test_three_times_a_quota_goes_in(volume: Volume, store: Any, quota: di
     for number in range(10):
         await put(volume, beside, number)
     folder = await make_cache(volume, b"n", **quota)
-    accounts = volume.parts.core.namespaces.accounts
+    accounts = inside.namespaces(volume).accounts
     for number in range(96):
         await store(volume, folder, number)
         size, files = accounts.use(folder)
@@ -89,10 +90,10 @@ async def test_a_quota_that_is_lowered_is_kept_soon(volume: Volume) -> None:
     await volume.sync()
     await change_namespace(volume, folder, capacity=16 * BLOCK)
     await trio.sleep(SOON)
-    assert 12 * BLOCK <= volume.parts.core.namespaces.accounts.use(folder).size <= 16 * BLOCK
+    assert 12 * BLOCK <= inside.namespaces(volume).accounts.use(folder).size <= 16 * BLOCK
     await change_namespace(volume, folder, capacity=0, blocks=8)
     await trio.sleep(SOON)
-    assert 6 <= volume.parts.core.namespaces.accounts.use(folder).files <= 8
+    assert 6 <= inside.namespaces(volume).accounts.use(folder).files <= 8
 
 
 async def test_eviction_runs_ahead_of_a_quota(volume: Volume) -> None:
@@ -100,7 +101,7 @@ async def test_eviction_runs_ahead_of_a_quota(volume: Volume) -> None:
     for number in range(49):
         await put(volume, folder, number)
     await trio.sleep(SOON)
-    assert 30 * BLOCK <= volume.parts.core.namespaces.accounts.use(folder).size <= 32 * BLOCK
+    assert 30 * BLOCK <= inside.namespaces(volume).accounts.use(folder).size <= 32 * BLOCK
 
 
 async def test_a_full_namespace_asks_its_admission(volume: Volume) -> None:
@@ -117,12 +118,12 @@ async def test_a_full_namespace_asks_its_admission(volume: Volume) -> None:
 async def test_the_root_may_have_a_number_of_files() -> None:
     disk = Disk.format(OPTIONS)
     async with opened(disk, OPTIONS) as volume:
-        namespaces = volume.parts.core.namespaces
+        namespaces = inside.namespaces(volume)
         namespaces.put(ROOT, namespaces.all[ROOT].stored.changed({"kind": "cache", "blocks": 40, "admission": "all"}))
         folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         for number in range(120):
             await put(volume, folder, number)
-            assert volume.parts.core.file_count - 1 <= 40
+            assert inside.core(volume).file_count - 1 <= 40
         assert await count_in(volume, folder) >= 32
         namespaces.put(ROOT, namespaces.all[ROOT].stored.changed({"kind": "files"}))
         with pytest.raises(QuotaExceeded):

@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -22,10 +23,10 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import EngineError, InvalidArgument, NotAdmitted, NotEmpty, NotFound, QuotaExceeded, Stale
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
-from kvfuse.volume.names.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.namespaces.registry import Namespace
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10
@@ -76,7 +77,7 @@ class Walk:
             self.forget()
 
     def check(self) -> None:
-        namespaces = self.volume.parts.core.namespaces
+        namespaces = inside.namespaces(self.volume)
         for number in namespaces.all.keys() - {ROOT}:
             use, settings = namespaces.accounts.use(number), namespaces.all[number].settings
             last = self.last.get(number, Use(0, 0))
@@ -176,7 +177,7 @@ class Walk:
     def allow(self, number: int) -> None:
         """The quotas of a namespace change: it may go on having what it has."""
         if number:
-            self.last[number] = self.audit.allowed[number] = self.volume.parts.core.namespaces.accounts.use(number)
+            self.last[number] = self.audit.allowed[number] = inside.namespaces(self.volume).accounts.use(number)
 
     async def wipe(self, folder: int) -> None:
         await self.volume.inodes.set_xattr(self.rng.choice(self.namespaces), CLEAR, b"1")
@@ -210,17 +211,17 @@ class Walk:
     async def clear(self) -> None:
         """Room returns when everything went: what was cleared goes by itself."""
         with trio.fail_after(60):
-            while self.volume.parts.core.namespaces.cleared:  # noqa: ASYNC110
+            while inside.namespaces(self.volume).cleared:  # noqa: ASYNC110
                 await trio.sleep(0.1)
         self.forget()
         for folder in self.folders:
             await self.empty(folder)
-        self.volume.parts.names.nameless.reap_unnamed()  # of a create that failed later, too
+        inside.names(self.volume).nameless.reap_unnamed()  # of a create that failed later, too
         for _ in range(2):  # what was being written, and what was given up meanwhile, goes with the second commit
-            await self.volume.parts.journal.flusher.settled()
+            await inside.journal(self.volume).flusher.settled()
             await self.volume.sync()
         for number in self.namespaces:
-            assert self.volume.parts.core.namespaces.accounts.use(number) == Use(0, 0)
+            assert inside.namespaces(self.volume).accounts.use(number) == Use(0, 0)
 
 
 async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk:
@@ -232,7 +233,7 @@ async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk
     folder = (await volume.tree.make_directory(inner, b"folder", 0o755, CALLER)).ino
     await volume.sync()
     walk = Walk(volume, audit, rng, [outer, middle, inner, beside, folder], [outer, middle, inner, beside])
-    namespaces, put = volume.parts.core.namespaces, volume.parts.core.namespaces.put
+    namespaces, put = inside.namespaces(volume), inside.namespaces(volume).put
 
     # The walk has to know of a new quota at the very change, between two looks of the audit.
     def put_noted(number: int, stored: Settings, above: int | None = None) -> Namespace:
@@ -257,9 +258,9 @@ async def check_crash(disk: Disk, nodes: int) -> None:
     async with opened(disk, options) as volume:
         await volume.sync()
         assert recorded_uses(disk) == count_uses(disk)
-        accounts = volume.parts.core.namespaces.accounts
+        accounts = inside.namespaces(volume).accounts
         whole = with_inner(disk, count_uses(disk))
-        for number in [number for number in volume.parts.core.namespaces.all if number]:
+        for number in [number for number in inside.namespaces(volume).all if number]:
             assert accounts.use(number) == Use(whole[number].size, whole[number].files)
     assert (await check(disk, verify=False)).clean
 

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import AsyncIterator
 
+import inside
 import pytest
 import trio.testing
 from namespace_lab import Counted, UseAudit, change_namespace, count_uses, make_namespace, recorded_uses
@@ -37,7 +38,7 @@ async def volume(disk: Disk, autojump_clock: trio.testing.MockClock) -> AsyncIte
 
 
 def use(volume: Volume, number: int) -> Use:
-    return volume.parts.core.namespaces.accounts.use(number)
+    return inside.namespaces(volume).accounts.use(number)
 
 
 async def put(volume: Volume, folder: int, name: bytes, size: int = BLOCK) -> None:
@@ -231,7 +232,7 @@ async def test_what_is_said_of_a_namespace_has_its_use_and_capacity(volume: Volu
     await put(volume, inner, b"a", MIB)
     await volume.sync()
     rows = {row["number"]: (row["used"], row["capacity"]) for row in volume.stats()["namespaces"]}
-    used, size = {"bytes": MIB, "files": 1}, volume.parts.core.geometry.data_size
+    used, size = {"bytes": MIB, "files": 1}, inside.core(volume).geometry.data_size
     assert rows == {0: ({"bytes": MIB, "files": 4}, size), outer: (used, 4 * MIB), inner: (used, 4 * MIB)}
     await change_namespace(volume, outer, capacity=MIB // 2)
     assert volume.stats()["namespaces"][2]["capacity"] == MIB // 2
@@ -244,11 +245,11 @@ async def test_a_namespace_that_goes_gives_back_what_it_had(volume: Volume) -> N
     await volume.sync()
     await volume.blocks.delete(inner, [b"a"])
     await volume.sync()
-    core = volume.parts.core
+    core = inside.core(volume)
     core.namespaces.remove(inner)
     await volume.tree.remove_directory(outer, b"inner")
-    volume.parts.journal.put(schema.namespace_key(inner), None)
-    volume.parts.journal.put(schema.use_key(inner, 0), None)
+    inside.journal(volume).put(schema.namespace_key(inner), None)
+    inside.journal(volume).put(schema.use_key(inner, 0), None)
     await put(volume, outer, b"b", 2 * BLOCK)
     assert use(volume, outer) == Use(2 * BLOCK, 1)
     assert use(volume, inner) == Use(0, 0)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import inside
 import pytest
 from mounting import shared_conf
 from shared_lab import eventually
@@ -14,7 +15,7 @@ from volume_lab import CALLER
 
 from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.errors import VolumeBusy
-from kvfuse.keeper import NO_KEEPER, Keeper, MemoryKeeper
+from kvfuse.kept.keeper import NO_KEEPER, Keeper, MemoryKeeper
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
@@ -57,13 +58,13 @@ async def killed(options: Options, keeper: Keeper) -> AsyncIterator[Volume]:
     async with open_volume(options, keeper=keeper) as volume:
         yield volume
         volume.hand_over()
-        await volume.parts.life.end()
+        await inside.life(volume).end()
 
 
 async def has_all(volume: Volume, client: int) -> bool:
     """It allocates in all slabs that are a client's."""
-    assert volume.parts.leases is not None
-    return all(map(volume.parts.core.slabs.holds, volume.parts.leases.view.held_by(client)))
+    assert inside.leases(volume) is not None
+    return all(map(inside.slabs(volume).holds, inside.leases(volume).view.held_by(client)))
 
 
 async def holders(options: Options) -> set[int]:
@@ -78,26 +79,26 @@ async def test_the_next_daemon_has_the_lease(options: Options) -> None:
     await format.format_volume(options)
     keeper = MemoryKeeper()
     async with open_volume(options) as other:
-        assert other.parts.leases is not None
+        assert inside.leases(other) is not None
         await write(other, b"theirs")
-        members = other.parts.leases.view.members
+        members = inside.leases(other).view.members
         async with killed(options, keeper) as volume:
-            client = volume.parts.core.client
+            client = inside.client(volume)
             await write(volume, b"before")
         assert client in await holders(options)
         async with open_volume(options, keeper=keeper) as volume:
-            assert volume.parts.core.client == client
+            assert inside.client(volume) == client
             await write(volume, b"after")
             await eventually(lambda: has_all(volume, client), seconds=60, pause=0.05)
             assert client in members
-            assert await holders(options) == {client, other.parts.core.client}
+            assert await holders(options) == {client, inside.client(other)}
             for host in (volume, other):
                 for name in (b"before", b"after", b"theirs"):
                     assert await read(host, name) == CONTENT
             volume.hand_over()
         assert client in members
         async with open_volume(options, keeper=keeper) as volume:
-            assert volume.parts.core.client == client
+            assert inside.client(volume) == client
             assert await has_all(volume, client), "they need not rest"
             await write(volume, b"last")
 
@@ -114,7 +115,7 @@ async def test_a_lease_that_ended_makes_another_client(options: Options) -> None
     await format.format_volume(options)
     keeper = MemoryKeeper()
     async with killed(options, keeper) as volume:
-        client = volume.parts.core.client
+        client = inside.client(volume)
         await write(volume, b"before")
     async with engines.open_records(options) as records:
 
@@ -123,11 +124,11 @@ async def test_a_lease_that_ended_makes_another_client(options: Options) -> None
 
         await eventually(nobody_has_it, seconds=60, pause=0.05)
     async with open_volume(options, keeper=keeper) as volume:
-        assert volume.parts.core.client != client
+        assert inside.client(volume) != client
         assert await read(volume, b"before") == CONTENT
         standing = Standing.take(keeper)
         assert standing is not None
-        assert standing.client == volume.parts.core.client
+        assert standing.client == inside.client(volume)
     assert Standing.take(keeper) is None
     report = await fsck(options, verify=True)
     assert report.clean, [problem.text for problem in report.problems]

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import inside
 import msgspec
 import pytest
 import trio
@@ -63,7 +64,7 @@ async def test_what_was_written_is_there_at_the_next_opening(options: Options) -
     made = await format.format_volume(options)
     async with clean(options):
         async with open_volume(options) as volume:
-            assert volume.parts.core.superblock == made
+            assert inside.core(volume).superblock == made
             await write(volume, b"one")
         async with open_volume(options) as volume:
             node = await volume.tree.lookup(ROOT_INODE, b"one")
@@ -170,7 +171,7 @@ async def test_records_that_are_lost_are_made_anew_from_the_segments(options: Op
     async with clean(options):
         assert await names(options) == {b"file-%d" % number for number in range(5)}
         async with open_volume(options) as volume:
-            assert volume.parts.core.superblock == made
+            assert inside.core(volume).superblock == made
 
 
 class CountingRecords(MemoryRecords):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import pytest
 import trio
 import trio.testing
@@ -99,7 +100,7 @@ async def test_a_slot_whose_write_may_still_happen_is_given_to_nobody(
 ) -> None:
     """Not after a grace either, while its server stands still."""
     async with hosts(rng, 1, [Chaos(rng)], capacity=32 * MIB) as (volume,):
-        core = volume.parts.core
+        core = inside.core(volume)
         await store(volume, b"first", b"1" * 4096)
         node = await volume.tree.lookup(ROOT_INODE, b"first")
         offset = core.locate(node.chunks[0].extents[0].addr)[1]
@@ -138,7 +139,7 @@ async def test_a_quota_is_not_charged_for_slots_that_rest(
     rng: random.Random, servers: Servers, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with hosts(rng, 1, [Chaos(rng)], capacity=32 * MIB) as (volume,):
-        core = volume.parts.core
+        core = inside.core(volume)
         folder = await make_namespace(volume, ROOT_INODE, b"small", capacity="1MiB")
         await store(volume, b"first", b"1" * 4096, folder)
         node = await volume.tree.lookup(folder, b"first")

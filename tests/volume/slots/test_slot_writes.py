@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import inside
 import numpy as np
 import pytest
 from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
@@ -66,7 +67,7 @@ async def test_heads_of_neighbours_that_are_freed_become_one_write(monkeypatch: 
     options = lab_options(capacity=32 * MIB)
     disk = Disk.format(options)
     async with opened(disk, options, Chaos(random.Random(0))) as volume:
-        core, written = volume.parts.core, list[Transfer]()
+        core, written = inside.core(volume), list[Transfer]()
 
         async def write(batch: Sequence[Transfer]) -> None:
             written.extend(batch)

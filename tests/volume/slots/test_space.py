@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import inside
 import msgspec
 import pytest
 import trio
@@ -47,7 +48,7 @@ class Asked:
 async def core() -> Core:
     options = lab_options()
     async with opened(Disk.format(options), options, Chaos(random.Random(0))) as volume:
-        return volume.parts.core
+        return inside.core(volume)
 
 
 async def nothing() -> None:
@@ -127,7 +128,7 @@ async def test_a_call_goes_on_for_longer_where_caches_give(autojump_clock: trio.
             pass
 
     async with opened(Disk.format(options), options, Chaos(random.Random(0))) as volume:
-        space = Space(volume.parts.core, [], [], nothing, evictors=[Cache()])
+        space = Space(inside.core(volume), [], [], nothing, evictors=[Cache()])
         began, wait = trio.current_time(), await space.wait_for_room(None)
         with pytest.raises(EngineTimeout, match="the cache is too small"):
             while wait is not None:

@@ -10,6 +10,7 @@ import random
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+import inside
 import numpy as np
 import pytest
 import trio
@@ -163,7 +164,7 @@ async def test_a_change_raises_the_version_and_is_seen(
 
 async def test_rows_are_gone_before_bytes_change_in_place(small_rewrites: None, case: Case) -> None:
     """Looked at where the engine is asked to write. A row that is shown during the write has the length of before."""
-    segments = case.volume.parts.core.segments
+    segments = inside.segments(case.volume)
     write, seen = segments.write, []
 
     async def watched(batch: Sequence[Transfer]) -> None:
@@ -183,7 +184,7 @@ async def test_rows_are_gone_before_bytes_change_in_place(small_rewrites: None, 
 
 
 async def test_a_failed_unsealing_leaves_no_unverified_row(small_rewrites: None, case: Case) -> None:
-    chaos = case.volume.parts.core.records.chaos
+    chaos = inside.records(case.volume).chaos
     chaos.commit_error = 2
     case.shown.rows.clear()
     async with trio.open_nursery() as nursery:
@@ -239,7 +240,7 @@ async def crowd(volume: Volume, node: Node) -> None:
         await volume.files.release(handle)
         if number % 50 == 0:
             await volume.sync()
-        if node not in list(volume.parts.core.nodes):
+        if node not in list(inside.nodes(volume)):
             return
     raise AssertionError("it stays in memory")
 
@@ -265,7 +266,7 @@ async def test_an_inode_that_left_memory_comes_back_for_its_map(case: Case) -> N
     await volume.files.release(case.handle)
     await crowd(volume, node)
     shown = volume.files.content_map(node)
-    assert node in list(volume.parts.core.nodes)
+    assert node in list(inside.nodes(volume))
     assert shown.size == len(case.data)
 
 
@@ -319,8 +320,8 @@ async def test_holes_far_chunks_and_the_end(case: Case, rng: random.Random) -> N
 async def test_read_into_verifies(case: Case) -> None:
     node = case.handle.node
     extent = node.chunks[1].extents[0]
-    segment, offset = case.volume.parts.core.locate(extent.addr)
-    image = case.volume.parts.core.segments.disk.segments[segment]
+    segment, offset = inside.core(case.volume).locate(extent.addr)
+    image = inside.segments(case.volume).disk.segments[segment]
     image[offset] ^= 1
     with pytest.raises(Corrupt):
         await case.volume.files.read_into(case.handle, 0, memoryview(bytearray(2 * CHUNK)))

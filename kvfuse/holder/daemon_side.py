@@ -1,0 +1,345 @@
+"""The daemon's side of its holder (`main`): the keeper of a process that was started by one."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import kvfuse
+from kvfuse.errors import KvfuseError, innermost
+from kvfuse.holder import child as holder_child
+from kvfuse.holder import guard
+from kvfuse.holder import main as holder
+from kvfuse.holder import things as holder_things
+from kvfuse.kept.keeper import Kept, check
+
+if TYPE_CHECKING:
+    import trio
+
+KERNEL_RESENDS = 6, 9
+"""the first Linux that sends calls again which a daemon took and did not answer"""
+NOT_SENT_AGAIN = "who waits for one waits as long as the mount is there; upgrades are not concerned"
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+"""of prctl(2)"""
+STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"
+"""what `ps` shows of processes that are forks, or make them"""
+LOOK_SECONDS = 0.0002
+"""between looks at whether a process has a new parent"""
+SO_SNDBUFFORCE, SOCKET_SIZE = 32, 4 << 20
+"""bytes on their way to the holder: some thousands of messages"""
+HOLDER_IS_DEAD = "the holder has died"
+REASON_SIZE_MAX = 200
+"""characters of what a daemon that dies says of the reason"""
+
+log = logging.getLogger(__name__)
+
+
+class Holding:
+    """`Keeper` by the holder that started this process. Made once; `wait` is to return before it is used.
+
+    What the holder is slow to take is in the socket, where it finds it after the end of this process, too. Only what
+    has no room there waits here, for a thread.
+    """
+
+    outlives = True
+
+    def __init__(self, descriptor: int, holder_pid: int | None = None) -> None:
+        self._socket = _end_of(descriptor)
+        self._holder = os.getppid() if holder_pid is None else holder_pid
+        self._left: dict[str, Kept] = {}
+        self._names: dict[str, None] = {}
+        """of what was left, taken or not"""
+        self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._is_passed_on = False
+        """a thread passes on what waits"""
+        self._lock = threading.Lock()
+        self._is_sealed = False
+        self.is_afresh = False
+        """what this process read of mount.conf counts, not what the daemon before it had"""
+        self.deaths: Mapping[str, int] = {}
+        self._leave_seconds: float | None = None
+        """it is asked to make way"""
+        self._leave: trio.Event | None = None
+        """of who waits for that"""
+
+    @classmethod
+    def of_this_process(cls) -> Holding | None:
+        """None: no holder started this process. It ends with its holder from here on."""
+        descriptor = os.environ.pop(holder_child.VARIABLE, None)
+        if descriptor is None:
+            return None
+        holding = cls(int(descriptor))
+        holding._end_with_holder()
+        return holding
+
+    def _end_with_holder(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._holder:
+            sys.exit(HOLDER_IS_DEAD)
+
+    def wait(self, problem: str = "", standby: bool | None = None) -> bool:
+        """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount.
+
+        ``problem``: with mount.conf; no upgrade begins with that. ``standby``: what mount.conf says of it, for an
+        upgrade. A process that is to stand by waits on, and this returns in its forks: at the call there is one
+        thread, and nothing that a fork could not go on with.
+        """
+        hello: dict[str, object] = {"version": kvfuse.__version__, "problem": problem, "standby": standby}
+        hello |= dict.fromkeys(("forks", "answers", "many"), True)
+        self._send(holder_child.HELLO, "", _json(hello))
+        while True:
+            kind, name, content, descriptors = self._receive()
+            if kind == holder_child.START:
+                self._socket.setblocking(False)
+                said = json.loads(content or b"{}")
+                self.is_afresh = bool(said.get("afresh"))
+                self.deaths = {str(cause): int(count) for cause, count in (said.get("deaths") or {}).items()}
+                self._speak_up()
+                return holder_things.CONNECTION not in self._left
+            if kind == holder_child.FORK:
+                self._fork(*descriptors)
+            elif kind == holder_child.SPEAK:
+                self._speak_to(*descriptors)
+            elif kind in (holder_child.KEPT, holder_child.MANY):
+                is_one = kind == holder_child.KEPT
+                things = [(name, content, descriptors)] if is_one else holder_child.unpacked(content, descriptors)
+                for thing, kept, passed in things:
+                    self._left[thing] = Kept(kept, tuple(passed))
+                    self._names[thing] = None
+            else:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _fork(self, descriptor: int) -> None:
+        """Return in this process, which goes on to stand by, and in a daemon, whose end of its socket this is.
+
+        The daemon is the holder's own child: that of a process between, which ends at once (`main`).
+        """
+        if not gc.get_freeze_count():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the daemon sees to it, and the holder
+            _be_named(STANDBY_NAME)
+        gc.freeze()  # what is here a daemon never looks at, so that most of it stays shared memory
+        sys.stdout.flush()
+        sys.stderr.flush()
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            os.close(descriptor)
+            return
+        try:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+        except BaseException as error:
+            os.write(2, f"kvfuse: a daemon cannot be forked: {error}\n".encode())
+            os._exit(1)
+        self._be_born(descriptor, between)
+
+    def _be_born(self, descriptor: int, between: int) -> None:
+        _be_named(DAEMON_NAME)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._socket.close()
+        self._socket = _end_of(descriptor)
+        reseed()
+        given_up = time.monotonic() + holder_child.FORK_SECONDS
+        while os.getppid() == between and time.monotonic() < given_up:
+            time.sleep(LOOK_SECONDS)  # nothing tells a process that it has another parent now
+        self._end_with_holder()
+        pidfd = os.pidfd_open(os.getpid())
+        self._send(holder_child.BORN, "", b"%d" % os.getpid(), [pidfd])
+        os.close(pidfd)
+
+    def _speak_to(self, descriptor: int) -> None:
+        """Of a process that stands by: files take the places of what it was started with."""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for opened, number in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
+            os.dup2(opened, number)
+        os.close(nothing)
+        os.close(descriptor)
+        errors = os.environ.pop(holder_child.ERRORS_VARIABLE, None)
+        if errors is not None:
+            os.close(int(errors))
+
+    def _receive(self) -> tuple[int, str, bytes, list[int]]:
+        try:
+            data, descriptors = holder_child.receive(self._socket)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            sys.exit(HOLDER_IS_DEAD)
+        name, _, content = data[1:].partition(b"\0")
+        return data[0], name.decode(), content, descriptors
+
+    def _speak_up(self) -> None:
+        """What this process says is not for an upgrade's answer any more."""
+        errors = os.environ.pop(holder_child.ERRORS_VARIABLE, None)
+        if errors is not None:
+            sys.stderr.flush()
+            os.dup2(int(errors), 2)
+            os.close(int(errors))
+
+    # -- Keeper ----------------------------------------------------------------------------------------
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._names if name.startswith(prefix)]
+
+    def take(self, name: str) -> Kept | None:
+        return self._left.pop(name, None)
+
+    def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        check(content, descriptors)
+        self._forget(name)
+        self._send(holder_child.KEEP, name, content, descriptors)
+
+    def drop(self, name: str) -> None:
+        if not self._is_sealed:
+            self._forget(name)
+            self._send(holder_child.DROP, name)
+
+    def seal(self) -> None:
+        self._is_sealed = True
+
+    def _forget(self, name: str) -> None:
+        self._names.pop(name, None)
+        left = self._left.pop(name, None)
+        for descriptor in left.descriptors if left else ():
+            os.close(descriptor)
+
+    # -- for the holder itself -------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """The mount answers."""
+        self._send(holder_child.READY)
+
+    def end(self, report: object = None) -> None:
+        """There is nothing for a next daemon to do; ``report``: why the start failed."""
+        self._send(holder_child.END, "", b"" if report is None else _json(report) + b"\n")
+
+    async def hear(self) -> None:
+        """Say that the event loop runs, whenever the holder asks; hear what else it says. Until cancelled."""
+        import trio
+
+        while True:
+            await trio.lowlevel.wait_readable(self._socket)
+            kind, _, content, descriptors = self._receive()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if kind == holder_child.ASK:
+                self._send(holder_child.ALIVE)
+            elif kind == holder_child.LEAVE:
+                self._leave_seconds = float(json.loads(content)["seconds"])
+                if self._leave is not None:
+                    self._leave.set()
+
+    async def asked(self) -> float:
+        """Wait until this daemon is to make way for another one; for `fs.leaving`. `hear` runs meanwhile."""
+        import trio
+
+        while self._leave_seconds is None:
+            self._leave = trio.Event()
+            await self._leave.wait()
+        seconds, self._leave_seconds = self._leave_seconds, None
+        return seconds
+
+    def stays(self, why: str) -> None:
+        """This daemon goes on."""
+        self._send(holder_child.STAYS, "", why.encode("utf-8", "backslashreplace"))
+
+    def left(self) -> None:
+        """All is stored and left to the next daemon. This process is killed now."""
+        self._socket.setblocking(True)
+        self._send(holder_child.LEFT)
+
+    def _send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        message = bytes([kind]) + name.encode() + b"\0" + content
+        with self._lock:
+            if self._waiting or not self._pass(message, descriptors):
+                self._waiting.append((message, tuple(map(os.dup, descriptors))))
+                self._pass_waiting()
+            if self._waiting and not self._is_passed_on:
+                with suppress(RuntimeError):  # no thread can be started: the next message tries again
+                    threading.Thread(target=self._pass_on, name="kvfuse-holding", daemon=True).start()
+                    self._is_passed_on = True
+
+    def _pass_on(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while True:
+            poll.poll()
+            with self._lock:
+                self._pass_waiting()
+                if not self._waiting:
+                    self._is_passed_on = False
+                    return
+            time.sleep(LOOK_SECONDS)  # there may be room for bytes, and none for descriptors
+
+    def _pass_waiting(self) -> None:
+        while self._waiting and self._pass(*self._waiting[0]):
+            for descriptor in self._waiting.popleft()[1]:
+                os.close(descriptor)
+
+    def _pass(self, message: bytes, descriptors: Sequence[int]) -> bool:
+        """False: the holder has to take others first."""
+        try:
+            socket.send_fds(self._socket, [message], list(descriptors))
+        except BlockingIOError:
+            return False
+        except OSError as error:  # else the holder has died, and this process is about to
+            return error.errno != errno.ETOOMANYREFS
+        return True
+
+
+def die(holding: Holding, error: BaseException) -> NoReturn:
+    """End this process at once, as `kill -9` does, for an error of its own: the next daemon goes on. In any thread."""
+    reason = innermost(error)
+    if isinstance(reason, SystemExit):  # the holder has died: the kernel ends this process, too
+        os._exit(1)
+    holding._send(holder_child.DIED, "", repr(reason)[:REASON_SIZE_MAX].encode())
+    try:
+        unforeseen = None if isinstance(reason, KvfuseError) else error
+        log.critical("the daemon ends, and the next one goes on: %s", reason, exc_info=unforeseen)
+    finally:
+        os._exit(holder_child.DIED_STATUS)
+
+
+def _end_of(descriptor: int) -> socket.socket:
+    """The daemon's end of its socket; no child of it gets that."""
+    end = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    with suppress(PermissionError):
+        end.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SOCKET_SIZE)
+    return end
+
+
+def reseed() -> None:
+    """Have other random numbers than other forks. Python sees to its own; by trio's, tasks take turns."""
+    with suppress(KeyError, AttributeError):
+        sys.modules["trio._core._run"]._r.seed()  # private
+
+
+def _be_named(name: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+def command(config: dict[str, Any]) -> list[str]:
+    """How a holder is started; see `main.Holder` for ``config``."""
+    config["guard"] = [sys.executable, "-I", "-S", guard.__file__]
+    return [sys.executable, "-I", "-S", holder.__file__, json.dumps(config)]

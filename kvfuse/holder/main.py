@@ -1,0 +1,498 @@
+"""Keeps a mount while daemons come and go: ``python main.py CONFIG``, the process that a mount begins with.
+
+It starts the daemon and keeps what that one gives it (`kept.keeper`): the kernel's connection first of all, so that
+requests wait where the daemon is gone, and do not fail. A daemon that died is followed by another, which finds all
+of it. `child` has the messages between the two.
+
+*One that stands by* (``standby``) has imported everything and waits. Whenever a daemon is needed it forks one, and
+goes on to wait; so the first daemon, too, comes from it. The holder is a subreaper (prctl(2)), for a daemon that is its
+own child: the process between the two ends at once. One that stands by and dies is replaced by another one.
+
+*Upgrades.* The next daemon stands by, of another version, and one more of the present version for the way back. Then
+the serving one is asked to leave; when it has, the next one gets all that is kept. If that dies, or is not ready in
+time, the other one takes its place. A daemon begins to serve when the one before it is dead, never earlier.
+
+The daemon is ended by the kernel when the holder dies, and the guard (`guard`), which the holder has, ends the
+connection: whoever waits gets an error. A daemon counts as dead when its first thread has ended: others of its threads
+may wait in the kernel for an answer that only the next daemon can give.
+
+Only the standard library is used, and little of it. Nothing here knows what a thing means, but for the connection and
+its switch (`things`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __name__ != "__main__":
+    from kvfuse.holder.child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
+    from kvfuse.holder.desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
+    from kvfuse.holder.pace import Failures, Pace
+    from kvfuse.holder.signals import STOP_SIGNALS, take_signals
+    from kvfuse.holder.things import Things
+else:
+    sys.path.append(os.path.dirname(__file__))
+    from child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
+    from desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
+    from pace import Failures, Pace
+    from signals import STOP_SIGNALS, take_signals
+    from things import Things
+
+PR_SET_CHILD_SUBREAPER = 36
+"""of prctl(2)"""
+FORK_TRIES = 3
+LOOK_SECONDS = 0.2
+"""between looks at a daemon: of a first thread that ended alone nothing tells"""
+LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
+"""that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
+
+
+class Holder:
+    """The loop. ``config``: ``command`` of a daemon and the ``folder`` it begins in, ``guard`` (command of the guard),
+    ``point``, ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor for how the start went, or None)."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.command: list[str] = list(config["command"])
+        self.things = Things(list(map(str, config["guard"])), str(config["point"]))
+        self.serving: Child | None = None
+        self.standby: Child | None = None
+        self.pace = Pace()
+        """of those that stand by"""
+        self.was_ready = False
+        self.failures = Failures()
+        self.told_to_end: int | None = None
+        self.status = 1
+        self.dying: list[int] = []
+        """processes whose last thread has not ended"""
+        self.desk = Desk()
+        self.upgrade: Upgrade | None = None
+        self.facts = Facts()
+        self.stalled_at = 0.0
+        """since when nobody answers; 0: somebody does"""
+
+    # -- what it says ----------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        try:
+            line = repr(f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}")  # for terminals
+            os.write(2, line[1:-1].encode() + b"\n")
+        except OSError:
+            pass
+
+    def report(self, content: bytes) -> None:
+        """How the start went, to whoever waits for it."""
+        report = self.config.pop("report", None)
+        if isinstance(report, int):
+            try:
+                os.write(report, content)
+            except BrokenPipeError:
+                pass
+            os.close(report)
+
+    def speak_to_log(self) -> None:
+        """From the first daemon that is ready on: whoever waits for the end of this output gets it."""
+        path = self.config.pop("log", None)
+        if path:
+            try:
+                log = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            except OSError:  # a sick disk: the mount goes on without it
+                log = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+
+    # -- daemons ---------------------------------------------------------------------------------------
+
+    def new(self, command: list[str], *, heard: bool = False, checked: bool = False) -> Child:
+        return started(command, str(self.config["folder"]), heard=heard, checked=checked)
+
+    def start(self, waiting: Child | None = None) -> None:
+        """Let the next daemon serve: from this one, else the one that stands by, else a new one."""
+        if waiting is None:
+            waiting, self.standby = self.standby or self.new(self.command), None
+        self.serving = waiting
+        if waiting.has_said_hello:
+            self.begin(waiting)
+
+    def begin(self, waiting: Child) -> None:
+        """It is the turn of one that waited: of a copy of it where one is to stand by."""
+        is_new = self.upgrade is not None and self.upgrade.phase == BEGINNING and waiting.standby is not None
+        if waiting.may_fork and (waiting.standby if is_new else self.config["standby"]):
+            for _ in range(FORK_TRIES):
+                try:
+                    self.serving = waiting.fork()
+                except TimeoutError:
+                    self.say(f"process {waiting.pid}, which stands by, does not answer: it is killed")
+                    os.kill(waiting.pid, signal.SIGKILL)
+                    return  # the loop finds it dead, and goes on
+                except OSError:
+                    continue
+                self.standby = waiting
+                self.hand_over(self.serving)
+                return
+        self.hand_over(waiting)
+
+    def hand_over(self, child: Child) -> None:
+        """Give a daemon all that is kept, and have it begin."""
+        try:
+            self.things.give_to(child)
+            is_afresh = self.upgrade is not None and self.upgrade.phase == BEGINNING
+            child.send(START, "", json.dumps({"afresh": is_afresh, "deaths": self.facts.causes}).encode())
+            child.begun = time.monotonic()
+        except TimeoutError:
+            self.say(f"the daemon {child.pid} takes nothing: it is killed")
+            child.kill("silent")
+        except OSError:
+            pass  # it is dead: the loop finds that by its pidfd, and starts another one
+
+    def read(self, child: Child) -> bool:
+        """One message of a daemon. False: there is none."""
+        message = child.receive()
+        if message is None:
+            return False
+        kind, name, content, descriptors = message
+        if kind == HELLO:
+            try:
+                child.said_hello(content)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                self.say(f"process {child.pid} is killed: it is no daemon of kvfuse by its first message")
+                os.kill(child.pid, signal.SIGKILL)
+                return True
+            if child is self.serving:
+                self.begin(child)
+        elif kind == KEEP and child is self.serving:
+            self.things.keep(name, content, descriptors)
+            return True
+        elif kind == DROP and child is self.serving:
+            self.things.drop(name)
+        elif kind == READY and child is self.serving:
+            self.is_served(child)
+        elif kind == LEFT and child is self.serving:
+            child.has_left = True
+            os.kill(child.pid, signal.SIGKILL)  # there is nothing left for it to do
+        elif kind == STAYS and self.upgrade is not None and child is self.serving:
+            self.stalled_at = 0.0
+            self.refuse(f"the daemon cannot make way: {content.decode()}")
+        elif kind == END:
+            child.has_ended = True
+            self.report(content or b"{}\n")
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return True
+
+    def ended(self, child: Child) -> None:
+        """A daemon is dead: all that it said is read, then another one begins, or the mount is over."""
+        child.socket.setblocking(False)
+        try:
+            while self.read(child):
+                pass
+        except BlockingIOError:
+            pass
+        child.wait()
+        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL
+        if not pid:
+            self.dying.append(child.pid)
+        words = child.last_words()
+        child.close()
+        how = child.pulse.reason or (f"exit status {code}" if code >= 0 else signal.Signals(-code).name)
+        if child is not self.serving:
+            self.ended_beside(child, words or how)
+            return
+        self.serving = None
+        if child.is_ready and not self.stalled_at:
+            self.stalled_at = time.monotonic()
+        if self.goes_on_with_upgrade(child, how):
+            return
+        if self.told_to_end is not None:
+            self.failures.daemon_died_at_the_end()
+        if child.has_ended or not self.was_ready or not self.failures.may_end_anew:
+            if self.was_ready and not child.has_ended and self.desk.is_on_top(str(self.config["point"])):
+                self.things.unmount()
+            self.finish(code if code >= 0 else 128 - code)
+            return
+        lived = time.monotonic() - child.begun
+        was_killed = code == -signal.SIGKILL and not child.pulse.cause
+        self.failures.daemon_died(lived, was_killed=was_killed, was_ready=child.is_ready)
+        self.facts.daemon_died(how, child.cause_of_death(code))
+        what = f"the daemon {child.pid} is dead ({how})"
+        while not self.failures.are_too_many:
+            pause = self.failures.pause
+            self.say(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
+            if pause:
+                time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
+            try:
+                self.start()
+            except OSError as error:  # no process, memory or descriptor is free
+                how = what = f"no daemon can be started ({error})"
+                self.failures.daemon_died(0.0, was_killed=False, was_ready=False)
+            else:
+                return
+        what = "the mount is given up, and what was not stored is lost"
+        self.say(f"too many daemons in a row have failed, the last with {how}: {what}")
+        self.things.abort()
+        self.finish(1)
+
+    def is_served(self, child: Child) -> None:
+        """A daemon is ready."""
+        child.is_ready = True
+        self.report(b"{}\n")
+        self.speak_to_log()
+        self.desk.open(str(self.config["point"]))
+        if not self.was_ready and self.desk.problem:
+            self.say(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.desk.problem}")
+        if self.was_ready:
+            self.facts.another_serves(time.monotonic() - self.stalled_at)
+        self.was_ready, self.stalled_at = True, 0.0
+        self.is_upgraded(child)
+        if self.standby is not None:
+            self.standby.speaks_to(2)
+        status = f"STATUS=process {child.pid}, version {child.version}, serves {self.config['point']}"
+        self.desk.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
+        if self.told_to_end is not None:
+            os.kill(child.pid, signal.SIGTERM)
+
+    # -- upgrades --------------------------------------------------------------------------------------
+
+    def asked(self) -> None:
+        """Somebody asks something."""
+        client = self.desk.accept()
+        if client is None:
+            return
+        child = self.serving
+        if client.program is None and child is not None:
+            phase = self.upgrade.phase if self.upgrade is not None else None
+            said = {"pid": child.pid, "version": child.version, "serves": child.is_ready, "upgrade": phase}
+            stands_by = self.standby is not None and self.standby.has_said_hello
+            waits = round(time.monotonic() - self.stalled_at, 3) if self.stalled_at else None
+            client.answer(holder=os.getpid(), **said, standby=stands_by, waits=waits, **vars(self.facts))
+        elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
+            client.answer(error="the mount is on its way from one daemon to the next, or to its end: try again")
+        else:
+            command = [str(client.program), *self.command[1:]]
+            try:
+                self.standby = self.standby or self.new(self.command, heard=True)
+                next = self.new(command, heard=True, checked=command != self.command)
+            except OSError as error:
+                client.answer(error=f"no daemon can be started: {error}")
+                return
+            back, self.standby = self.standby, None
+            self.upgrade = Upgrade(client, next, back, command, client.seconds)
+
+    def refuse(self, why: str) -> None:
+        """No upgrade: the daemon that serves goes on, or one of its version follows it."""
+        upgrade, self.upgrade = self.upgrade, None
+        assert upgrade is not None
+        self.say(f"there was no upgrade: {why}")
+        upgrade.answer(error=why)
+        for child in (upgrade.next, upgrade.back):
+            if child is None or child is self.serving:
+                continue
+            if child is upgrade.back and self.config["standby"] and self.standby in (None, child):
+                self.standby = child
+            else:
+                self.dismiss(child)
+
+    def dismiss(self, child: Child) -> None:
+        """It is not needed."""
+        if child is self.standby:
+            self.standby = None
+        self.dying.append(child.dismissed())
+
+    def advance(self) -> None:
+        """The next step of an upgrade, if it is time for it."""
+        upgrade, serving = self.upgrade, self.serving
+        if upgrade is None or serving is None:
+            return
+        child, back = upgrade.next, upgrade.back
+        if upgrade.phase == STANDING_BY and child is not None:
+            if child.problem:
+                self.refuse(child.problem)
+            elif child.has_said_hello and (back is None or back.has_said_hello):
+                upgrade.enter(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
+                self.stalled_at = upgrade.began = time.monotonic()
+                with suppress(OSError):  # it has just died, or takes nothing: then it is late
+                    serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
+            elif upgrade.is_late:
+                words = child.last_words()
+                self.refuse("the new daemon did not get ready in time" + (f": {words}" if words else ""))
+        elif upgrade.is_late:
+            is_new = upgrade.phase == BEGINNING
+            upgrade.failure = f"it was not ready in {upgrade.seconds:g} s" if is_new else ""
+            upgrade.deadline = float("inf")
+            self.say(f"the daemon {serving.pid} is killed: it takes too long, {upgrade.phase}")
+            os.kill(serving.pid, signal.SIGKILL)
+
+    def ended_beside(self, child: Child, how: str) -> None:
+        """A daemon is dead that did not serve."""
+        upgrade = self.upgrade
+        if child is self.standby:
+            self.standby = None
+            self.say(f"process {child.pid}, which stood by, is dead: {how}")
+            self.pace.one_died(time.monotonic() - child.begun)
+        if upgrade is not None and child is upgrade.back:
+            self.say(f"the upgrade has no way back: no other daemon of the present version begins: {how}")
+            upgrade.back = None
+        elif upgrade is not None and child is upgrade.next:
+            upgrade.next, upgrade.failure = None, how
+            if upgrade.phase == STANDING_BY:
+                self.refuse(f"the new daemon does not begin: {how}")
+
+    def goes_on_with_upgrade(self, child: Child, how: str) -> bool:
+        """The daemon that served is dead. False: it is not, or no more, for the upgrade to start the next one."""
+        upgrade = self.upgrade
+        if upgrade is None:
+            return False
+        upgrade.next = None if child is upgrade.next else upgrade.next
+        upgrade.back = None if child is upgrade.back else upgrade.back
+        if upgrade.phase in (STANDING_BY, GOING_BACK) or child.has_ended:
+            if self.standby is None and not child.has_ended:
+                self.standby, upgrade.back = upgrade.back, None
+            self.refuse(f"the daemon has ended meanwhile ({how})")
+            return False
+        if upgrade.phase == LEAVING and upgrade.next is not None:
+            upgrade.enter(BEGINNING, upgrade.seconds)
+            self.start(upgrade.next)
+            return True
+        upgrade.failure = upgrade.failure or how
+        if upgrade.next is not None:  # it stands by
+            self.dismiss(upgrade.next)
+            upgrade.next = None
+        if upgrade.back is None:
+            self.refuse(f"the new daemon failed: {upgrade.failure}; another one of the former version takes over")
+            return False
+        self.say(f"the new daemon failed: {upgrade.failure}; the former version takes over")
+        upgrade.enter(GOING_BACK, float("inf"))
+        self.start(upgrade.back)
+        return True
+
+    def is_upgraded(self, child: Child) -> None:
+        """A daemon is ready: with that an upgrade ends, one way or the other."""
+        upgrade = self.upgrade
+        if upgrade is None or upgrade.phase not in (BEGINNING, GOING_BACK):
+            return
+        if upgrade.phase == BEGINNING:
+            before = None
+            if upgrade.back is not None:
+                before = upgrade.back.version
+                self.dismiss(upgrade.back)
+            self.command, self.upgrade = upgrade.command, None
+            if child.standby is not None:
+                self.config["standby"] = child.standby
+            self.failures.forget()
+            self.facts.upgrades += 1
+            upgrade.answer(before=before, version=child.version, pid=child.pid)
+        else:
+            self.refuse(f"the new daemon failed: {upgrade.failure}; the former version goes on")
+
+    def finish(self, status: int) -> None:
+        """The mount is over."""
+        self.status = status
+        self.serving = None
+        self.config["standby"] = False
+        self.desk.tell_systemd("STOPPING=1")
+        self.desk.close()
+        if self.standby is not None:
+            os.kill(self.standby.pid, signal.SIGKILL)
+            os.waitpid(self.standby.pid, 0)
+            self.standby.close()
+            self.standby = None
+        self.things.close()
+        self.report(b"")
+
+    def signalled(self, number: int) -> None:
+        """Somebody wants the mount to end: the daemon sees to it."""
+        self.told_to_end = number
+        if self.serving is not None:
+            os.kill(self.serving.pid, signal.SIGTERM)
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Until the mount is over; returns the exit status."""
+        wake = take_signals()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self.start()
+        while self.serving is not None:
+            self.reap()
+            children = self.children()
+            poll = select.poll()
+            poll.register(wake, select.POLLIN)
+            if self.desk.fileno() >= 0:
+                poll.register(self.desk, select.POLLIN)
+            for child in children:
+                if not child.is_silent:
+                    poll.register(child.socket, select.POLLIN)
+                poll.register(child.pidfd, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * LOOK_SECONDS)}
+            if wake.fileno() in ready:
+                for caught in wake.recv(100):
+                    if caught in STOP_SIGNALS:
+                        self.signalled(caught)
+            for child in children:
+                if child not in self.children():
+                    continue  # it ended with another one
+                if child.socket.fileno() in ready:
+                    if self.read(child):
+                        continue
+                    child.is_silent = True
+                if child.pidfd in ready or is_dead(child.pid):
+                    self.ended(child)
+            if self.desk.fileno() in ready:
+                self.asked()
+            if self.was_ready and self.serving is not None and self.serving.is_lost():
+                self.say(f"the daemon {self.serving.pid} has not answered for too long: it is killed")
+                self.serving.kill("silent")
+            self.advance()
+            self.have_standby()
+        return self.status
+
+    def have_standby(self) -> None:
+        serving = self.serving
+        is_wanted = self.config["standby"] and self.standby is None and self.upgrade is None
+        if is_wanted and serving is not None and serving.is_ready and self.pace.is_due:
+            try:
+                self.standby = self.new(self.command)
+            except OSError as error:
+                self.say(f"nobody can stand by: {error}")
+                self.pace.one_died(0.0)
+
+    def reap(self) -> None:
+        """Take dead processes out of the table, whoever began them: those whose parents died are ours now."""
+        self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        known = {*self.dying, *(child.pid for child in self.children())}
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in known:
+                break  # it is seen to elsewhere, and others another time
+            os.waitpid(ended.si_pid, 0)
+            if ended.si_pid == self.things.guard:
+                self.things.guard_ended()
+
+    def children(self) -> list[Child]:
+        upgrade = self.upgrade
+        found = [self.serving, self.standby, *((upgrade.next, upgrade.back) if upgrade is not None else ())]
+        return list(dict.fromkeys(child for child in found if child is not None))
+
+
+def main() -> None:
+    os.chdir("/")
+    with open("/proc/self/comm", "w") as comm:
+        comm.write("kvfuse-holder")
+    _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # it has what the daemon has of clients
+    sys.exit(Holder(json.loads(sys.argv[1])).run())
+
+
+if __name__ == "__main__":
+    main()

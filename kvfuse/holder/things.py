@@ -1,0 +1,114 @@
+"""What a holder keeps for daemons, and the guard of its mount; see `main`. Standard library only."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __name__.startswith("kvfuse."):
+    from kvfuse.holder.child import KEPT, MANY, Child, packed
+    from kvfuse.holder.store import Store
+else:
+    from child import KEPT, MANY, Child, packed
+    from store import Store
+
+SWITCH = "fuse/switch"
+"""its descriptor ends the connection"""
+CONNECTION = "fuse/connection"
+GUARD_SECONDS = 1.0
+"""a guard that lived less is not started again: it would go on like that"""
+
+
+class Things:
+    """Named things, oldest first, and the guard, which begins when there is a switch."""
+
+    def __init__(self, guard: list[str], point: str) -> None:
+        self._point = point
+        self._command = [*guard, str(os.getpid()), point]
+        self._store = Store()
+        self._kept = self._store.take()
+        self._dropped: list[int] = []
+        """descriptors that are to be closed"""
+        self.guard = 0
+        self._guard_begun = 0.0
+
+    def keep(self, name: str, content: bytes, descriptors: list[int]) -> None:
+        """What was kept under that name is replaced. The descriptors are this object's from here on."""
+        self.drop(name)
+        self._kept[name] = content, descriptors
+        if name == SWITCH and not self.guard:
+            self._start_guard(descriptors[0])
+
+    def drop(self, name: str) -> None:
+        self._dropped += self._kept.pop(name, (b"", []))[1]
+        try:
+            while self._dropped:
+                # The last one of the control socket is closed when the kernel has written everything back, which the
+                # daemon has to answer; and large memory takes its time.
+                _thread.start_new_thread(os.close, (self._dropped[-1],))
+                self._dropped.pop()
+        except RuntimeError:
+            pass  # there can be no more threads now: the next time
+
+    def give_to(self, child: Child) -> None:
+        """Tell a daemon of all that is kept. OSError: it is dead, or does not take it."""
+        things = [(name, content, descriptors) for name, (content, descriptors) in self._kept.items()]
+        if child.takes_many:
+            for message, passed in packed(things):
+                child.send(MANY, "", message, passed)
+        else:
+            for thing in things:
+                child.send(KEPT, *thing)
+
+    def abort(self) -> None:
+        """End the connection: whoever waits gets an error."""
+        if SWITCH in self._kept:
+            os.write(self._kept[SWITCH][1][0], b"1")
+
+    def _start_guard(self, switch: int) -> None:
+        self._guard_begun = time.monotonic()
+        try:
+            self.guard = os.fork()
+        except OSError as error:
+            os.write(2, f"kvfuse: {self._point} has no guard: {error}\n".encode("utf-8", "backslashreplace"))
+            return
+        if self.guard == 0:
+            try:
+                os.setsid()
+                os.dup2(switch, 1)
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, 0)
+                os.dup2(nowhere, 2)
+                os.closerange(3, 1 << 16)
+                os.execv(self._command[0], self._command)
+            finally:
+                os._exit(127)
+
+    def guard_ended(self) -> None:
+        """Somebody killed it, and it was waited for: there is to be another one."""
+        self.guard = 0
+        if SWITCH in self._kept and time.monotonic() - self._guard_begun > GUARD_SECONDS:
+            self._start_guard(self._kept[SWITCH][1][0])
+
+    def unmount(self) -> None:
+        """Take the mount away that no daemon took away."""
+        words = ["umount", "-i", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.execvp(words[0], [*words, self._point])
+            finally:
+                os._exit(127)
+        os.waitpid(pid, 0)
+
+    def close(self) -> None:
+        """The mount is over. What another start of the service may use is left with systemd."""
+        if self.guard:
+            os.kill(self.guard, signal.SIGKILL)
+            os.waitpid(self.guard, 0)
+        self._store.leave(self._kept)
+        for name in list(self._kept):
+            self.drop(name)

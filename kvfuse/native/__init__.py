@@ -1,0 +1,1 @@
+"""Modules in C, and their wrappers with twins in Python."""

@@ -1,0 +1,475 @@
+/* What stands between pyfuse3 and libfuse; see fusewire.py.
+
+pyfuse3 asks the dynamic linker for libfuse's functions. Loaded before it, for all to see, this module is asked first:
+it has five of them, under their own names. All but the one that reads requests end in a call of libfuse's. All are called
+with Python's lock held, by the one thread that answers the kernel; that lock also guards the state here.
+
+*A kill is no error.* The kernel copies requests and answers page by page. Where a page is not in the daemon's page tables
+it takes the way of a page fault, which a fatal signal ends at once; then the kernel fails the request with EIO, and nobody
+can answer it again. So each request is read into the same memory, which is populated once, locked, and no child's; and the
+pages of an answer are populated before the kernel copies it: a daemon that is killed in there has not answered. */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#define FUSE_USE_VERSION 30
+
+#include <Python.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fuse_lowlevel.h>
+#include <linux/fuse.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define CAPABILITY "security.capability"
+#define SEEK "kvfuse.seek" /* the name under which pyfuse3 gets LSEEK */
+#define MARK_SHIFT 62 /* the bits of a handle that `fusewire.py` marks */
+#define HANDLE_MASK ((1ull << MARK_SHIFT) - 1)
+#define MARK_NO_FLUSH (1ull << 63)
+#define MARK_DIRECT (1ull << 62)
+#define PLAIN_COUNT (1u << 16)
+#define SENT_AGAIN (1ull << 63) /* of a request's number, since Linux 6.9 */
+#define NO_FLUSH (1u << 5)
+#define PARALLEL_DIRECT_WRITES (1u << 6)
+#define INIT_EXT (1u << 30)
+#define HEADER_SIZE 4096         /* room for all of a WRITE that is not content, as libfuse has it */
+#define CONTENT_SIZE_MIN 131072  /* attributes have 64 KiB, and INIT wants 8 KiB */
+#define POPULATED_SECONDS 1
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22    /* Linux 5.14; an older one does not send requests again anyway */
+#endif
+
+static void (*process_buf)(struct fuse_session *, const struct fuse_buf *);
+static int (*reply_buf)(fuse_req_t, const char *, size_t);
+static int (*session_fd)(struct fuse_session *);
+static int (*session_exited)(struct fuse_session *);
+static void (*session_exit)(struct fuse_session *);
+
+static struct {
+    uint64_t wanted, unwanted;     /* flags of INIT's answer, flags2 in the upper half */
+    uint16_t background;           /* 0: the kernel's own bound */
+    uint64_t answered;             /* flags as they went to the kernel */
+    int knows_plain;               /* nobody else sets attributes of files */
+    uint64_t plain[PLAIN_COUNT];   /* inodes that were made here and never got an attribute, each at its own place */
+    unsigned long long capability_count;
+} wire;
+
+static uint64_t unique;      /* of the request that is being handled */
+static int is_from_the_cache; /* it writes back pages, by whichever handle */
+static struct fuse_lseek_in seek; /* it asks where data or a hole begins; whence 0: it asks for something else */
+
+/* INIT as the kernel sent it once: to the first daemon of a mount. Those after it get it from here. */
+static struct {
+    char bytes[sizeof(struct fuse_in_header) + sizeof(struct fuse_init_in)];
+    size_t size;
+    int fd;          /* of the connection; -1: no INIT came */
+    int is_replayed; /* the kernel has its answer */
+    int is_due;      /* it is the next request */
+} init = {.fd = -1};
+
+/* Where requests are read to. pyfuse3 handles one, or copies what it needs of it, before it asks for the next one. */
+static struct {
+    char *bytes;
+    size_t size;
+    size_t size_wanted; /* since the kernel knows how much a WRITE may have */
+} request_room = {.size_wanted = CONTENT_SIZE_MIN + HEADER_SIZE};
+
+/* Answers whose pages are in the page tables. Pages that were used so lately are not reclaimed. */
+static struct populated {
+    const char *bytes;
+    size_t size;
+    time_t second;
+} populated[1 << 12];
+
+static uint64_t *place_of(uint64_t ino)
+{
+    return &wire.plain[(ino * 0x9E3779B97F4A7C15ull) >> 48];
+}
+
+static void forget_plain(uint64_t ino)
+{
+    uint64_t *place = place_of(ino);
+    if (*place == ino)
+        *place = 0;
+}
+
+/* -- requests ---------------------------------------------------------------------------------- */
+
+static const struct fuse_in_header *header_of(size_t size)
+{
+    return size < sizeof(struct fuse_in_header) ? NULL : (const void *)request_room.bytes;
+}
+
+/* 0: there is no memory. */
+static int make_room(void)
+{
+    if (request_room.size >= request_room.size_wanted)
+        return 1;
+    size_t size = request_room.size_wanted;
+    char *bytes = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (bytes == MAP_FAILED)
+        return 0;
+    madvise(bytes, size, MADV_DONTFORK); /* a fork would have the kernel copy each page at its next write */
+    mlock(bytes, size);                  /* where it may be swapped all the same, a kill finds it there most likely */
+    if (request_room.bytes)
+        munmap(request_room.bytes, request_room.size);
+    request_room.bytes = bytes;
+    request_room.size = size;
+    return 1;
+}
+
+/* The kernel asks for this attribute before each write. What pyfuse3 needs 20 us for takes 1 us here. */
+static int answers_itself(struct fuse_session *se, size_t size)
+{
+    const struct fuse_in_header *in = header_of(size);
+    const size_t name_at = sizeof(*in) + sizeof(struct fuse_getxattr_in);
+    if (!in || in->opcode != FUSE_GETXATTR || size < name_at + sizeof(CAPABILITY) || *place_of(in->nodeid) != in->nodeid)
+        return 0;
+    if (memcmp(request_room.bytes + name_at, CAPABILITY, sizeof(CAPABILITY)) != 0)
+        return 0;
+    struct fuse_out_header out = {.len = sizeof(out), .error = -ENODATA, .unique = in->unique};
+    if (write(session_fd(se), &out, sizeof(out)) < 0 && errno != ENOENT) /* who asked was killed */
+        return 0;
+    wire.capability_count++;
+    return 1;
+}
+
+/* As libfuse has it: its size, 0 where the mount is gone, or an error. */
+static int receive(struct fuse_session *se)
+{
+    ssize_t size;
+    do
+        size = read(session_fd(se), request_room.bytes, request_room.size);
+    while (size < 0 && errno == ENOENT); /* who asked was killed */
+    if (session_exited(se))
+        return 0;
+    if (size < 0 && errno == ENODEV) {
+        session_exit(se);
+        return 0;
+    }
+    if (size < 0)
+        return -errno;
+    return size < (ssize_t)sizeof(struct fuse_in_header) ? -EIO : (int)size;
+}
+
+__attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
+{
+    if (!make_room())
+        return -ENOMEM;
+    int size;
+    if (init.is_due) {
+        memcpy(request_room.bytes, init.bytes, init.size);
+        size = (int)init.size;
+        init.is_due = 0;
+    } else
+        size = receive(se);
+    if (size == -EAGAIN || (size > 0 && answers_itself(se, size)))
+        return -EINTR; /* pyfuse3 waits for the next one */
+    buf->size = size > 0 ? size : 0;
+    buf->flags = 0;
+    return size;
+}
+
+static void forget_all(const struct fuse_in_header *in, size_t size)
+{
+    const struct fuse_batch_forget_in *batch = (const void *)(in + 1);
+    const struct fuse_forget_one *one = (const void *)(batch + 1);
+    if (size < sizeof(*in) + sizeof(*batch))
+        return;
+    size_t room = (size - sizeof(*in) - sizeof(*batch)) / sizeof(*one);
+    for (size_t index = 0; index < batch->count && index < room; index++)
+        forget_plain(one[index].nodeid);
+}
+
+static void change_answer(const struct fuse_init_in *asked, char *answer, size_t size)
+{
+    struct fuse_init_out *out = (void *)(answer + sizeof(struct fuse_out_header));
+    if (size < sizeof(struct fuse_out_header) + sizeof(*out) || ((struct fuse_out_header *)answer)->error)
+        return;
+    uint64_t offered = asked->flags | (asked->flags & INIT_EXT ? (uint64_t)asked->flags2 << 32 : 0);
+    uint64_t flags = (out->flags | (uint64_t)out->flags2 << 32 | (wire.wanted & offered)) & ~wire.unwanted;
+    if (flags >> 32)
+        flags |= INIT_EXT;
+    out->flags = (uint32_t)flags;
+    out->flags2 = (uint32_t)(flags >> 32);
+    if (wire.background) {
+        out->max_background = wire.background;
+        out->congestion_threshold = (uint16_t)(wire.background / 4 * 3);
+    }
+    wire.answered = flags;
+    size_t content_size = out->max_write > CONTENT_SIZE_MIN ? out->max_write : CONTENT_SIZE_MIN;
+    request_room.size_wanted = content_size + HEADER_SIZE;
+}
+
+static int keep_init(const struct fuse_in_header *in, size_t size)
+{
+    if (!init.is_replayed) {
+        init.size = size < sizeof(init.bytes) ? size : sizeof(init.bytes);
+        memcpy(init.bytes, in, init.size);
+    }
+    return 1;
+}
+
+/* libfuse answers INIT with the flags that it knows, and writes to its descriptor: a socket of ours meanwhile. */
+static int process_init(struct fuse_session *se, const struct fuse_buf *buf, const struct fuse_init_in *asked)
+{
+    char answer[4096];
+    int ends[2], fd = session_fd(se), kernel = dup(fd);
+    if (kernel < 0)
+        return 0;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) {
+        close(kernel);
+        return 0;
+    }
+    dup2(ends[1], fd);
+    process_buf(se, buf);
+    ssize_t size = recv(ends[0], answer, sizeof(answer), MSG_DONTWAIT);
+    dup3(kernel, fd, O_CLOEXEC);
+    close(kernel);
+    close(ends[0]);
+    close(ends[1]);
+    init.fd = fd;
+    if (size > 0) {
+        change_answer(asked, answer, size);
+        if (!init.is_replayed && write(fd, answer, size) < 0)
+            PySys_WriteStderr("kvfuse: the kernel refuses INIT's answer: %s\n", strerror(errno));
+    }
+    return 1;
+}
+
+/* pyfuse3 does not know LSEEK. It gets it as a GETXATTR, whose answer may be the 8 bytes that LSEEK's has, too. */
+static void process_seek(struct fuse_session *se, const struct fuse_in_header *in)
+{
+    struct {
+        struct fuse_in_header header;
+        struct fuse_getxattr_in asked;
+        char name[sizeof(SEEK)];
+    } request = {.header = *in, .asked.size = sizeof(struct fuse_lseek_out), .name = SEEK};
+    request.header.len = sizeof(request);
+    request.header.opcode = FUSE_GETXATTR;
+    seek = *(const struct fuse_lseek_in *)(in + 1);
+    process_buf(se, &(struct fuse_buf){.mem = &request, .size = sizeof(request)});
+}
+
+__attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *asked)
+{
+    struct fuse_buf request = *asked, *buf = &request; /* pyfuse3 frees what its own has */
+    buf->mem = request_room.bytes;
+    const struct fuse_in_header *in = header_of(buf->size);
+    seek.whence = 0;
+    unique = in ? in->unique : 0;
+    is_from_the_cache = in && in->opcode == FUSE_WRITE && buf->size >= sizeof(*in) + sizeof(struct fuse_write_in)
+        && ((const struct fuse_write_in *)(in + 1))->write_flags & FUSE_WRITE_CACHE;
+    if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
+        && keep_init(in, buf->size) && process_init(se, buf, (const void *)(in + 1)))
+        return;
+    if (in && in->opcode == FUSE_LSEEK && buf->size >= sizeof(*in) + sizeof(seek))
+        return process_seek(se, in);
+    if (in && (in->opcode == FUSE_SETXATTR || in->opcode == FUSE_FORGET))
+        forget_plain(in->nodeid);
+    else if (in && in->opcode == FUSE_BATCH_FORGET)
+        forget_all(in, buf->size);
+    process_buf(se, buf);
+}
+
+/* -- answers ----------------------------------------------------------------------------------- */
+
+/* An answer may be a view of a segment's file, of which the page tables have nothing yet. Not touched here: a medium that
+fails would be a signal, and is EFAULT where the kernel copies. What was populated just now still is: it costs a fifth of
+the copy. */
+static void populate(const char *bytes, size_t size)
+{
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t begin = (uintptr_t)bytes / page * page, end = ((uintptr_t)bytes + size + page - 1) / page * page;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    struct populated *before = &populated[(((uintptr_t)bytes ^ size) * 0x9E3779B97F4A7C15ull) >> 52];
+    if (before->bytes == bytes && before->size == size && now.tv_sec <= before->second + POPULATED_SECONDS)
+        return;
+    if (size && madvise((void *)begin, end - begin, MADV_POPULATE_READ) == 0)
+        *before = (struct populated){bytes, size, now.tv_sec};
+}
+
+__attribute__((visibility("default"))) int fuse_reply_buf(fuse_req_t req, const char *bytes, size_t size)
+{
+    populate(bytes, size);
+    return reply_buf(req, bytes, size);
+}
+
+static struct fuse_open_out opened(const struct fuse_file_info *fi)
+{
+    struct fuse_open_out out = {.fh = fi->fh & HANDLE_MASK};
+    out.open_flags = (fi->direct_io ? FOPEN_DIRECT_IO : 0) | (fi->keep_cache ? FOPEN_KEEP_CACHE : 0)
+        | (fi->nonseekable ? FOPEN_NONSEEKABLE : 0) | (fi->fh & MARK_NO_FLUSH ? NO_FLUSH : 0)
+        | (fi->fh & MARK_DIRECT ? FOPEN_DIRECT_IO | PARALLEL_DIRECT_WRITES : 0);
+    return out;
+}
+
+static void split(double seconds, uint64_t *whole, uint32_t *nanoseconds)
+{
+    double kept = seconds < 0 ? 0 : seconds < 1e9 ? seconds : 1e9;
+    *whole = (uint64_t)kept;
+    *nanoseconds = (uint32_t)((kept - floor(kept)) * 1e9);
+}
+
+static struct fuse_entry_out entry_of(const struct fuse_entry_param *e)
+{
+    struct fuse_entry_out out = {.nodeid = e->ino, .generation = e->generation};
+    split(e->entry_timeout, &out.entry_valid, &out.entry_valid_nsec);
+    split(e->attr_timeout, &out.attr_valid, &out.attr_valid_nsec);
+    out.attr.ino = e->attr.st_ino;
+    out.attr.mode = e->attr.st_mode;
+    out.attr.nlink = e->attr.st_nlink;
+    out.attr.uid = e->attr.st_uid;
+    out.attr.gid = e->attr.st_gid;
+    out.attr.rdev = e->attr.st_rdev;
+    out.attr.size = e->attr.st_size;
+    out.attr.blksize = e->attr.st_blksize;
+    out.attr.blocks = e->attr.st_blocks;
+    out.attr.atime = e->attr.st_atim.tv_sec;
+    out.attr.mtime = e->attr.st_mtim.tv_sec;
+    out.attr.ctime = e->attr.st_ctim.tv_sec;
+    out.attr.atimensec = e->attr.st_atim.tv_nsec;
+    out.attr.mtimensec = e->attr.st_mtim.tv_nsec;
+    out.attr.ctimensec = e->attr.st_ctim.tv_nsec;
+    return out;
+}
+
+__attribute__((visibility("default"))) int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
+{
+    struct fuse_open_out out = opened(fi);
+    return reply_buf(req, (const char *)&out, sizeof(out));
+}
+
+__attribute__((visibility("default"))) int fuse_reply_create(
+    fuse_req_t req, const struct fuse_entry_param *e, const struct fuse_file_info *fi)
+{
+    struct {
+        struct fuse_entry_out entry;
+        struct fuse_open_out open;
+    } out = {entry_of(e), opened(fi)};
+    if ((wire.knows_plain || fi->fh & MARK_NO_FLUSH) && fi->fh & HANDLE_MASK) /* in relaxed folders others are heard */
+        *place_of(e->ino) = e->ino;
+    return reply_buf(req, (const char *)&out, sizeof(out));
+}
+
+/* -- for Python --------------------------------------------------------------------------------- */
+
+static PyObject *configure(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"wanted", "unwanted", "background", "knows_plain", NULL};
+    unsigned long long wanted, unwanted;
+    unsigned short background;
+    int knows_plain;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$KKHp", names, &wanted, &unwanted, &background, &knows_plain))
+        return NULL;
+    memset(&wire, 0, sizeof(wire));
+    wire.wanted = wanted;
+    wire.unwanted = unwanted;
+    wire.background = background;
+    wire.knows_plain = knows_plain;
+    Py_RETURN_NONE;
+}
+
+static PyObject *connection(PyObject *self, PyObject *none)
+{
+    if (init.fd < 0)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(y#i)", init.bytes, (Py_ssize_t)init.size, init.fd);
+}
+
+static PyObject *replay(PyObject *self, PyObject *args)
+{
+    const char *bytes;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "y#", &bytes, &size))
+        return NULL;
+    if (size < (Py_ssize_t)sizeof(struct fuse_in_header) || size > (Py_ssize_t)sizeof(init.bytes)
+        || ((const struct fuse_in_header *)bytes)->opcode != FUSE_INIT) {
+        PyErr_SetString(PyExc_ValueError, "that is no INIT");
+        return NULL;
+    }
+    memcpy(init.bytes, bytes, size);
+    init.size = size;
+    init.is_replayed = init.is_due = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *forget(PyObject *self, PyObject *ino)
+{
+    uint64_t number = PyLong_AsUnsignedLongLong(ino);
+    if (PyErr_Occurred())
+        return NULL;
+    forget_plain(number);
+    Py_RETURN_NONE;
+}
+
+static PyObject *counts(PyObject *self, PyObject *none)
+{
+    return Py_BuildValue("{s:K,s:K}", "flags", (unsigned long long)wire.answered, "capability", wire.capability_count);
+}
+
+static PyObject *request(PyObject *self, PyObject *none)
+{
+    return Py_BuildValue("KO", (unsigned long long)(unique & ~SENT_AGAIN), unique & SENT_AGAIN ? Py_True : Py_False);
+}
+
+static PyObject *writes_back(PyObject *self, PyObject *none)
+{
+    return PyBool_FromLong(is_from_the_cache);
+}
+
+static PyObject *sought(PyObject *self, PyObject *none)
+{
+    if (seek.whence != SEEK_DATA && seek.whence != SEEK_HOLE)
+        Py_RETURN_NONE;
+    return Py_BuildValue("LO", (long long)seek.offset, seek.whence == SEEK_DATA ? Py_True : Py_False);
+}
+
+static PyMethodDef methods[] = {
+    {"sought", sought, METH_NOARGS, "See fusewire.py."},
+    {"writes_back", (PyCFunction)writes_back, METH_NOARGS, "See fusewire.py."},
+    {"request", (PyCFunction)request, METH_NOARGS, "See fusewire.py."},
+    {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
+    {"connection", connection, METH_NOARGS, "See fusewire.py."},
+    {"replay", replay, METH_VARARGS, "See fusewire.py."},
+    {"forget", forget, METH_O, "See fusewire.py."},
+    {"counts", counts, METH_NOARGS, "See fusewire.py."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._fusewire", "See fusewire.py.", -1, methods,
+                                    NULL, NULL, NULL, NULL};
+
+static int find(void *library, const char *name, void *function)
+{
+    void *found = dlsym(library, name);
+    if (!found) {
+        PyErr_Format(PyExc_ImportError, "libfuse has no %s", name);
+        return 0;
+    }
+    memcpy(function, &found, sizeof(found));
+    return 1;
+}
+
+PyMODINIT_FUNC PyInit__fusewire(void)
+{
+    void *library = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        library = dlopen("libfuse3.so.4", RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        PyErr_SetString(PyExc_ImportError, "there is no libfuse3");
+        return NULL;
+    }
+    if (!find(library, "fuse_session_process_buf", &process_buf) || !find(library, "fuse_reply_buf", &reply_buf)
+        || !find(library, "fuse_session_fd", &session_fd) || !find(library, "fuse_session_exited", &session_exited)
+        || !find(library, "fuse_session_exit", &session_exit))
+        return NULL;
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,138 @@
+"""Between pyfuse3 and the kernel: what libfuse of this machine does not say, or says too slowly.
+
+``_fusewire.c`` has some of libfuse's functions, and is loaded before pyfuse3: so the dynamic linker finds it first.
+With it the daemon
+
+* answers INIT with flags of its own: requests in the background, no guesses of the kernel's when content changed (it is
+  told), mappings of files that are open with O_DIRECT;
+* says of each open file whether its closes are to be announced (`NO_FLUSH`), and lets its direct writes go on side by
+  side (`DIRECT`): `marks` go with the handle as far as ``_fusewire``;
+* lets a daemon take over a connection that another one began (`replay`): libfuse gets the kernel's INIT, which came
+  once, from here, and its answer goes nowhere;
+* reads each request into the same memory, of which every page is there, and populates the pages of an answer: the
+  kernel fails a request with EIO whose copy meets a page fault in a daemon that is being killed;
+* answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
+  made here and never got an attribute has none. On shared volumes that holds in relaxed folders, until this host hears
+  that another one changed the file (`forget`);
+* gets LSEEK from the kernel (`sought`), which pyfuse3 does not know: the handler of GETXATTR is called for it.
+
+Without it - it was not built, or pyfuse3 was there first - everything works, with more requests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+from contextlib import suppress
+from types import ModuleType
+
+NO_FLUSH = 1 << 63
+DIRECT = 1 << 62
+"""marks of handles"""
+NO_REQUEST = 0, False
+BACKGROUND = 64
+"""requests that nobody waits for - read-ahead, asynchronous I/O - at a time; the kernel's own bound is 12"""
+
+AUTO_INVAL_DATA = 1 << 12
+"""flags of INIT: the kernel drops its pages of a file whose mtime it finds changed, be it by its own writes"""
+DIRECT_IO_ALLOW_MMAP = 1 << 36
+
+NOTIFY_RESEND = struct.pack("<IiQ", 16, 7, 0)
+"""a message of the daemon's own accord, to the kernel: send again what nobody answered; since Linux 6.9"""
+NOTIFY_INC_EPOCH = struct.pack("<IiQ", 16, 8, 0)
+"""likewise: ask again what each name means before it is used; since Linux 6.16"""
+DIRECT_KERNEL = 6, 18
+"""the first one on which it was seen that a page read beside a direct write does not stay in the cache"""
+
+
+def kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+
+
+def _load() -> ModuleType | None:
+    """``_fusewire``, before pyfuse3 and for all to see."""
+    if "pyfuse3" in sys.modules:
+        return None
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags | os.RTLD_GLOBAL)
+    try:
+        from kvfuse.native import _fusewire as module
+    except ImportError:  # no compiler, or no headers of libfuse, at the installation
+        return None
+    finally:
+        sys.setdlopenflags(flags)
+    return module
+
+
+_wire = _load()
+is_there = _wire is not None
+_writes_side_by_side = kernel() >= DIRECT_KERNEL
+
+
+def marks(*, direct: bool, close_is_awaited: bool) -> int:
+    """What a handle carries to `_fusewire`, which takes it off. 0 where that is not there."""
+    if _wire is None:
+        return 0
+    return (DIRECT if direct and _writes_side_by_side else 0) | (0 if close_is_awaited else NO_FLUSH)
+
+
+def configure(*, is_shared: bool) -> None:
+    """Before a mount. ``is_shared``: other hosts may give attributes to files that were made here, which counts at once
+    in folders where closes are awaited."""
+    if _wire is not None:
+        _wire.configure(
+            wanted=DIRECT_IO_ALLOW_MMAP, unwanted=AUTO_INVAL_DATA, background=BACKGROUND, knows_plain=not is_shared
+        )
+
+
+def connection() -> tuple[bytes, int] | None:
+    """(INIT as the kernel sent it, descriptor) of the mount's connection. None: INIT did not come, or is not known."""
+    return _wire.connection() if _wire is not None else None
+
+
+def replay(init: bytes, descriptor: int) -> None:
+    """After pyfuse3.init over a connection that another daemon began: go on where that one stopped.
+
+    The kernel sends requests again that nobody answered, and asks for all names that it knows, which may not have been
+    stored; unless it is too old for that. ValueError.
+    """
+    assert _wire is not None
+    _wire.replay(init)
+    for notice in (NOTIFY_INC_EPOCH, NOTIFY_RESEND):
+        with suppress(OSError):
+            os.write(descriptor, notice)
+
+
+def forget(ino: int) -> None:
+    """Another host changed the file: it may have attributes. With Python's lock held, as always: for any thread."""
+    if _wire is not None:
+        _wire.forget(ino)
+
+
+def request() -> tuple[int, bool]:
+    """(number of the request that is being handled, it was sent again), until its handler waits for something.
+
+    (0, False) where that is not known.
+    """
+    return _wire.request() if _wire is not None else NO_REQUEST
+
+
+def writes_back() -> bool:
+    """The request that is being handled writes pages of a mapping back: by any handle for writing. As for `request`."""
+    return _wire is not None and bool(_wire.writes_back())
+
+
+def sought() -> tuple[int, bool] | None:
+    """(offset, whether data is sought, or else a hole) of an LSEEK, if that is being handled. As for `request`.
+
+    It is handled as a GETXATTR whose name says nothing: a program may ask for the same one. The answer is an offset
+    of 8 bytes in the machine's order.
+    """
+    return _wire.sought() if _wire is not None else None
+
+
+def counts() -> dict[str, int]:
+    """``flags`` of INIT's answer; ``capability``: requests that were answered in C."""
+    return dict(_wire.counts()) if _wire is not None else {}

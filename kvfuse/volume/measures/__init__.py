@@ -1,0 +1,1 @@
+"""Measures and limits of namespaces and tiers: counts, speeds, rates, order, access."""

@@ -1,0 +1,1 @@
+"""Namespaces change here: attributes, records, quotas that hosts grant each other."""

@@ -1,0 +1,1 @@
+"""The shared-memory tier: arenas that clients map, their blocks and indexes, what goes first."""
