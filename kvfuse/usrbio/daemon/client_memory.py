@@ -1,6 +1,6 @@
 """Memory of clients that rings read and write: registered by its owner, mapped here.
 
-The daemon must not die of what an owner does with its memory meanwhile; ARCHITECTURE.md has a table of mapped memory.
+The daemon must not die of what an owner does with its memory meanwhile: decision 031 in docs/internals has a table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the volume copies of a client's bytes on their way: nothing, where the table in ARCHITECTURE.md says so."""
+"""What the volume copies of a client's bytes on their way: nothing, where the table of decision 023 says so."""
 
 from __future__ import annotations
 
