@@ -381,6 +381,7 @@ def test_every_bench_is_told_apart() -> None:
     assert all(function.__doc__ for function in (suite.BENCHES | suite.LARGE_BENCHES).values())
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("door", qos.READERS)
 def test_reads_beside_a_flood_are_measured(tmp_path: Path, door: str) -> None:
     with kvfuse_mount(tmp_path / "volume", tmp_path / "mnt", "capacity=1GiB") as daemon:

@@ -173,6 +173,7 @@ def is_for_all(program: Path) -> bool:
     return real.stat().st_mode & 0o005 == 0o005 and all(above.stat().st_mode & 0o001 for above in real.parents)
 
 
+@pytest.mark.ring(3)
 def test_install_and_uninstall(folder: Path) -> None:
     folder.chmod(0o755)
     (folder / "sbin").mkdir()

@@ -14,6 +14,8 @@ from kvfuse.fs.holder_child import ALIVE, ASK, DIED, Child, receive
 from kvfuse.fs.holder_pace import PAUSES, Failures
 from kvfuse.fs.holder_pulse import ASK_SECONDS, SILENT_SECONDS, START_SECONDS, Pulse
 
+pytestmark = pytest.mark.ring(1)
+
 LOOK = 0.25
 """seconds between looks of the holder"""
 

@@ -20,6 +20,8 @@ from kvfuse.volume.api import DirEntry
 from kvfuse.volume.store import kept_log
 from kvfuse.volume.store.kept_log import KeptLog
 
+pytestmark = pytest.mark.ring(1)
+
 KIB = 1024
 MODES = 0o644, 0o600, 0o755
 

@@ -17,6 +17,8 @@ from kvfuse.keeper import MemoryKeeper
 from kvfuse.volume.names.restoring import FAILED, NAME, Restorer
 from kvfuse.volume.store import kept_log
 
+pytestmark = pytest.mark.ring(1)
+
 KIB = 1024
 
 
