@@ -367,6 +367,7 @@ def run_bench(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.ring(3)
 def test_bench_writes_a_table_and_json(tmp_path: Path) -> None:
     done = run_bench(tmp_path, "--only", "absent", "--only", "read-stream")
     assert done.returncode == 0, done.stderr

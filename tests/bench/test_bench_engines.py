@@ -37,7 +37,7 @@ from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
 from kvfuse.usrbio.client.iov import new_memory
 
-pytestmark = pytest.mark.engines("lmdb+file")  # about calls: below the mount one pair is enough
+pytestmark = [pytest.mark.engines("lmdb+file"), pytest.mark.ring(3)]  # about calls: below the mount one pair is enough
 
 SIZE = 256 * KIB
 

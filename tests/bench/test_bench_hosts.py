@@ -19,6 +19,8 @@ from kvfuse.cluster.etcd import EtcdServers
 from kvfuse.connectors.steady_store import DescriptorMismatch
 from kvfuse.errors import KvfuseError
 
+pytestmark = pytest.mark.ring(3)
+
 SIZE = 4096
 PLAN = ReplayPlan("qwen2.5-0.5b", 512, SIZE)
 SPEED = 1000.0

@@ -13,6 +13,8 @@ from kvfuse.bench.outlive import Cell, Fit, Outlived, cells, measure
 from kvfuse.bench.plot import plot_outlived
 from kvfuse.sizes import KIB, MIB
 
+pytestmark = pytest.mark.ring(3)
+
 SIZE, BLOCK = 64 * MIB, 64 * KIB
 
 

@@ -21,7 +21,7 @@ from kvfuse.bench.plot import plot_spreads
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]
 
 CELLS = (Cell(4 * KIB, 1, 4), Cell(64 * KIB, 8, 16))
 READERS = 2

@@ -25,7 +25,10 @@ from kvfuse.bench.timing import BATCHES_MIN, time_batches
 from kvfuse.errors import KvfuseError
 from kvfuse.sizes import KIB, MIB
 
-pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
+pytestmark = [
+    pytest.mark.engines("lmdb+file"),
+    pytest.mark.ring(3),
+]  # about memory that is shared with clients: below it one pair is enough
 
 SET_SIZE = 4 * MIB
 

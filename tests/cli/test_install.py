@@ -123,6 +123,7 @@ test $status = 1
 """
 
 
+@pytest.mark.ring(3)
 @pytest.mark.root
 def test_mount_and_umount_find_the_helpers(folder: Path) -> None:
     """With a /sbin of its own, in a mount namespace that ends with the test."""

@@ -5,7 +5,7 @@ virtual machines or inference engines, kill loops, random schedules, every other
 prove once, and all that takes over a minute.
 
 A test is in ring 3 if it needs what only the lab installs: by the mark ``needs``, a fixture of `OF_FIXTURES`, or a
-parameter that names RADOS. Else its nearest mark ``ring(number)`` says the ring, or its folder, in `FOLDERS`; but
+parameter that names RADOS; or if it has to be ``alone``. Else its nearest mark ``ring(number)`` says the ring, or its folder, in `FOLDERS`; but
 where it has etcd, it is not in ring 1.
 
 As a program, without any package: ``rings.py needs`` prints what all of ring 3 needs; ``rings.py part MINUTES NUMBER``
@@ -78,7 +78,7 @@ def _words_of(item: pytest.Item) -> list[str]:
 
 
 def ring_of(item: pytest.Item) -> int:
-    if needs_of(item):
+    if needs_of(item) or item.get_closest_marker("alone") is not None:
         return LAB
     mark = item.get_closest_marker("ring")
     folder = item.path.parent.relative_to(TESTS)

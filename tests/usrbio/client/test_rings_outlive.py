@@ -210,6 +210,7 @@ def test_clients_that_end_while_there_is_no_daemon_leave_nothing(mount: KvfuseMo
     del iov, ring
 
 
+@pytest.mark.ring(3)
 def test_one_that_has_connected_and_said_nothing_goes_on(mount: KvfuseMount) -> None:
     """The daemon that accepted it is killed, twice, before it is greeted; another one ends unheard."""
     wait_until(lambda: registered(mount, "connections") == 0, "the door of the rings")
