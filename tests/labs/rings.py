@@ -5,8 +5,8 @@ virtual machines or inference engines, kill loops, random schedules, every other
 prove once, and all that takes over a minute.
 
 A test is in ring 3 if it needs what only the lab installs: by the mark ``needs``, a fixture of `OF_FIXTURES`, or a
-parameter that names RADOS; or if it has to be ``alone``. Else its nearest mark ``ring(number)`` says the ring, or its folder, in `FOLDERS`; but
-where it has etcd, it is not in ring 1.
+parameter that names RADOS; or if it has to be ``alone``, as what measures time has. Else its nearest mark
+``ring(number)`` says the ring, or its folder, in `FOLDERS`; but where it has etcd, it is not in ring 1.
 
 As a program, without any package: ``rings.py needs`` prints what all of ring 3 needs; ``rings.py part MINUTES NUMBER``
 prints one of the parts into which ring 3 is cut, each of about so many minutes: a line with its number, the number of
