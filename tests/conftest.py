@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rings", default="1,2,3", help="run the tests of these rings only: 1,2 or 3 (see tests/labs/rings.py)"
     )
+    parser.addoption("--slice", default="0/1", help="K/N: of each file every N-th test, from the K-th on")
     parser.addoption(
         "--record-durations",
         action="store_true",
@@ -111,10 +112,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _choose_rings(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = {int(ring) for ring in config.getoption("--rings").split(",")}
-    others = [item for item in items if rings.ring_of(item) not in chosen]
+    index, count = map(int, config.getoption("--slice").split("/"))
+    seen: dict[Path, int] = {}
+    kept, others = [], []
+    for item in items:
+        is_chosen = rings.ring_of(item) in chosen
+        if is_chosen:
+            seen[item.path] = seen.get(item.path, -1) + 1
+        (kept if is_chosen and seen[item.path] % count == index else others).append(item)
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if rings.ring_of(item) in chosen]
+        items[:] = kept
 
 
 def _order_files(items: list[pytest.Item]) -> None:

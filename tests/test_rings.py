@@ -62,6 +62,8 @@ def test_parts_are_all_of_ring_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rings, "DURATIONS", tmp_path / "durations.toml")
     rings.DURATIONS.write_text(SOME)
     rows = [([path.stem for path in part.files], part.needs, part.seconds) for part in rings.parts(4)]
+    assert {part.slice for part in rings.parts(4)} == {(0, 1)}
+    assert [part.slice for part in rings.parts(2) if part.seconds == 100] == [(0, 3), (1, 3), (2, 3)]
     assert rows == [
         (["test_rings"], set(), 300),
         (["test_imports"], set(), 230),

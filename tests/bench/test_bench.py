@@ -368,6 +368,7 @@ def run_bench(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.ring(3)
 def test_bench_writes_a_table_and_json(tmp_path: Path) -> None:
     done = run_bench(tmp_path, "--only", "absent", "--only", "read-stream")
     assert done.returncode == 0, done.stderr
@@ -382,6 +383,7 @@ def test_every_bench_is_told_apart() -> None:
     assert all(function.__doc__ for function in (suite.BENCHES | suite.LARGE_BENCHES).values())
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("door", qos.READERS)
 def test_reads_beside_a_flood_are_measured(tmp_path: Path, door: str) -> None:
     with kvfuse_mount(tmp_path / "volume", tmp_path / "mnt", "capacity=1GiB") as daemon:

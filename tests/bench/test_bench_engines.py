@@ -37,7 +37,7 @@ from kvfuse_bench.engines.slots import require_shared_memory
 from kvfuse_bench.ringwork import ring_session
 from kvfuse_bench.rounds import Measured
 
-pytestmark = pytest.mark.engines("lmdb+file")  # about calls: below the mount one pair is enough
+pytestmark = [pytest.mark.engines("lmdb+file"), pytest.mark.ring(3)]  # about calls: below the mount one pair is enough
 
 SIZE = 256 * KIB
 

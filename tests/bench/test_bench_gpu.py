@@ -10,6 +10,8 @@ from cli_lab import Place, assert_fails, kvfuse
 from kvfuse.errors import DeviceError
 from kvfuse.usrbio.client.gpu.cuda import count_devices
 
+pytestmark = pytest.mark.ring(3)
+
 
 def has_gpu() -> bool:
     try:

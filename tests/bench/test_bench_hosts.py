@@ -19,6 +19,8 @@ from kvfuse_bench.replay import ReplayPlan
 from kvfuse_bench.traffic import Request
 from kvfuse_cluster.etcd import EtcdServers
 
+pytestmark = pytest.mark.ring(3)
+
 SIZE = 4096
 PLAN = ReplayPlan("qwen2.5-0.5b", 512, SIZE)
 SPEED = 1000.0

@@ -13,6 +13,8 @@ from kvfuse.sizes import KIB, MIB
 from kvfuse_bench.outlive import Cell, Fit, Outlived, cells, measure
 from kvfuse_bench.plot import plot_outlived
 
+pytestmark = pytest.mark.ring(3)
+
 SIZE, BLOCK = 64 * MIB, 64 * KIB
 
 

@@ -21,7 +21,7 @@ from kvfuse_bench.peers.mounts import Hosts, peer_hosts
 from kvfuse_bench.peers.networks import host_networks
 from kvfuse_bench.plot import plot_spreads
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]
 
 CELLS = (Cell(4 * KIB, 1, 4), Cell(64 * KIB, 8, 16))
 READERS = 2

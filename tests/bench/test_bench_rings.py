@@ -25,7 +25,10 @@ from kvfuse_bench.rings import RING_BENCHES, RingSetting, bench_idle, bench_oper
 from kvfuse_bench.ringwork import OPERATIONS, Session, ring_session
 from kvfuse_bench.timing import BATCHES_MIN, time_batches
 
-pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
+pytestmark = [
+    pytest.mark.engines("lmdb+file"),
+    pytest.mark.ring(3),
+]  # about memory that is shared with clients: below it one pair is enough
 
 SET_SIZE = 4 * MIB
 

@@ -42,6 +42,7 @@ def replayed(point: Path, setup: Setup, requests: list[Request] | None = None) -
         return replay_on_cache(requests or Generator(), folder, PLAN, lambda result: None)
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize(("policy", "admission"), [("lru", "all"), ("chain", "adaptive")])
 def test_a_volume_hits_what_the_simulation_hits(point: Path, policy: str, admission: str, tmp_path: Path) -> None:
     result = replayed(point, Setup(policy, admission, 2000))

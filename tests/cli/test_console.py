@@ -247,6 +247,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hostile]:
     mounts.detach(hostile.point, lazy=True)
 
 
+@pytest.mark.ring(3)
 def test_every_command_at_a_terminal(hostile: Hostile) -> None:
     seen = set()
     for command, words, shown in shown_by(hostile):

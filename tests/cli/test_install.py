@@ -123,6 +123,7 @@ test $status = 1
 """
 
 
+@pytest.mark.ring(3)
 @pytest.mark.root
 def test_mount_and_umount_find_the_helpers(folder: Path) -> None:
     """With a /sbin of its own, in a mount namespace that ends with the test."""
@@ -173,6 +174,7 @@ def is_for_all(program: Path) -> bool:
     return real.stat().st_mode & 0o005 == 0o005 and all(above.stat().st_mode & 0o001 for above in real.parents)
 
 
+@pytest.mark.ring(3)
 def test_install_and_uninstall(folder: Path) -> None:
     folder.chmod(0o755)
     (folder / "sbin").mkdir()

@@ -16,9 +16,10 @@ from kvfuse.fs.mount import kernel_options
 from kvfuse.holder.guarding import open_switch
 from kvfuse.options.options import MountOptions
 
-pytestmark = pytest.mark.engines(
-    "lmdb+file", "etcd+rados", "etcd+block"
-)  # a volume ends in one way, whatever was published when
+pytestmark = [
+    pytest.mark.ring(1),
+    pytest.mark.engines("lmdb+file", "etcd+rados", "etcd+block"),  # it ends in one way, whatever was published when
+]
 
 MIB = 1 << 20
 

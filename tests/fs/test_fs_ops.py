@@ -15,6 +15,8 @@ from kvfuse.errnos import ERRNO, errno_of
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.virtual import VirtualFolder
 
+pytestmark = pytest.mark.ring(1)
+
 PYFUSE3_ANSWERS = {"poll"}
 """handlers left to pyfuse3, whose ENOSYS lets the kernel answer by itself"""
 

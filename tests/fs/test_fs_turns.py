@@ -20,6 +20,8 @@ from kvfuse.fs.turns import TurnLock, read_again
 from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.usrbio.client import BlockStore
 
+pytestmark = pytest.mark.ring(1)
+
 ASLEEP = Wakefulness(wanted=False)
 WORKERS = 12
 ROUNDS = 2_000

@@ -20,6 +20,8 @@ from kvfuse.kept.rows import COUNT_MIN
 from kvfuse.volume.api import Caller
 from kvfuse.volume.names import open_before
 
+pytestmark = pytest.mark.ring(1)
+
 SHARED = pytest.mark.parametrize("shared", [False, True])
 
 
@@ -262,7 +264,7 @@ async def test_a_size_that_was_not_stored_is_missed(shared: bool, autojump_clock
     await mount.check()
 
 
-async def test_a_caller_hears_of_lost_bytes_though_its_write_was_cut_in_two() -> None:
+async def test_a_caller_hears_of_lost_bytes_though_its_write_was_cut_in_two(autojump_clock: trio.abc.Clock) -> None:
     """The error of a later part of a write is no error for its caller, who is told that the first part was written."""
     mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
@@ -289,7 +291,7 @@ async def test_a_caller_hears_of_lost_bytes_though_its_write_was_cut_in_two() ->
     await mount.check()
 
 
-async def test_an_fsync_says_what_was_lost_whatever_writes_said() -> None:
+async def test_an_fsync_says_what_was_lost_whatever_writes_said(autojump_clock: trio.abc.Clock) -> None:
     mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file")
@@ -311,7 +313,7 @@ async def test_an_fsync_says_what_was_lost_whatever_writes_said() -> None:
     await mount.check()
 
 
-async def test_an_fsync_that_is_sent_again_says_once_more_what_was_lost() -> None:
+async def test_an_fsync_that_is_sent_again_says_once_more_what_was_lost(autojump_clock: trio.abc.Clock) -> None:
     """The daemon was killed when it had noted that its caller knows, and before that was so."""
     mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
@@ -509,7 +511,7 @@ async def test_the_kernel_may_know_what_this_daemon_never_told_it() -> None:
         assert not daemon.volume.kernel_knows(made + 1)
 
 
-async def test_what_is_lost_is_known_until_the_kernel_was_told() -> None:
+async def test_what_is_lost_is_known_until_the_kernel_was_told(autojump_clock: trio.abc.Clock) -> None:
     mount = Mount(keeps=False)
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvfuse.fs.recent import COUNT, RecentPlaces
 from kvfuse.kept.keeper import MemoryKeeper
+
+pytestmark = pytest.mark.ring(1)
 
 
 def test_the_last_places_are_found_by_the_next_daemon() -> None:

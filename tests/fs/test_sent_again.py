@@ -18,6 +18,8 @@ from volume_lab import Chaos, lab_options
 
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE
 
+pytestmark = pytest.mark.ring(1)
+
 STEPS = 60
 """of all tasks, after most of which a request is answered"""
 

@@ -20,6 +20,8 @@ from kvfuse.kept import log as kept_log
 from kvfuse.kept.log import KeptLog
 from kvfuse.volume.api import DirEntry
 
+pytestmark = pytest.mark.ring(1)
+
 KIB = 1024
 MODES = 0o644, 0o600, 0o755
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import inside
 import pyfuse3
 import pytest
+import trio
 from handover_lab import ROOT, WHO, Daemon, Mount
 from volume_lab import MIB, lab_options
 
@@ -16,6 +17,8 @@ from kvfuse import failing
 from kvfuse.kept import log as kept_log
 from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.volume.names.restoring import FAILED, NAME, Restorer
+
+pytestmark = pytest.mark.ring(1)
 
 KIB = 1024
 
@@ -50,7 +53,7 @@ async def fill(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("size", [100 * KIB, MIB])
-async def test_where_there_is_no_room_any_more_writers_hear_so(size: int) -> None:
+async def test_where_there_is_no_room_any_more_writers_hear_so(size: int, autojump_clock: trio.abc.Clock) -> None:
     """Of bytes that no slot had, and of those in slots that are taken by now."""
     mount = Mount(lab_options(capacity=8 * MIB, chunk=MIB))
     async with mount.daemon() as daemon:
@@ -78,7 +81,9 @@ async def test_where_there_is_no_room_any_more_writers_hear_so(size: int) -> Non
 
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize("damage", ["form", "tail", "frame"])
-async def test_what_cannot_be_read_is_missed_unless_it_was_stored(damage: str, is_left: bool) -> None:
+async def test_what_cannot_be_read_is_missed_unless_it_was_stored(
+    damage: str, is_left: bool, autojump_clock: trio.abc.Clock
+) -> None:
     mount = Mount()
     async with mount.daemon() as daemon:
         fh, ino = await daemon.create(b"file")
@@ -119,7 +124,9 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("mistakes", [1, 2])
-async def test_after_a_mistake_the_next_daemon_tries_again_once(mistakes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_mistake_the_next_daemon_tries_again_once(
+    mistakes: int, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
     mount, restore = Mount(), Restorer.restore
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file")
@@ -156,7 +163,7 @@ async def test_after_a_mistake_the_next_daemon_tries_again_once(mistakes: int, m
     await mount.check()
 
 
-async def test_bytes_that_the_log_lacks_are_missed() -> None:
+async def test_bytes_that_the_log_lacks_are_missed(autojump_clock: trio.abc.Clock) -> None:
     mount = Mount()
     async with mount.daemon() as daemon:
         fh, _ = await daemon.create(b"file")

@@ -13,6 +13,8 @@ from kvfuse.fs import wakefulness
 from kvfuse.fs.turns import Requests
 from kvfuse.fs.wakefulness import ANY_LATENCY, BUSY_WAITS, SHORT_SECONDS, Wakefulness
 
+pytestmark = pytest.mark.ring(1)
+
 QUESTIONS = 40 * BUSY_WAITS
 
 

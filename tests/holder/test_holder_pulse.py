@@ -14,6 +14,8 @@ from kvfuse.holder.child import ALIVE, ASK, DIED, Child, receive
 from kvfuse.holder.pace import PAUSES, Failures
 from kvfuse.holder.pulse import ASK_SECONDS, SILENT_SECONDS, START_SECONDS, Pulse
 
+pytestmark = pytest.mark.ring(1)
+
 LOOK = 0.25
 """seconds between looks of the holder"""
 

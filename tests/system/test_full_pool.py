@@ -64,6 +64,7 @@ def test_a_shared_volume_holds_what_was_promised_again_and_again(small: KvfuseMo
     assert len(fill(small.point, lambda: MIB + 28)) == len(files), "what the last daemon removed has room for as much"
 
 
+@pytest.mark.ring(3)
 @ON_ONE_HOST
 @pytest.mark.parametrize("size_max", [256 << 10, MIB, 4 * MIB])
 def test_a_wide_mix_uses_most(small: KvfuseMount, rng: random.Random, size_max: int) -> None:
@@ -81,6 +82,7 @@ def test_space_comes_back_at_once(small: KvfuseMount) -> None:
     assert len(fill(small.point, lambda: MIB)) == len(files), "what was just removed has room for as much"
 
 
+@pytest.mark.ring(3)
 @ON_ONE_HOST
 def test_filling_and_emptying_leaks_nothing(small: KvfuseMount) -> None:
     count = len(fill(small.point, lambda: MIB))

@@ -78,6 +78,7 @@ def test_overwritten_names_give_their_space_back(pool: KvfuseMount) -> None:
     check_blocks(dict.fromkeys(paths, MIB))
 
 
+@pytest.mark.ring(3)
 def test_cycles_of_changing_sizes_leak_nothing(rng: random.Random) -> None:
     """Fill and empty: the same free space each time, and the daemon does not grow."""
     with small_mount(64 * MIB) as pool:

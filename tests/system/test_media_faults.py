@@ -23,7 +23,7 @@ from ring_lab import stats, wait_for_rings
 
 from kvfuse.usrbio.client import BlockStore, connect
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]
 
 WORDS = ("volume.capacity=64MiB", "volume.segment_size=16MiB", "volume.chunk_size=1MiB", "cache.tier_size=32MiB")
 SIZE = 1 << 20
@@ -172,6 +172,7 @@ def test_a_bad_sector_below_a_segment_is_an_error_of_its_bytes(lab: Lab, verifie
     lab.mount.fsck()
 
 
+@pytest.mark.ring(2)
 def test_commands_tell_of_a_cut_segment(lab: Lab) -> None:
     lab.mount.unmount()
     for left in (lab.place, 100, 0):

@@ -11,6 +11,8 @@ from mounting import KvfuseMount, temporary_mount
 
 from kvfuse.usrbio.client import connect
 
+pytestmark = pytest.mark.ring(3)
+
 SIZE = 16 << 10
 PUTS = 400
 GETS = 20

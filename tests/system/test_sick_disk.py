@@ -21,7 +21,7 @@ from killer import serving_of
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, wait_until
 from sick_disk import SickDisk, sick_disk
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]
 
 WORDS = ("outlive=true", "volume.capacity=64MiB", "volume.segment_size=16MiB", "mount.outlive_size=16MiB")
 FILES = 200
@@ -169,6 +169,7 @@ def test_new_files_after_a_kill_are_taken_as_before(lab: Lab, is_full: bool) -> 
     lab.check(*names[:10], size=5000)
 
 
+@pytest.mark.ring(2)
 def test_a_volume_on_a_full_disk_is_mounted_and_read(lab: Lab) -> None:
     assert lab.write("file") == 0
     lab.mount.unmount()
@@ -259,6 +260,7 @@ def test_a_lazy_unmount_says_what_may_be_lost(lab: Lab) -> None:
     lab.check("new")
 
 
+@pytest.mark.ring(2)
 def test_a_disk_that_turned_read_only() -> None:
     """The next daemon serves what there is, and keeps what is new until the disk takes it."""
     with mounted(journal=True) as lab:

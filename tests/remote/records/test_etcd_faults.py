@@ -230,6 +230,7 @@ async def disturb(cluster: EtcdServers, rng: random.Random, rounds: int) -> None
         await trio.to_thread.run_sync(heal, cluster)
 
 
+@pytest.mark.ring(3)
 async def test_what_clients_were_told_is_what_the_store_says(
     cluster: EtcdServers, place: EtcdPlace, rng: random.Random
 ) -> None:

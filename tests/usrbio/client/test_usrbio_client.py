@@ -24,7 +24,7 @@ from ring_calls import PATIENCE_S, SIZE, done
 from kvfuse.usrbio.client import Client, Disconnected, Priority, connect
 from kvfuse.usrbio.protocol.wire import CQE
 
-pytestmark = pytest.mark.engines("lmdb+file", "etcd+rados")
+pytestmark = [pytest.mark.ring(1), pytest.mark.engines("lmdb+file", "etcd+rados")]
 
 
 # -- reading and writing ----------------------------------------------------------------------------

@@ -168,7 +168,9 @@ class KilledHost:
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
-@pytest.mark.parametrize("capacity", [64 * MIB, 9 * MIB], ids=["roomy", "full"])
+@pytest.mark.parametrize(
+    "capacity", [pytest.param(64 * MIB, marks=pytest.mark.ring(3)), 9 * MIB], ids=["roomy", "full"]
+)
 async def test_random_work_beside_a_host_that_is_killed(
     rng: random.Random, autojump_clock: trio.testing.MockClock, strict: bool, capacity: int
 ) -> None:

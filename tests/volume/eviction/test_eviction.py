@@ -268,6 +268,7 @@ async def test_files_that_are_published_by_links_are_evicted() -> None:
     await checked(disk)
 
 
+@pytest.mark.ring(3)
 async def test_a_large_block_takes_whole_slabs_from_small_ones() -> None:
     """Hardly more small blocks go than it is large, and one that is open stays."""
     disk = cache_disk(admission="all", eviction="lru")

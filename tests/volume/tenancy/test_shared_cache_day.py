@@ -24,6 +24,8 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.eviction import eviction
 from kvfuse.volume.hosts import reports, slab_leases
 
+pytestmark = pytest.mark.ring(3)
+
 HOURS = 24
 ROUNDS = range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", "1")))
 STEPS = 4
