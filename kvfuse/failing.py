@@ -2,9 +2,9 @@
 
 *The core* is what a mount cannot do without, and what cannot be begun anew alone: start and end of the volume, the loop
 that reads the kernel's requests, write-back and commits, the lock or the lease, the watch of a shared volume, news for
-the kernel's cache, rings (listener, desk, every thread), the talk with the holder. An exception there ends the process
-at once, as `kill -9` does, and the next daemon goes on with all that is kept. Nothing is unwound: a ``finally`` on the
-way out would give back what the next daemon needs, or wait for somebody who waits for this daemon. `vital` and
+the kernel's cache, rings (listener, call queue, every thread), the talk with the holder. An exception there ends the
+process at once, as `kill -9` does, and the next daemon goes on with all that is kept. Nothing is unwound: a ``finally``
+on the way out would give back what the next daemon needs, or wait for somebody who waits for this daemon. `vital` and
 `vital_task` mark it.
 
 *A service* is all else that runs beside requests: metrics, peers, evictions ahead of need and sweeps, removals of

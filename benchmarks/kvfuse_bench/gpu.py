@@ -17,7 +17,7 @@ from kvfuse.errors import DeviceError
 from kvfuse.sizes import KIB, MIB
 from kvfuse.usrbio.client import BlockStore, Client, GpuIov, connect
 from kvfuse.usrbio.client.gpu.cpu import CpuDevice
-from kvfuse.usrbio.client.gpu.memory import Landing
+from kvfuse.usrbio.client.gpu.gpu_memory import DeviceCopy
 
 SIZES = (64 * KIB, MIB, 4 * MIB)
 SET_SIZE = 64 * MIB
@@ -98,8 +98,8 @@ def _bench_size(store: BlockStore, iov: GpuIov, host: np.ndarray, size: int, rou
     return Row(size, iov.way.value, *(median(speeds[name]) for name in ("get", "put", "in", "out")))
 
 
-def _finish(landings: Sequence[Landing]) -> None:
-    for landing in landings:
+def _finish(destinations: Sequence[DeviceCopy]) -> None:
+    for landing in destinations:
         if (error := landing.finish()) is not None:
             raise error
 

@@ -112,13 +112,13 @@ async def _serve(
     from kvfuse import failing
     from kvfuse.cli.heap import give_memory_back
     from kvfuse.fs.doors import Service
-    from kvfuse.fs.mount import serve
+    from kvfuse.fs.mount_session import serve
     from kvfuse.usrbio.daemon.listener import serve_rings
 
     options = effective.options
     doors: list[Door] = []
     if options.usrbio.enabled:
-        from kvfuse.peer.device_memory import RdmaMemories
+        from kvfuse.peer.rdma_memories import RdmaMemories
 
         handing_over = leaving.begun if leaving is not None else None
         rings = partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories(), keeper=keeper)
@@ -316,8 +316,8 @@ def preload(options: Options | None) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy: as many as processors, for what is not used here
     import trio  # noqa: F401
 
-    import kvfuse.fs.mount
-    import kvfuse.peer.device_memory
+    import kvfuse.fs.mount_session
+    import kvfuse.peer.rdma_memories
     import kvfuse.usrbio.daemon.listener
     import kvfuse.volume.opening.engines
     from kvfuse.volume.measures.speeds import memory_bandwidth

@@ -28,7 +28,7 @@ from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.findings import DEGRADED, MISSING, OK, WARN, Finding
 from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError, MountError
-from kvfuse.holder import desk as holder_desk
+from kvfuse.holder import status_socket
 from kvfuse.holder.guarding import CONNECTIONS
 from kvfuse.options import config
 from kvfuse.options.config import Options
@@ -131,7 +131,7 @@ def check_native() -> Iterator[Finding]:
 
 def check_bytecode() -> Iterator[Finding]:
     """What Python keeps of a module that it has compiled."""
-    spec = find_spec("kvfuse.fs.mount")
+    spec = find_spec("kvfuse.fs.mount_session")
     if spec is None or spec.cached is None or spec.origin is None:
         return
     is_made = not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK)
@@ -146,7 +146,7 @@ def check_outliving() -> Iterator[Finding]:
     """What it takes for a mount to go on when its daemon is killed or replaced."""
     if problem := checks.outliving_problem():
         yield Finding("outliving", WARN, f"mounts end with their daemon: {problem.detail}", problem.remedy)
-    elif not any(Path(folder).parent.is_dir() for folder in holder_desk.folders(os.geteuid())):
+    elif not any(Path(folder).parent.is_dir() for folder in status_socket.folders(os.geteuid())):
         detail = "mounts go on, but 'kvfuse upgrade' has no place to reach them"
         yield Finding("outliving", WARN, detail, "set XDG_RUNTIME_DIR to a folder of this user's own")
     else:
@@ -281,15 +281,15 @@ def _connection_problem(endpoint: str) -> str:
 
 
 async def _ask_records(options: Options) -> Finding:
-    from kvfuse.volume.opening import engines, format
+    from kvfuse.volume.opening import engines, formatting
 
     if not options.is_shared:
-        there = format.is_volume(options.volume_path)
+        there = formatting.is_volume(options.volume_path)
         return Finding("records", OK, f"lmdb in {options.records_path}" + ("" if there else ", to be made"))
     begin = time.monotonic()
     try:
         async with engines.open_records(options) as records:
-            what = "no volume yet" if await format.is_vacant(records) else "a volume"
+            what = "no volume yet" if await formatting.is_vacant(records) else "a volume"
     except KvfuseError as error:
         return Finding("records", MISSING, str(error), "see docs/engines.md, etcd")
     return Finding("records", OK, f"{options.title}: {what}, answers in {(time.monotonic() - begin) * 1000:.0f} ms")
@@ -325,7 +325,7 @@ def _devices(options: BlockOptions) -> Iterator[Finding]:
 
 
 def _disk_tier(options: CacheOptions) -> Finding:
-    from kvfuse.volume.disk.tier import examined_place
+    from kvfuse.volume.disk.disk_tier import examined_place
 
     try:
         return Finding("disk tier", OK, examined_place(options))

@@ -9,7 +9,7 @@ import click
 
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.findings import OK, WARN, Finding
-from kvfuse.peer.device_memory import problem
+from kvfuse.peer.rdma_memories import problem
 from kvfuse.usrbio.client import connect
 from kvfuse.usrbio.client.gpu.cuda import HOW_TO_GET
 from kvfuse.usrbio.client.gpu.examine import Examined, examine

@@ -49,7 +49,7 @@ def fsck(ctx: click.Context, source: Path, verify: bool, repair: bool, rebuild: 
 
 
 def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
-    from kvfuse.volume.check.fsck import fsck as check
+    from kvfuse.volume.check.volume_check import fsck as check
 
     with _progress() as progress:
         report = trio.run(functools.partial(check, options, repair=repair, verify=verify, progress=progress))

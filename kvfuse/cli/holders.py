@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvfuse.errors import MountError
-from kvfuse.holder import desk as holder_desk
 from kvfuse.holder import rights as holder_rights
+from kvfuse.holder import status_socket
 from kvfuse.mounttable import Mounted
 
 STATUS_SECONDS = 2.0
@@ -24,12 +24,12 @@ ABSENT = (
 
 def _paths(row: Mounted) -> list[str]:
     """Where the socket may be; root reaches those of all users."""
-    found = holder_desk.folders(os.geteuid())
+    found = status_socket.folders(os.geteuid())
     if os.geteuid() == 0:
         found += [os.fspath(folder) for folder in Path("/run/user").glob("*/kvfuse")]
     else:
-        found += holder_desk.folders(0)
-    return [holder_desk.path_in(folder, row.device) for folder in found]
+        found += status_socket.folders(0)
+    return [status_socket.path_in(folder, row.device) for folder in found]
 
 
 def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
                 if holder_rights.peer_of(stream)[1] not in (0, row.user):
                     continue  # somebody else's process says it is the holder
                 stream.send(json.dumps(request).encode())
-                answer = json.loads(stream.recv(holder_desk.ANSWER_SIZE_MAX) or b"{}")
+                answer = json.loads(stream.recv(status_socket.ANSWER_SIZE_MAX) or b"{}")
             except PermissionError:
                 problem = "only root, and who mounted it, may ask for that"
                 continue

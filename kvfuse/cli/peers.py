@@ -12,7 +12,7 @@ REFUSALS = "refused", "malformed", "given_up"
 """why a connection of another host ended"""
 
 
-class Peer(NamedTuple):
+class PeerRow(NamedTuple):
     """One other host. Counts are bytes since the mount, or since its place became known."""
 
     client: str
@@ -27,18 +27,18 @@ class Peer(NamedTuple):
     """for a block of 1 MiB; None: it is not asked"""
 
 
-def peers_of(stats: Mapping[str, Any]) -> Iterator[Peer]:
+def peers_of(stats: Mapping[str, Any]) -> Iterator[PeerRow]:
     """Hosts that answer, and those that only ask this one."""
     peers = stats.get("peers") or {}
     served = dict((peers.get("served") or {}).get("served") or {})
     for host in peers.get("hosts") or ():
         client = host["client"]
-        yield Peer(
+        yield PeerRow(
             client, ", ".join(host["addresses"]) or client, host["state"], _transport(host), host["received_bytes"],
             served.pop(client, 0), host["load_bytes"], host["expected_ms_of_1MiB"],
         )  # fmt: skip
     for client, count in served.items():
-        yield Peer(client, f"client {client}", "asks only", "-", 0, count, 0, None)
+        yield PeerRow(client, f"client {client}", "asks only", "-", 0, count, 0, None)
 
 
 def _transport(host: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import click
 from kvfuse.cli import Failure, holders
 from kvfuse.cli.console import print_json, print_table, say
 from kvfuse.cli.mounts import ask_health, degraded, kvfuse_mounts, read_virtual
-from kvfuse.cli.peers import COLUMNS, Peer, peers_of, totals_of
+from kvfuse.cli.peers import COLUMNS, PeerRow, peers_of, totals_of
 from kvfuse.errors import EngineTimeout, MountError
 from kvfuse.mounttable import DEAD, Mounted
 from kvfuse.sizes import format_size
@@ -83,7 +83,7 @@ def _print_peers(facts: dict[str, Any]) -> None:
             say(line)
 
 
-def _peer_row(peer: Peer) -> list[Any]:
+def _peer_row(peer: PeerRow) -> list[Any]:
     sizes = [format_size(size) for size in (peer.received, peer.served, peer.load)]
     expected = None if peer.expected_ms is None else f"{peer.expected_ms:g} ms"
     return [peer.name, peer.state, peer.transport, *sizes, expected]

@@ -13,7 +13,7 @@ import click
 from kvfuse.cli import Failure, holders
 from kvfuse.cli.console import live, make_table, page_of, print_page, styled
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
-from kvfuse.cli.peers import Peer, peers_of, totals_of
+from kvfuse.cli.peers import PeerRow, peers_of, totals_of
 from kvfuse.mounttable import Mounted
 from kvfuse.sizes import format_size
 
@@ -160,7 +160,7 @@ def _peers(look: Look) -> Iterator[RenderableType]:
     yield from map(styled, (*totals_of(look.now), ""))
 
 
-def _peer_cells(before: Peer, now: Peer, seconds: float) -> Iterator[str]:
+def _peer_cells(before: PeerRow, now: PeerRow, seconds: float) -> Iterator[str]:
     yield from (now.name, now.state, now.transport)
     for count in (now.received - before.received, now.served - before.served):
         yield f"{_bytes(max(0, count) / seconds)}"

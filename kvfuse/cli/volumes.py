@@ -59,7 +59,7 @@ def _has_room_for_a_volume(options: Options) -> bool:
     """False: a volume is there. VolumeError: something else is."""
     import trio
 
-    from kvfuse.volume.opening.format import read_superblock
+    from kvfuse.volume.opening.formatting import read_superblock
 
     if options.is_shared:
         return trio.run(_look_for_shared, options)
@@ -70,12 +70,12 @@ def _has_room_for_a_volume(options: Options) -> bool:
 
 
 async def _look_for_shared(options: Options) -> bool:
-    from kvfuse.volume.opening import engines, format
+    from kvfuse.volume.opening import engines, formatting
 
     async with engines.open_records(options) as records:
-        if await format.is_vacant(records):
+        if await formatting.is_vacant(records):
             return True
-        await format.read_shared_superblock(records, options.title)
+        await formatting.read_shared_superblock(records, options.title)
         return False
 
 
@@ -107,14 +107,14 @@ async def _shape_of(options: Options) -> dict[str, tuple[int, str]]:
     from kvfuse.slab.layout import Geometry
     from kvfuse.volume.api import ROOT_INODE
     from kvfuse.volume.inodes.metadata_budget import default_size
-    from kvfuse.volume.opening import engines, format
+    from kvfuse.volume.opening import engines, formatting
     from kvfuse.volume.store import schema, sealed
 
     async with engines.open_records(options, read_only=not options.is_shared) as records:
         if options.is_shared:
-            superblock = await format.read_shared_superblock(records, options.title)
+            superblock = await formatting.read_shared_superblock(records, options.title)
         else:
-            superblock = format.read_superblock(options.volume_path)
+            superblock = formatting.read_superblock(options.volume_path)
         values = sealed.as_formatted(records, superblock)
         root, budget = await values.get([schema.inode_key(ROOT_INODE), schema.METADATA_SIZE])
     geometry, wanted = superblock.geometry, options.volume.segment_size
@@ -153,7 +153,7 @@ def make_volume(options: Options, *, replace: bool = False, overwrite: bool = Fa
 
 async def _make_volume(options: Options, *, replace: bool, overwrite: bool) -> str:
     from kvfuse.volume.opening import engines  # loads numpy, which takes longer than all the rest
-    from kvfuse.volume.opening.format import format_volume
+    from kvfuse.volume.opening.formatting import format_volume
 
     free, place = await engines.free_space(options)
     if free is not None and replace and options.has_segment_files:

@@ -47,7 +47,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Target:
+class LinkTarget:
     """What a link connects to."""
 
     mount: str
@@ -67,7 +67,7 @@ class Link:
     `begin` starts it, also in the child of a fork. ``store`` is None while there is no connection.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: LinkTarget) -> None:
         self.target = target
         self.reason = "it has not connected yet"
         """why there is no connection"""

@@ -39,7 +39,7 @@ class Doubtful:
             self._keys.pop(key, None)
 
 
-class Staging:
+class GatherMemory:
     """Shared memory that blocks are gathered in. A call takes a piece of its own."""
 
     def __init__(self, store: SteadyStore) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.connectors.link import DAEMON_SHARE, DescriptorMismatch, Link, Region, Target
+from kvfuse.connectors.link import DAEMON_SHARE, DescriptorMismatch, Link, LinkTarget, Region
 from kvfuse.usrbio.client import BlockStore, Costs, Disconnected
 
 __all__ = ["Counters", "DescriptorMismatch", "Region", "SteadyStore"]
@@ -65,7 +65,7 @@ class SteadyStore:
         """
         self.counters = Counters()
         self._lock = threading.Lock()
-        self._link = Link(Target(os.fspath(mount), namespace, dict(descriptor), deadline, token, entries))
+        self._link = Link(LinkTarget(os.fspath(mount), namespace, dict(descriptor), deadline, token, entries))
         self._link.tried.wait(deadline)
         if self._link.mismatch is not None:
             self.close()

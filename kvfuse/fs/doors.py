@@ -41,7 +41,7 @@ class Door(Protocol):
     ) -> None: ...
 
 
-class Serving(Protocol):
+class DoorService(Protocol):
     """See `Service`."""
 
     async def __call__(
@@ -53,7 +53,7 @@ class Service(NamedTuple):
     """Tells others what a mounted volume says of itself, until it is cancelled: `failing` says what that means."""
 
     name: str
-    serve: Serving
+    serve: DoorService
     """calls ``task_status.started()`` each time that it begins"""
 
 

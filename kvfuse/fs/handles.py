@@ -60,7 +60,7 @@ NEW = 32
 """mark: the file was made and not stored yet; so no host can have given it another name"""
 
 
-class Row(NamedTuple):
+class HandleRow(NamedTuple):
     """What is known of a handle."""
 
     ino: int
@@ -87,7 +87,7 @@ class HandleTable:
     def __init__(self, keeper: Keeper) -> None:
         self._rows = Rows(keeper, "fuse/handles", FORM, ROW_SIZE, NO_PLACE, _SERIAL_AT)
         self.was_kept = self._rows.was_kept
-        self.before: dict[int, Row] = {}
+        self.before: dict[int, HandleRow] = {}
         """fh -> row, of handles of a daemon before this one that were not made again"""
         self._by_request: dict[int, int] = {}
         """number of the request that opened a file -> fh, of these"""
@@ -118,7 +118,7 @@ class HandleTable:
         if row.marks & LOST:
             self.lost[fh] = 0 if row.marks & SAID_TWICE else 1 if row.marks & SAID_ONCE else 2
 
-    def _read(self, offset: int) -> Row | None:
+    def _read(self, offset: int) -> HandleRow | None:
         """None: it makes no sense."""
         memory = self._rows.memory
         ino, unique, flags, uid, gid, pid, marks, *ends = ROW.unpack_from(memory, offset)
@@ -127,7 +127,7 @@ class HandleTable:
             start, length, parent = offset + _NAMES_AT + number * _NAME_ROOM, ends[number], ends[2 + number]
             if 0 < length <= NAME_MAX and parent:
                 places.append((parent, memory[start : start + length]))
-        return Row(ino, unique, flags, Caller(uid, gid, pid), marks, places) if ino else None
+        return HandleRow(ino, unique, flags, Caller(uid, gid, pid), marks, places) if ino else None
 
     def add(
         self, ino: int, flags: int, caller: Caller, place: tuple[int, bytes], unique: int, *, is_new: bool = False

@@ -30,7 +30,7 @@ _NOTHING_CACHED = frozenset({errno.ENOENT, errno.ENOTCONN, errno.ENODEV, errno.E
 """the inode or name is not known; or the mount has ended: pyfuse3 has no session any more"""
 
 
-class Kept:
+class CachedNames:
     """Directories of which the kernel may keep names; or, another one of these, that names are absent.
 
     Noted by the event loop, asked by all. ``timeout``: seconds for which the kernel keeps them; ``answer_seconds``:
@@ -65,7 +65,7 @@ class Kept:
 class FuseKernelCache:
     """`views.kernel_cache.KernelCache` of the mount of this process. ``knows``: whether the kernel holds an inode."""
 
-    def __init__(self, knows: Callable[[int], bool], names: Kept, absences: Kept) -> None:
+    def __init__(self, knows: Callable[[int], bool], names: CachedNames, absences: CachedNames) -> None:
         self._knows = knows
         self._names = names
         self._absences = absences

@@ -16,7 +16,7 @@ from typing import Protocol
 import trio
 
 from kvfuse.errors import KvfuseError
-from kvfuse.fs.turns import Gate
+from kvfuse.fs.turns import RequestGate
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Asking(Protocol):
         """Wait until it is asked; returns the seconds that storing everything may take."""
         ...
 
-    def stays(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
         """It cannot, and goes on as if nothing had been."""
         ...
 
@@ -61,7 +61,7 @@ class Leaving:
     def __init__(self, asking: Asking | None = None) -> None:
         self._asking = asking
         self._waiting = trio.CancelScope()
-        self.gate = Gate()
+        self.gate = RequestGate()
         self.begun = trio.Event()
         """there is no way back: doors are to leave what they have"""
         self.is_done = False
@@ -94,7 +94,7 @@ class Leaving:
                     if not self.begun.is_set():
                         self.gate.open()
                 log.warning("the daemon does not make way for another one: %s", why)
-                self._asking.stays(why)
+                self._asking.refuse(why)
         return False
 
     async def _settle(self, operations: Serving, volume: Storing, seconds: float) -> None:

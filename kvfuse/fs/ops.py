@@ -28,11 +28,11 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 from kvfuse import errors
 from kvfuse.credentials import Capability, Credentials
 from kvfuse.errnos import errno_of
+from kvfuse.fs.door_handover import KeptHandover
 from kvfuse.fs.handles import HandleTable, OpenFiles
-from kvfuse.fs.handover import KeptHandover
-from kvfuse.fs.kernel import LISTING_SECONDS, Kept
-from kvfuse.fs.once import Once
-from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Reader, VirtualFolder, is_virtual, is_virtual_handle
+from kvfuse.fs.idempotent_changes import IdempotentChanges
+from kvfuse.fs.kernel import LISTING_SECONDS, CachedNames
+from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Viewer, VirtualFolder, is_virtual, is_virtual_handle
 from kvfuse.native import fusewire
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 
@@ -118,14 +118,14 @@ class KvfuseOperations(pyfuse3.Operations):
         self.number_of_request = fusewire.request if handover is not None else _no_request
         """see `fusewire.request`"""
         decisions = handover.decisions if handover is not None else None
-        self._once = Once(volume, decisions, lambda: self.number_of_request())
+        self._once = IdempotentChanges(volume, decisions, lambda: self.number_of_request())
         self._entry = EntryAttributes()
-        self.names = Kept(entry_timeout, LISTING_SECONDS)
+        self.names = CachedNames(entry_timeout, LISTING_SECONDS)
         self._attr_timeout = attr_timeout
         self._entry.st_blksize = BLOCK_SIZE
         self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
         self._absent.entry_timeout = negative_timeout
-        self.absences = Kept(negative_timeout)
+        self.absences = CachedNames(negative_timeout)
         if handover is not None and not handover.is_first:
             self.names.note_all()
             self.absences.note_all()
@@ -338,7 +338,7 @@ class KvfuseOperations(pyfuse3.Operations):
     @answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         if is_virtual(inode):
-            handle = self._virtual.open(inode, flags, Reader.of(ctx.uid, ctx.pid))
+            handle = self._virtual.open(inode, flags, Viewer.of(ctx.uid, ctx.pid))
             marks = fusewire.marks(direct=False, close_is_awaited=False)
             return FileInfo(fh=handle | marks, direct_io=True, keep_cache=False)
         unique, is_resent = self.number_of_request()

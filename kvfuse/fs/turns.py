@@ -71,7 +71,7 @@ class TurnLock:
         return trio.lowlevel.Abort.SUCCEEDED
 
 
-class Gate:
+class RequestGate:
     """Between the kernel's requests and the workers: open, or shut for a while, or for good. Of one event loop."""
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class Requests:
     It reports to ``wakefulness`` how long it waits. Nobody gets through while ``gate`` is shut.
     """
 
-    def __init__(self, wakefulness: Wakefulness, gate: Gate | None = None) -> None:
+    def __init__(self, wakefulness: Wakefulness, gate: RequestGate | None = None) -> None:
         self._wakefulness = wakefulness
-        self._gate = gate or Gate()
+        self._gate = gate or RequestGate()
         self._poll = select.poll()
         self._descriptor = -1
         self._turn_began = 0.0
@@ -213,7 +213,7 @@ def read_again(loop: SessionLoop) -> SessionLoop:
     return wrapped
 
 
-def take_turns(wakefulness: Wakefulness, gate: Gate | None = None) -> None:
+def take_turns(wakefulness: Wakefulness, gate: RequestGate | None = None) -> None:
     """Have pyfuse3's workers take turns as said above. To be called before each `pyfuse3.main`."""
     names = vars(pyfuse3)
     if names["trio"] is trio:

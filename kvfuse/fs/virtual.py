@@ -34,7 +34,7 @@ _COUNT_MASK = (1 << 16) - 1
 """fields of such a handle: what the next daemon needs to go on with it"""
 
 
-class Reader(NamedTuple):
+class Viewer(NamedTuple):
     """For whom a content is made."""
 
     uid: int
@@ -82,7 +82,7 @@ class VirtualFolder:
     The socket is there once ``binder`` has made it: the process, as requests show it, that binds for the daemon.
     """
 
-    def __init__(self, texts: Mapping[bytes, Callable[[Reader], bytes]]) -> None:
+    def __init__(self, texts: Mapping[bytes, Callable[[Viewer], bytes]]) -> None:
         self._inodes = {name: ino for ino, name in enumerate(texts, FIRST_FILE_INODE)}
         self._texts = {self._inodes[name]: text for name, text in texts.items()}
         self._contents: dict[int, bytes] = {}
@@ -133,7 +133,7 @@ class VirtualFolder:
         self._inodes[SOCKET_NAME] = ino
         return self._attributes.setdefault(ino, VirtualAttributes(ino, stat.S_IFSOCK | 0o666, 1, now, now, now))
 
-    def open(self, ino: int, flags: int, reader: Reader) -> int:
+    def open(self, ino: int, flags: int, reader: Viewer) -> int:
         """Take the content now and give a handle for it. PermissionDenied for writing."""
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise PermissionDenied("virtual files are read-only")
@@ -155,7 +155,7 @@ class VirtualFolder:
             text = self._texts.get(handle >> _INODE_SHIFT & _INODE_MASK)
             if text is None or not is_virtual_handle(handle):
                 raise BadHandle(f"handle {handle} is not open")
-            self._contents[handle] = text(Reader(handle >> _UID_SHIFT & _UID_MASK, handle & _SEES_ALL != 0))
+            self._contents[handle] = text(Viewer(handle >> _UID_SHIFT & _UID_MASK, handle & _SEES_ALL != 0))
         return self._contents[handle][offset : offset + size]
 
     def release(self, handle: int) -> None:

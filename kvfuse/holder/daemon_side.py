@@ -255,7 +255,7 @@ class Holding:
         seconds, self._leave_seconds = self._leave_seconds, None
         return seconds
 
-    def stays(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
         """This daemon goes on."""
         self._send(holder_child.STAYS, "", why.encode("utf-8", "backslashreplace"))
 

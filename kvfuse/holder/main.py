@@ -35,16 +35,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
     from kvfuse.holder.child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
-    from kvfuse.holder.desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
-    from kvfuse.holder.pace import Failures, Pace
+    from kvfuse.holder.pace import Backoff, Failures
     from kvfuse.holder.signals import STOP_SIGNALS, take_signals
+    from kvfuse.holder.status_socket import (
+        BEGINNING,
+        GOING_BACK,
+        LEAVING,
+        STANDING_BY,
+        DaemonFacts,
+        StatusSocket,
+        Upgrade,
+    )
     from kvfuse.holder.things import Things
 else:
     sys.path.append(os.path.dirname(__file__))
     from child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
-    from desk import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, Desk, Facts, Upgrade
-    from pace import Failures, Pace
+    from pace import Backoff, Failures
     from signals import STOP_SIGNALS, take_signals
+    from status_socket import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, DaemonFacts, StatusSocket, Upgrade
     from things import Things
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -66,7 +74,7 @@ class Holder:
         self.things = Things(list(map(str, config["guard"])), str(config["point"]))
         self.serving: Child | None = None
         self.standby: Child | None = None
-        self.pace = Pace()
+        self.pace = Backoff()
         """of those that stand by"""
         self.was_ready = False
         self.failures = Failures()
@@ -74,9 +82,9 @@ class Holder:
         self.status = 1
         self.dying: list[int] = []
         """processes whose last thread has not ended"""
-        self.desk = Desk()
+        self.status_socket = StatusSocket()
         self.upgrade: Upgrade | None = None
-        self.facts = Facts()
+        self.facts = DaemonFacts()
         self.stalled_at = 0.0
         """since when nobody answers; 0: somebody does"""
 
@@ -218,7 +226,7 @@ class Holder:
         if self.told_to_end is not None:
             self.failures.daemon_died_at_the_end()
         if child.has_ended or not self.was_ready or not self.failures.may_end_anew:
-            if self.was_ready and not child.has_ended and self.desk.is_on_top(str(self.config["point"])):
+            if self.was_ready and not child.has_ended and self.status_socket.is_on_top(str(self.config["point"])):
                 self.things.unmount()
             self.finish(code if code >= 0 else 128 - code)
             return
@@ -249,9 +257,9 @@ class Holder:
         child.is_ready = True
         self.report(b"{}\n")
         self.speak_to_log()
-        self.desk.open(str(self.config["point"]))
-        if not self.was_ready and self.desk.problem:
-            self.say(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.desk.problem}")
+        self.status_socket.open(str(self.config["point"]))
+        if not self.was_ready and self.status_socket.problem:
+            self.say(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.status_socket.problem}")
         if self.was_ready:
             self.facts.another_serves(time.monotonic() - self.stalled_at)
         self.was_ready, self.stalled_at = True, 0.0
@@ -259,7 +267,7 @@ class Holder:
         if self.standby is not None:
             self.standby.speaks_to(2)
         status = f"STATUS=process {child.pid}, version {child.version}, serves {self.config['point']}"
-        self.desk.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
+        self.status_socket.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
         if self.told_to_end is not None:
             os.kill(child.pid, signal.SIGTERM)
 
@@ -267,7 +275,7 @@ class Holder:
 
     def asked(self) -> None:
         """Somebody asks something."""
-        client = self.desk.accept()
+        client = self.status_socket.accept()
         if client is None:
             return
         child = self.serving
@@ -401,8 +409,8 @@ class Holder:
         self.status = status
         self.serving = None
         self.config["standby"] = False
-        self.desk.tell_systemd("STOPPING=1")
-        self.desk.close()
+        self.status_socket.tell_systemd("STOPPING=1")
+        self.status_socket.close()
         if self.standby is not None:
             os.kill(self.standby.pid, signal.SIGKILL)
             os.waitpid(self.standby.pid, 0)
@@ -429,8 +437,8 @@ class Holder:
             children = self.children()
             poll = select.poll()
             poll.register(wake, select.POLLIN)
-            if self.desk.fileno() >= 0:
-                poll.register(self.desk, select.POLLIN)
+            if self.status_socket.fileno() >= 0:
+                poll.register(self.status_socket, select.POLLIN)
             for child in children:
                 if not child.is_silent:
                     poll.register(child.socket, select.POLLIN)
@@ -449,7 +457,7 @@ class Holder:
                     child.is_silent = True
                 if child.pidfd in ready or is_dead(child.pid):
                     self.ended(child)
-            if self.desk.fileno() in ready:
+            if self.status_socket.fileno() in ready:
                 self.asked()
             if self.was_ready and self.serving is not None and self.serving.is_lost():
                 self.say(f"the daemon {self.serving.pid} has not answered for too long: it is killed")

@@ -60,7 +60,7 @@ class Failures:
         return PAUSES[min(int(self._count), len(PAUSES) - 1)]
 
 
-class Pace:
+class Backoff:
     """Of processes that stand by: they are tried later after each one that fails, without an end."""
 
     def __init__(self) -> None:

@@ -196,7 +196,7 @@ class KeptLog:
         self._room.close()
 
 
-class LeftLog:
+class KeptLogReader:
     """Of a daemon before this one."""
 
     def __init__(self, kept: Kept) -> None:

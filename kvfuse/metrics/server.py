@@ -21,7 +21,7 @@ from kvfuse.errors import MountError
 from kvfuse.metrics.connection_limit import ConnectionLimit, HttpClient
 from kvfuse.metrics.families import families
 from kvfuse.options.options import MetricsOptions
-from kvfuse.volume.api import Space
+from kvfuse.volume.api import Statfs
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ RECEIVE_SIZE = 4096
 DRAINED_SIZE_MAX = 64 << 10
 
 
-class Source(Protocol):
+class MeteredVolume(Protocol):
     """A mounted volume, as far as it is asked here."""
 
     def stats(self) -> dict[str, Any]: ...
-    def space(self) -> Space: ...
+    def space(self) -> Statfs: ...
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """A status and a body."""
 
     status: int
@@ -58,12 +58,12 @@ class Answer(NamedTuple):
         return [*found, ("Allow", "GET, HEAD")] if self.status == 405 else found
 
 
-BUSY = Answer(503, b"too many requests are being answered\n")
-TOO_SLOW = Answer(408, b"the request was not complete in time\n")
+BUSY = HttpAnswer(503, b"too many requests are being answered\n")
+TOO_SLOW = HttpAnswer(408, b"the request was not complete in time\n")
 
 
 async def serve_metrics(
-    volume: Source, *, options: MetricsOptions, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    volume: MeteredVolume, *, options: MetricsOptions, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Answer at ``options.listen`` until cancelled. MountError where nobody can listen there."""
     assert options.listen is not None
@@ -80,7 +80,7 @@ async def serve_metrics(
 class _Door:
     """The clients of one volume."""
 
-    def __init__(self, volume: Source) -> None:
+    def __init__(self, volume: MeteredVolume) -> None:
         self._volume = volume
         self._process = ProcessCollector(registry=None)
         self._encoders = trio.CapacityLimiter(1)
@@ -111,7 +111,7 @@ class _Door:
         finally:
             self._limit.leave(client)
 
-    async def _answer(self, exchange: _Exchange, client: HttpClient) -> Answer | None:
+    async def _answer(self, exchange: _Exchange, client: HttpClient) -> HttpAnswer | None:
         """Read a request and make its answer; None where the client says nothing more."""
         try:
             with trio.move_on_after(REQUEST_SECONDS) as scope:
@@ -123,18 +123,18 @@ class _Door:
             client.waits_for_us = True
             return await self._respond(exchange.request)
         except h11.RemoteProtocolError as error:
-            return Answer(error.error_status_hint, b"not an HTTP request\n")
+            return HttpAnswer(error.error_status_hint, b"not an HTTP request\n")
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             raise
         except Exception:  # whatever is wrong with a figure
             log.exception("a request for metrics failed")
-            return Answer(500, b"the daemon's log has the reason\n")
+            return HttpAnswer(500, b"the daemon's log has the reason\n")
 
-    async def _respond(self, request: h11.Request) -> Answer:
+    async def _respond(self, request: h11.Request) -> HttpAnswer:
         if request.target.partition(b"?")[0] != PATH.encode():
-            return Answer(404, f"there is only {PATH}\n".encode())
+            return HttpAnswer(404, f"there is only {PATH}\n".encode())
         if request.method not in (b"GET", b"HEAD"):
-            return Answer(405, b"only GET and HEAD\n")
+            return HttpAnswer(405, b"only GET and HEAD\n")
         accepted = b",".join(value for name, value in request.headers if name == b"accept").decode("latin-1")
         found = _Collected(self._volume.stats(), self._volume.space()._asdict(), self._process)
         return await trio.to_thread.run_sync(_encode, found, accepted, limiter=self._encoders)
@@ -155,7 +155,7 @@ class _Exchange:
         if isinstance(event, h11.Request):
             self.request = event
 
-    async def send(self, answer: Answer) -> None:
+    async def send(self, answer: HttpAnswer) -> None:
         """Send ``answer``, without its body to a HEAD, and then end this direction."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
@@ -185,7 +185,7 @@ class _Collected(Collector):
         yield from self.process.collect()
 
 
-def _encode(collected: _Collected, accepted: str) -> Answer:
+def _encode(collected: _Collected, accepted: str) -> HttpAnswer:
     """As OpenMetrics, or else in the format that everybody takes."""
     encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS.partition(";")[0] in accepted else "")
-    return Answer(200, encode(collected), content_type)
+    return HttpAnswer(200, encode(collected), content_type)

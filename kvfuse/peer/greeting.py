@@ -16,16 +16,16 @@ import secrets
 import struct
 from typing import NamedTuple
 
+from kvfuse.peer.peer_wire import VERSION, WireError
 from kvfuse.peer.queue_pair import NO_PLACE, PLACE_SIZE
-from kvfuse.peer.stream import Stream
-from kvfuse.peer.wire import VERSION, WireError
+from kvfuse.peer.stream import PeerStream
 
 MAGIC = b"KVFPEER\n"
 NONCE_SIZE = PROOF_SIZE = 32
 _HELLO = struct.Struct("<8s I 4x 16s Q 32s")
 
 
-class Identity(NamedTuple):
+class HostIdentity(NamedTuple):
     """Of a host, towards the others of its volume."""
 
     volume_id: bytes
@@ -33,11 +33,11 @@ class Identity(NamedTuple):
     secret: bytes
 
 
-def _hello(own: Identity) -> bytes:
+def _hello(own: HostIdentity) -> bytes:
     return _HELLO.pack(MAGIC, VERSION, own.volume_id, own.client, secrets.token_bytes(NONCE_SIZE))
 
 
-def _client_of(hello: bytes, own: Identity) -> int:
+def _client_of(hello: bytes, own: HostIdentity) -> int:
     magic, version, volume_id, client, _ = _HELLO.unpack(hello)
     if magic != MAGIC:
         raise WireError("the other side does not greet as a host of kvfuse does")
@@ -48,7 +48,7 @@ def _client_of(hello: bytes, own: Identity) -> int:
     return int(client)
 
 
-def _proof(own: Identity, role: bytes, hello: bytes, welcome: bytes) -> bytes:
+def _proof(own: HostIdentity, role: bytes, hello: bytes, welcome: bytes) -> bytes:
     return hmac.digest(own.secret, role + hello + welcome, "sha256")
 
 
@@ -57,7 +57,7 @@ def _check(found: bytes, expected: bytes) -> None:
         raise WireError("the other host does not know the volume's secret")
 
 
-async def greet(stream: Stream, own: Identity, client: int, place: bytes = NO_PLACE) -> bytes:
+async def greet(stream: PeerStream, own: HostIdentity, client: int, place: bytes = NO_PLACE) -> bytes:
     """By who connected to that client, with the place of a queue pair; the other side's. WireError, OSError."""
     hello = _hello(own)
     await stream.send([memoryview(hello)])
@@ -71,7 +71,7 @@ async def greet(stream: Stream, own: Identity, client: int, place: bytes = NO_PL
     return NO_PLACE if place == NO_PLACE else await stream.receive(PLACE_SIZE)
 
 
-async def welcome(stream: Stream, own: Identity) -> tuple[int, bytes]:
+async def welcome(stream: PeerStream, own: HostIdentity) -> tuple[int, bytes]:
     """By who was connected to: the caller's number, and its place, which is to be answered. WireError, OSError."""
     hello = await stream.receive(_HELLO.size)
     client, answer = _client_of(hello, own), _hello(own)

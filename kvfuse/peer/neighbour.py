@@ -11,15 +11,15 @@ from math import inf
 
 import trio
 
-from kvfuse.peer.connection import Connection
-from kvfuse.peer.greeting import Identity, greet
-from kvfuse.peer.link import Link
+from kvfuse.peer.greeting import HostIdentity, greet
+from kvfuse.peer.peer_connection import PeerConnection
+from kvfuse.peer.peer_reads import Read
+from kvfuse.peer.peer_wire import WireError
 from kvfuse.peer.queue_pair import NO_PLACE
 from kvfuse.peer.rdma import Rdma
-from kvfuse.peer.reads import Read
-from kvfuse.peer.stream import BROKEN, Stream
+from kvfuse.peer.read_link import ReadLink
+from kvfuse.peer.stream import BROKEN, PeerStream
 from kvfuse.peer.verbs import VerbsError
-from kvfuse.peer.wire import WireError
 from kvfuse.volume.measures.speeds import Speed
 from kvfuse.volume.store.peer_records import PeerRecord
 
@@ -45,7 +45,7 @@ class Neighbour:
 
     client: int
     place: PeerRecord
-    identity: Callable[[], Identity]
+    identity: Callable[[], HostIdentity]
     patience: float
     own_load: Callable[[], int]
     changed: Callable[[], None]
@@ -59,7 +59,7 @@ class Neighbour:
         self.received = 0
         """bytes of reads"""
         self.state = "connecting"
-        self.connections: list[Connection] = []
+        self.connections: list[PeerConnection] = []
         self._running: trio.Nursery | None = None
         self._links = Attempts()
         self._failures = 0
@@ -85,7 +85,7 @@ class Neighbour:
             min(self.connections, key=lambda one: (one.is_replaced, one.bytes)).ask(reads)
             return
         loads = {one: (one.is_replaced, one.bytes) for one in self.connections}
-        shares: dict[Connection, list[Read]] = {}
+        shares: dict[PeerConnection, list[Read]] = {}
         for read in reads:
             chosen = min(loads, key=loads.__getitem__)
             loads[chosen] = (chosen.is_replaced, loads[chosen][1] + read.size)
@@ -145,7 +145,7 @@ class Neighbour:
             await trio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, RETRY_MAX)
 
-    async def _use(self, connection: Connection) -> None:
+    async def _use(self, connection: PeerConnection) -> None:
         """Until it ends, or is to be replaced: it goes on over TCP until then."""
         assert self._running is not None
         ended = trio.Event()
@@ -169,7 +169,7 @@ class Neighbour:
             connection.is_replaced = True
             nursery.cancel_scope.cancel()
 
-    async def _run(self, connection: Connection, ended: trio.Event) -> None:
+    async def _run(self, connection: PeerConnection, ended: trio.Event) -> None:
         self.connections.append(connection)
         self.state = "connected"
         self.changed()
@@ -193,12 +193,12 @@ class Neighbour:
         """Both hosts read by RDMA."""
         return self.rdma is not None and "rdma" in self.place.transports
 
-    async def _connect(self, address: str, number: int) -> Connection:
+    async def _connect(self, address: str, number: int) -> PeerConnection:
         """WireError, OSError, trio.TooSlowError; ValueError where the address is none."""
         host, _, port = address.rpartition(":")
         with trio.fail_after(CONNECT_SECONDS):
             opened = await trio.open_tcp_stream(host.strip("[]"), int(port))
-            stream = Stream(socket.socket(fileno=opened.socket.detach()))
+            stream = PeerStream(socket.socket(fileno=opened.socket.detach()))
             link = self._begin_link(number)
             try:
                 own = link.pair.place if link is not None else NO_PLACE
@@ -213,18 +213,18 @@ class Neighbour:
         def told(load: int) -> None:
             self.load = load
 
-        return Connection(stream, self.patience, self.own_load, told, link)
+        return PeerConnection(stream, self.patience, self.own_load, told, link)
 
-    def _begin_link(self, number: int) -> Link | None:
+    def _begin_link(self, number: int) -> ReadLink | None:
         if self.rdma is None or not self._links_to_it or not self._links.is_ready:
             return None
         try:
-            return Link.begun(self.rdma, number)
+            return ReadLink.begun(self.rdma, number)
         except VerbsError as error:
             self._links.failed(str(error), self.place)
             return None
 
-    async def _joined(self, link: Link | None, theirs: bytes) -> Link | None:
+    async def _joined(self, link: ReadLink | None, theirs: bytes) -> ReadLink | None:
         """Connected to the other side's; None: it has none, or they do not reach each other."""
         if link is None:
             return None

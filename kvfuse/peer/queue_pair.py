@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from kvfuse.peer.verbs import Device, VerbsError, failure, pyverbs
-from kvfuse.peer.wire import WireError
+from kvfuse.peer.peer_wire import WireError
+from kvfuse.peer.verbs import RdmaDevice, VerbsError, failure, pyverbs
 
 READ = np.dtype([("remote", "<u8"), ("local", "<u8"), ("length", "<u4"), ("rkey", "<u4"), ("lkey", "<u4")])
 """one READ: from where, to where, bytes, and the keys of both"""
@@ -71,7 +71,7 @@ LARGE_BLOCKS = QueuePairOptions()
 SMALL_BLOCKS = QueuePairOptions(depth=1024, timeout=12)
 
 
-class Outcome(NamedTuple):
+class ReadOutcome(NamedTuple):
     """Of a read: the first ``whole`` rows have come, the others have not, or not all of their bytes."""
 
     whole: int
@@ -97,13 +97,13 @@ class _Batch:
 
     def __init__(self, first: int, count: int) -> None:
         self.first, self.count = first, count
-        self.outcome: Outcome | None = None
+        self.outcome: ReadOutcome | None = None
 
 
 class QueuePair:
     """One end of a connection, made for one use: it ends with `close`, or with the first READ that fails."""
 
-    def __init__(self, device: Device, options: QueuePairOptions = LARGE_BLOCKS) -> None:
+    def __init__(self, device: RdmaDevice, options: QueuePairOptions = LARGE_BLOCKS) -> None:
         """VerbsError."""
         self.device = device
         self.options = replace(options, depth=min(options.depth, device.depth_max))
@@ -201,7 +201,7 @@ class QueuePair:
 
     # -- reading -------------------------------------------------------------------------------------
 
-    async def read(self, rows: Reads) -> Outcome:
+    async def read(self, rows: Reads) -> ReadOutcome:
         """Carry out READs: the rows' order is the order in which they arrive. Any number of tasks may read at a time.
 
         A cancelled read ends the queue pair, for all who read by it, unless nothing of it was posted. When this has
@@ -228,8 +228,8 @@ class QueuePair:
             assert batch.outcome is not None
             whole += batch.outcome.whole
             if batch.outcome.status:
-                return Outcome(whole, batch.outcome.status)
-        return Outcome(whole, "" if whole == len(rows) else self.ended)
+                return ReadOutcome(whole, batch.outcome.status)
+        return ReadOutcome(whole, "" if whole == len(rows) else self.ended)
 
     def _has_room(self, count: int) -> bool:
         return self._posted - self._taken + count <= self.options.depth
@@ -318,14 +318,14 @@ class QueuePair:
         self._taken = number + 1
         while self._under_way and self._under_way[0].first + self._under_way[0].count <= self._taken:
             batch = self._under_way.popleft()
-            batch.outcome = Outcome(batch.count, "")
+            batch.outcome = ReadOutcome(batch.count, "")
 
     def _fail(self, number: int, status: str) -> None:
         """A READ failed: those before it are whole."""
         self._succeed(number - 1)
         if self._under_way:
             batch = self._under_way.popleft()
-            batch.outcome = Outcome(number - batch.first, status)
+            batch.outcome = ReadOutcome(number - batch.first, status)
         self.end(status)
 
     # -- the end -------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class QueuePair:
         if why != "CLOSED" or self._under_way:
             self.errors[why] += 1
         for batch in self._under_way:
-            batch.outcome = Outcome(0, why)
+            batch.outcome = ReadOutcome(0, why)
         self._under_way.clear()
         trio.lowlevel.notify_closing(self._descriptor)
         with self.device.calls.timed("end"):

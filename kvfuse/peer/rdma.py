@@ -1,7 +1,7 @@
 """RDMA of one mount: its open devices, what memory of it they may use, and queue pairs.
 
 Memory that lives for long (arenas of the tier, mapped memory of clients) is registered where it lies, piece by piece
-when it is first needed; what goes to other memory is read into `staging` first, and copied.
+when it is first needed; what goes to other memory is read into `rdma_staging` first, and copied.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import trio
 from kvfuse.options.options import PeerOptions
 from kvfuse.peer.devices import ANYWHERE, DeviceInfo, nearest, node_of
 from kvfuse.peer.queue_pair import LARGE_BLOCKS, SMALL_BLOCKS, QueuePair, QueuePairCounters, QueuePairOptions
+from kvfuse.peer.rdma_staging import RdmaStaging
 from kvfuse.peer.registrations import Bytes, Registrations
-from kvfuse.peer.staging import Staging
-from kvfuse.peer.verbs import PIECE, Device, NoDevice, Part, VerbsError, active_devices, pyverbs
+from kvfuse.peer.verbs import PIECE, MemoryPart, NoDevice, RdmaDevice, VerbsError, active_devices, pyverbs
 
 REFUSED_SECONDS = 10.0
 """for which nothing is registered after that failed: most likely this process may lock no more memory"""
@@ -65,16 +65,16 @@ def _address(array: Bytes) -> int:
 class Adapter:
     """An open device, and the memory that it may use. Event loop only."""
 
-    def __init__(self, device: Device, bytes_max: int, *, remote: bool) -> None:
+    def __init__(self, device: RdmaDevice, bytes_max: int, *, remote: bool) -> None:
         """``remote``: other hosts may read what is registered."""
         self.device = device
         self.registrations = Registrations(device, bytes_max, remote=remote)
-        self.staging = Staging(device)
+        self.staging = RdmaStaging(device)
         self._coming: deque[Span] = deque()
         self._has_coming = trio.Event()
         self._refused_until = 0.0
 
-    def parts(self, view: memoryview) -> list[Part] | None:
+    def parts(self, view: memoryview) -> list[MemoryPart] | None:
         """Registered memory in which a view lies; None where it does not, or not all of it yet."""
         span = span_of(view)
         return self.registrations.parts(*span) if span is not None else None
@@ -94,7 +94,7 @@ class Adapter:
             return False
         return True
 
-    def lend(self, view: memoryview) -> list[Part] | None:
+    def lend(self, view: memoryview) -> list[MemoryPart] | None:
         """As `parts`; what is not registered is meanwhile, by `run`, and so is the piece behind it.
 
         That one is where the next blocks will be, which others may want as soon as they are there.
@@ -239,7 +239,7 @@ async def _opened(options: PeerOptions, tier_bytes: int, stack: ExitStack) -> Rd
     """NoDevice."""
     adapters = []
     for info in await trio.to_thread.run_sync(usable_devices, options):
-        device = await trio.to_thread.run_sync(Device, info)
+        device = await trio.to_thread.run_sync(RdmaDevice, info)
         adapters.append(Adapter(device, 2 * tier_bytes + SLACK, remote=options.listen is not None))
         stack.callback(adapters[-1].close)
     return Rdma(adapters, pair_options(options))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from kvfuse.peer.verbs import PIECE, Device, Part, Registration, VerbsError
+from kvfuse.peer.verbs import PIECE, MemoryPart, RdmaDevice, Registration, VerbsError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -23,7 +23,7 @@ class Registrations:
     else. For the event loop; memory may be dropped in any thread.
     """
 
-    def __init__(self, device: Device, bytes_max: int, *, remote: bool) -> None:
+    def __init__(self, device: RdmaDevice, bytes_max: int, *, remote: bool) -> None:
         self.bytes = 0
         self._device, self._bytes_max, self._remote = device, bytes_max, remote
         self._known: dict[int, dict[int, Registration]] = {}
@@ -36,7 +36,7 @@ class Registrations:
         self._token: trio.lowlevel.TrioToken | None = None
         self._wake = trio.Event()
 
-    def parts(self, memory: Bytes, start: int, size: int) -> list[Part] | None:
+    def parts(self, memory: Bytes, start: int, size: int) -> list[MemoryPart] | None:
         """A range of a memory, cut where pieces end; None where not all of it is registered. ``size`` > 0."""
         pieces = self._known.get(id(memory))
         # Memory that was dropped and not noticed yet may have had the same identity.
@@ -47,7 +47,7 @@ class Registrations:
             if (piece := pieces.get(number)) is None:
                 return None
             low, high = max(start, number * PIECE), min(start + size, (number + 1) * PIECE)
-            found.append(Part(piece.address + low - number * PIECE, high - low, piece.lkey, piece.rkey))
+            found.append(MemoryPart(piece.address + low - number * PIECE, high - low, piece.lkey, piece.rkey))
             self._used.move_to_end((id(memory), number))
         return found
 

@@ -19,11 +19,11 @@ import trio
 
 from kvfuse.errors import EngineError, MountError
 from kvfuse.options.options import PeerOptions
-from kvfuse.peer.listener import Listener
 from kvfuse.peer.neighbour import Neighbour
+from kvfuse.peer.peer_listener import Listener
+from kvfuse.peer.peer_reads import Read, ReadBatch, settle
+from kvfuse.peer.peer_wire import FINAL
 from kvfuse.peer.rdma import Rdma, open_rdma
-from kvfuse.peer.reads import Batch, Read, settle
-from kvfuse.peer.wire import FINAL
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.views.neighbours import HEDGE_MIN, Answer, Wanted
@@ -77,10 +77,10 @@ class Peers:
         return self.listener.rdma
 
     @property
-    def _hood(self) -> Neighbourhood:
-        hood = self.volume.neighbourhood
-        assert hood is not None
-        return hood
+    def _neighbourhood(self) -> Neighbourhood:
+        neighbourhood = self.volume.neighbourhood
+        assert neighbourhood is not None
+        return neighbourhood
 
     def statistics(self) -> dict[str, Any]:
         hosts = [neighbour.statistics() for neighbour in self.neighbours.values()]
@@ -91,19 +91,19 @@ class Peers:
     # -- reading -------------------------------------------------------------------------------------
 
     def may_have(self, addr: int) -> bool:
-        neighbour = self.neighbours.get(self._hood.holder(addr))
+        neighbour = self.neighbours.get(self._neighbourhood.holder(addr))
         return neighbour is not None and neighbour.is_ready
 
     def expect(self, wanted: Sequence[Wanted]) -> float:
         sizes = Counter[Neighbour]()
         for one in wanted:
-            if (holder := self.neighbours.get(self._hood.holder(one.addr))) is not None:
+            if (holder := self.neighbours.get(self._neighbourhood.holder(one.addr))) is not None:
                 sizes[holder] += one.high - one.low
         return max([holder.speed.expect(size) for holder, size in sizes.items()], default=0.0)
 
     async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview], patience: float = inf) -> list[bool]:
         reads = [Read(*pair) for pair in zip(wanted, targets, strict=True)]
-        holders = [self.neighbours.get(self._hood.holder(read.wanted.addr)) for read in reads]
+        holders = [self.neighbours.get(self._neighbourhood.holder(read.wanted.addr)) for read in reads]
         asked = [(read, holder) for read, holder in zip(reads, holders, strict=True) if holder is not None]
         late_from = trio.current_time() + HEDGE_MIN
         try:
@@ -135,7 +135,7 @@ class Peers:
         await self._ask(asked)
         last = []
         for read in reads:
-            holder = self.neighbours.get(self._hood.holder(read.wanted.addr))
+            holder = self.neighbours.get(self._neighbourhood.holder(read.wanted.addr))
             if not read.is_right and holder is not None:
                 read.flags = FINAL
                 last.append((read, holder))
@@ -145,7 +145,7 @@ class Peers:
         """Each of its neighbour; those of one neighbour together."""
         if not asked:
             return
-        batch = Batch(len(asked))
+        batch = ReadBatch(len(asked))
         together: dict[Neighbour, list[Read]] = {}
         for read, neighbour in asked:
             read.begin(batch, neighbour)
@@ -200,21 +200,21 @@ class Peers:
         """Know where others answer, and keep connections to all that do, over any number of memberships."""
         async with trio.open_nursery() as nursery:
             while True:
-                hood = self._hood
-                nursery.start_soon(hood.follow)
-                while self._hood is hood:
-                    changed = hood.changed
+                neighbourhood = self._neighbourhood
+                nursery.start_soon(neighbourhood.follow)
+                while self._neighbourhood is neighbourhood:
+                    changed = neighbourhood.changed
                     if self.options.reads:
-                        await self._meet(hood, nursery)
+                        await self._meet(neighbourhood, nursery)
                     with trio.move_on_after(RETRY_SECONDS):
                         await changed.wait()
 
-    async def _meet(self, hood: Neighbourhood, nursery: trio.Nursery) -> None:
+    async def _meet(self, neighbourhood: Neighbourhood, nursery: trio.Nursery) -> None:
         """Begin with hosts that have come, or moved, and end with those that have gone."""
-        places = hood.places
+        places = neighbourhood.places
         if places and not self.listener.secret:
             try:
-                self.listener.secret = await hood.secret()
+                self.listener.secret = await neighbourhood.secret()
             except EngineError as error:
                 log.warning("other hosts cannot be asked yet: %s", error)
                 return
@@ -237,15 +237,15 @@ class Peers:
     async def announce(self, place: PeerRecord) -> None:
         """Tell the others where this host answers; again after each lost lease."""
         while True:
-            hood = self._hood
+            neighbourhood = self._neighbourhood
             try:
-                await hood.announce(place)
+                await neighbourhood.announce(place)
             except EngineError as error:
                 log.warning("other hosts do not hear where this one answers: %s", error)
                 await trio.sleep(RETRY_SECONDS)
                 continue
-            while self._hood is hood:
-                await hood.member.lost.wait()
+            while self._neighbourhood is neighbourhood:
+                await neighbourhood.member.lost.wait()
                 await trio.sleep(RETRY_SECONDS)
 
 
@@ -256,8 +256,8 @@ async def serve_peers(
 
     MountError where nobody can listen there.
     """
-    hood = volume.neighbourhood
-    if hood is None:
+    neighbourhood = volume.neighbourhood
+    if neighbourhood is None:
         task_status.started()
         return
 
@@ -271,7 +271,7 @@ async def serve_peers(
         volume.sections["peers"] = peers.statistics
         async with trio.open_nursery() as nursery:
             if options.listen is not None:
-                await _listen(peers, options.listen, hood, nursery)
+                await _listen(peers, options.listen, neighbourhood, nursery)
             nursery.start_soon(peers.follow)
             if options.reads:
                 volume.connect(peers)
@@ -282,11 +282,11 @@ async def serve_peers(
                 volume.connect(None)
 
 
-async def _listen(peers: Peers, address: str, hood: Neighbourhood, nursery: trio.Nursery) -> None:
+async def _listen(peers: Peers, address: str, neighbourhood: Neighbourhood, nursery: trio.Nursery) -> None:
     """MountError."""
     listener = peers.listener
     try:
-        listener.secret = await hood.secret()
+        listener.secret = await neighbourhood.secret()
     except EngineError as error:
         raise MountError(f"the secret of the volume's hosts cannot be read: {error}") from error
     for listening in await _listening(address):

@@ -37,7 +37,7 @@ BROKEN = (OSError, trio.ClosedResourceError)
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 
 
-class Stream:
+class PeerStream:
     """One connection. OSError where it is broken, or the other side has ended it."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -117,17 +117,17 @@ class Stream:
     async def receive_into(self, view: memoryview) -> None:
         await self.receive_more(view, 0, len(view))
 
-    async def land(self, rows: array[int], left: int, came: Callable[[int, int], None]) -> None:
+    async def land(self, rows: array[int], left: int, received: Callable[[int, int], None]) -> None:
         """Fill rows of `rowreceiver`, ``left`` bytes, whose addresses may change meanwhile.
 
-        ``came``: told of bytes that came, and how many rows are full.
+        ``received``: called with the bytes that came, and with how many rows are full.
         """
         first = 0
         while left:
             first, count, error = receive_rows(self._socket.fileno(), rows, first, CALL_BYTES)
             if count:
                 left -= count
-                came(count, first)
+                received(count, first)
             if error == ENDED:
                 _check_end(0)
             elif error == EAGAIN:

@@ -42,7 +42,7 @@ class VerbsError(EngineError):
     """A call of verbs failed."""
 
 
-class Calls:
+class CallTimes:
     """How long calls kept the event loop: seconds of the longest one of each kind."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Registration:
     def is_open(self) -> bool:
         return bool(self.pieces)
 
-    def parts(self, address: int, size: int) -> list[Part]:
+    def parts(self, address: int, size: int) -> list[MemoryPart]:
         """A range of it, cut where pieces end. ValueError for what is not in it."""
         start = address - self.address
         if not (self.pieces and start >= 0 and size > 0 and start + size <= self.size):
@@ -135,7 +135,7 @@ class Registration:
             number, within = divmod(start, self.piece_size)
             length = min(size, self.piece_size - within)
             lkey, rkey = int(self.lkeys[number]), int(self.rkeys[number])
-            parts.append(Part(self.address + start, length, lkey, rkey))
+            parts.append(MemoryPart(self.address + start, length, lkey, rkey))
             start, size = start + length, size - length
         return parts
 
@@ -161,7 +161,7 @@ class Registration:
         self.owner = None
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """Of registered memory, within one piece."""
 
     address: int
@@ -170,7 +170,7 @@ class Part(NamedTuple):
     rkey: int
 
 
-class Device:
+class RdmaDevice:
     """An open port of a device. Its queue pairs and registrations are to be closed before it is."""
 
     def __init__(self, info: DeviceInfo) -> None:
@@ -182,7 +182,7 @@ class Device:
         if gid is None:
             raise NoDevice(f"RDMA device {info} has no address: its network interface may be down")
         self.info, self.gid = info, gid
-        self.calls = Calls()
+        self.calls = CallTimes()
         """of all that is done with it"""
         try:
             self.context = verbs.device.Context(name=info.name)
@@ -265,13 +265,13 @@ def active_devices() -> list[DeviceInfo]:
     return active
 
 
-def open_device(name: str | None = None) -> Device:
+def open_device(name: str | None = None) -> RdmaDevice:
     """The one of this name ("mlx5_0", or "mlx5_0:2" for its second port), or the first that is active. NoDevice."""
     pyverbs()
     if name is None:
-        return Device(active_devices()[0])
+        return RdmaDevice(active_devices()[0])
     found = find_devices()
     chosen = next((info for info in found if name in (str(info), info.name)), None)
     if chosen is None:
         raise NoDevice(f"no RDMA device {name}; there are: {', '.join(map(str, found)) or 'none'}")
-    return Device(chosen)
+    return RdmaDevice(chosen)

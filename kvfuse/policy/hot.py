@@ -50,7 +50,7 @@ class Recent:
 T = TypeVar("T", bound=Used)
 
 
-class Queue(Generic[T]):
+class KeyQueue(Generic[T]):
     """Things by key, in an order. First come *former* ones, which are made when they are asked for: there may be a
     million of them, and most are never asked for."""
 
@@ -108,8 +108,8 @@ class HotOrder(Generic[T]):
 
     def __init__(self, recent: Recent) -> None:
         self._recent = recent
-        self._new = Queue[T]()
-        self._proven = Queue[T]()
+        self._new = KeyQueue[T]()
+        self._proven = KeyQueue[T]()
 
     def __len__(self) -> int:
         return len(self._new) + len(self._proven)

@@ -23,8 +23,8 @@ from kvfuse.remote.segments.api import Target
 from kvfuse.volume.measures.gates import Gate, Gates
 from kvfuse.volume.measures.measures import Measures
 from kvfuse.volume.measures.uses import Uses
-from kvfuse.volume.tier.resident import Touches
-from kvfuse.volume.tier.tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.tier.resident_indexes import Touches
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier, TierBlock
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.news import Watch
@@ -110,7 +110,7 @@ class DirEntry(NamedTuple):
     attributes: Attributes
 
 
-class Space(NamedTuple):
+class Statfs(NamedTuple):
     """statfs in bytes and counts, of what was promised, not of the disk below."""
 
     size: int
@@ -177,7 +177,7 @@ class ReadingThread(Protocol):
         """
 
 
-class Places(NamedTuple):
+class WritePlaces(NamedTuple):
     """Where bytes of some writes belong. Columns, a number for each of them, in the order of their places."""
 
     numbers: Numbers
@@ -189,7 +189,7 @@ class Places(NamedTuple):
     """by segment"""
 
 
-SlotSource: TypeAlias = Sequence[memoryview] | Callable[[Places], Awaitable[None]]
+SlotSource: TypeAlias = Sequence[memoryview] | Callable[[WritePlaces], Awaitable[None]]
 
 
 class TreeApi(Protocol):
@@ -317,7 +317,7 @@ class InodeApi(Protocol):
         """Extents, size classes, slabs, sealed granules of one file, JSON-able."""
 
 
-class LeftOpenApi(Protocol):
+class RestoredFilesApi(Protocol):
     """Files that are open by handles of a daemon before this one, as `views.handover` tells."""
 
     ring_files: dict[str, KeptFile]
@@ -345,12 +345,12 @@ class VolumeApi(Protocol):
     @property
     def files(self) -> FileApi[Any]: ...
     @property
-    def left_open(self) -> LeftOpenApi: ...
+    def left_open(self) -> RestoredFilesApi: ...
     @property
     def seal(self) -> Callable[[], None] | None:
         """To be called before a change is answered for: the daemon after this one has it then. None: it has not."""
 
-    def space(self) -> Space: ...
+    def space(self) -> Statfs: ...
 
 
 class RingApi(VolumeApi, Protocol):

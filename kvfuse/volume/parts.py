@@ -32,7 +32,7 @@ from kvfuse.volume.content.reader import OwnExtents, Reader
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.content.writer import Staging, Writer
-from kvfuse.volume.eviction.eviction import Evictor
+from kvfuse.volume.eviction.evictor import Evictor
 from kvfuse.volume.eviction.shared_clearing import SharedClearing
 from kvfuse.volume.eviction.shared_eviction import SharedEviction
 from kvfuse.volume.eviction.shared_sweeping import SharedSweeper
@@ -53,7 +53,7 @@ from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
-from kvfuse.volume.slots.space import Source, Space
+from kvfuse.volume.slots.space import RoomFinder, RoomSource
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
@@ -62,7 +62,7 @@ from kvfuse.volume.tenancy.granting import Granting
 from kvfuse.volume.tenancy.namespace_attributes import NamespaceAttributes
 from kvfuse.volume.tenancy.namespace_news import NamespaceNews
 from kvfuse.volume.tenancy.namespace_records import NamespaceRecords, OwnNamespaceRecords, SharedNamespaceRecords
-from kvfuse.volume.tenancy.namespaces import Keeper
+from kvfuse.volume.tenancy.namespaces import NamespaceEditor
 from kvfuse.volume.tenancy.xattrs import Xattrs
 
 HEADS_SECONDS = 30.0
@@ -131,7 +131,7 @@ class Parts:
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
         """both where others have the volume open, too"""
-        self.space: Space
+        self.space: RoomFinder
         self.lookups: Lookup
         self.names: Names
         if member is not None and isinstance(core.records, SharedRecords) and isinstance(extents, SharedExtents):
@@ -148,7 +148,7 @@ class Parts:
         self.blocks = Blocks(
             core, self.journal, flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
-        keeper = Keeper(self.names, namespaces)
+        keeper = NamespaceEditor(self.names, namespaces)
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
         self.life = Lifetime()
 
@@ -162,7 +162,7 @@ class Parts:
         core, journal = self.core, self.journal
         nameless = OwnNameless(core, journal, refresher.chunks)
         sources = [nameless.free_unnamed_files, journal.free_given_up]
-        self.space = Space(core, sources, [], nameless.store_removals)
+        self.space = RoomFinder(core, sources, [], nameless.store_removals)
         self.lookups = OwnLookup(core, journal, refresher)
         memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
         self.names = Names(core, journal, self.lookups, nameless, memory, memory)
@@ -178,7 +178,7 @@ class Parts:
         orphans = nameless.orphans
         to_free = journal.refusals.to_free
         self.leases = leases = SlabLeases(core, journal, to_free.add, lambda: to_free.size)
-        sources: list[Source] = [
+        sources: list[RoomSource] = [
             leases.take_unheld_slabs,
             nameless.free_unnamed_files,
             journal.free_given_up,
@@ -188,9 +188,9 @@ class Parts:
         reports = Reports(core, records, member, leases.shares)
         core.tier.residents.hold(member.seconds_left)
         member.on_change = core.tier.residents.hold
-        elsewhere: list[Source] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
+        elsewhere: list[RoomSource] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
-        self.space = Space(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
+        self.space = RoomFinder(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
         self.lookups = lookups = SharedLookup(core, journal, refresher, records, Synced(core))
         memory = ApplyFirst(core, journal, self.space, lookups, nameless)
         executor = CommitFirst(core, journal, self.space, lookups, memory)

@@ -15,19 +15,19 @@ from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.volume.check.scrub import Scrubber
 from kvfuse.volume.content.chunks import forget_lost
-from kvfuse.volume.disk.tier import DiskTier, opened_tier
+from kvfuse.volume.disk.disk_tier import DiskTier, opened_tier
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.unstored import Unstored
-from kvfuse.volume.names.restoring import FAILED, LogLost, Restorer, find_left
-from kvfuse.volume.names.restoring import NAME as UNSTORED
-from kvfuse.volume.opening.holding import Held, hold
+from kvfuse.volume.names.restorer import FAILED, LogLost, Restorer, find_left
+from kvfuse.volume.names.restorer import NAME as UNSTORED
+from kvfuse.volume.opening.held_volume import HeldVolume, hold
 from kvfuse.volume.opening.loading import load_core
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.tier.tier import SharedTier
+from kvfuse.volume.tier.shared_tier import SharedTier
 from kvfuse.volume.views.handover import Handover
 from kvfuse.volume.views.ring_files import cut_ring_files, find_ring_files
 from kvfuse.volume.volume import Volume
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 async def make_parts(
     options: Options,
-    held: Held,
+    held: HeldVolume,
     former: Core | None = None,
     disk: DiskTier | None = None,
     keeper: Keeper = NO_KEEPER,
@@ -78,7 +78,7 @@ class Running:
     """The tasks of one volume beside its operations, from the first commit to the last, over any number of leases."""
 
     def __init__(
-        self, volume: Volume, options: Options, nursery: trio.Nursery, held: Held, keeper: Keeper = NO_KEEPER
+        self, volume: Volume, options: Options, nursery: trio.Nursery, held: HeldVolume, keeper: Keeper = NO_KEEPER
     ) -> None:
         self._volume = volume
         self._options = options
@@ -237,7 +237,7 @@ class Running:
 
     async def _finish(self, parts: Parts) -> None:
         is_writable = not parts.core.read_only
-        if parts.core.nodes.handover.is_left and (self._held.member is None or self._held.member.stays):
+        if parts.core.nodes.handover.is_left and (self._held.member is None or self._held.member.goes_on):
             if is_writable:
                 await _try_again(self._volume.sync)  # with files that only open handles have
             await parts.hand_over()
@@ -369,7 +369,7 @@ async def open_volume(
 
 @asynccontextmanager
 async def run_volume(
-    options: Options, held: Held, keeper: Keeper = NO_KEEPER, handover: Handover | None = None
+    options: Options, held: HeldVolume, keeper: Keeper = NO_KEEPER, handover: Handover | None = None
 ) -> AsyncIterator[Volume]:
     """A volume over engines that are open and stay the caller's; flushed at the end."""
     async with opened_tier(options.cache, held.superblock.volume_id) as disk:

@@ -10,15 +10,15 @@ from typing import Any
 
 import trio
 
-from kvfuse.volume.api import ROOT_INODE, NearApi, SearchApi, Space
+from kvfuse.volume.api import ROOT_INODE, NearApi, SearchApi, Statfs
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
-from kvfuse.volume.left_open import LeftOpen
 from kvfuse.volume.namespaces.cache import SegmentsTier
-from kvfuse.volume.namespaces.registry import Namespace
+from kvfuse.volume.namespaces.namespace_registry import Namespace
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
-from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.operations import Files, Inodes, Tree
 from kvfuse.volume.parts import Parts
+from kvfuse.volume.restored_files import RestoredFiles
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.views.neighbours import Neighbours
 
@@ -64,8 +64,8 @@ class Volume:
         self.parts.core.kernel.connect(kernel)
 
     @property
-    def left_open(self) -> LeftOpen:
-        return LeftOpen(self.parts)
+    def left_open(self) -> RestoredFiles:
+        return RestoredFiles(self.parts)
 
     @property
     def search(self) -> SearchApi:
@@ -84,7 +84,7 @@ class Volume:
         core = self.parts.core
         return ino == ROOT_INODE or core.places.known(ino) or ino < core.nodes.handover.known_below
 
-    def space(self) -> Space:
+    def space(self) -> Statfs:
         slabs, core = self.parts.core.slabs, self.parts.core
         if self.parts.leases is not None:
             free, file_count = self.parts.leases.space()
@@ -92,7 +92,7 @@ class Volume:
             free = slabs.free_bytes + slabs.pending_bytes + self.parts.journal.freeing_bytes
             file_count = core.file_count
         inodes_free = core.metadata.inodes_free(file_count)
-        return Space(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
+        return Statfs(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
 
     async def sync(self) -> None:
         if not self.parts.core.read_only:
@@ -142,7 +142,7 @@ class Volume:
         segments_tier: SegmentsTier = "remote" if core.records.limits.shared else "disk"
         measures, cache = core.namespaces.measures[number], namespace.cache
         if number == ROOT:
-            used = here = Use(space.size - space.free, space.files - space.files_free)
+            used = here = NamespaceUse(space.size - space.free, space.files - space.files_free)
         return {
             "number": number,
             "path": os.fsdecode(self.parts.names.folders.path_of(number)),

@@ -21,10 +21,10 @@ from kvfuse import mounttable
 from kvfuse.cli import mounts
 
 BROKEN = """
-import kvfuse.fs.mount
+import kvfuse.fs.mount_session
 async def serve(*arguments, **options):
     raise RuntimeError("a mistake of ours")
-kvfuse.fs.mount.serve = serve
+kvfuse.fs.mount_session.serve = serve
 import kvfuse.cli
 kvfuse.cli.main()
 """

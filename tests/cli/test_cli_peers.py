@@ -12,7 +12,7 @@ from peer_lab import listening, mounted, stats, wait_for_peers
 from rich.console import Console
 
 from kvfuse.cli.mounts import read_virtual
-from kvfuse.cli.peers import Peer, peers_of, totals_of
+from kvfuse.cli.peers import PeerRow, peers_of, totals_of
 from kvfuse.cli.top import Look, page
 from kvfuse.usrbio.client import BlockStore
 from kvfuse_cluster.etcd import EtcdServers
@@ -54,8 +54,8 @@ def peers(hosts: list[dict[str, Any]], asked: dict[str, int], served: dict[str, 
 def test_what_is_said_of_a_host(more: dict[str, int], transport: str) -> None:
     found = peers([{**HOST, **more}], {}, {"served": {"0" * 15 + "2": 9, "0" * 15 + "3": 11}})
     assert list(peers_of(found)) == [
-        Peer("0" * 15 + "2", "10.0.0.2:7650", "connected", transport, 7, 9, 5, 1.5),
-        Peer("0" * 15 + "3", "client 0000000000000003", "asks only", "-", 0, 11, 0, None),
+        PeerRow("0" * 15 + "2", "10.0.0.2:7650", "connected", transport, 7, 9, 5, 1.5),
+        PeerRow("0" * 15 + "3", "client 0000000000000003", "asks only", "-", 0, 11, 0, None),
     ]
 
 

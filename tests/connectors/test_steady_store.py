@@ -15,7 +15,7 @@ from mounting import KvfuseMount, stop_process, stopped, temporary_mount, wait_u
 from ring_lab import stats
 
 from kvfuse.connectors.link import Region
-from kvfuse.connectors.staging import Staging
+from kvfuse.connectors.staging import GatherMemory
 from kvfuse.connectors.steady_store import DescriptorMismatch, SteadyStore
 
 WORDS = ["capacity=64MiB,cache,admission=all"]
@@ -207,7 +207,7 @@ def test_the_child_of_a_fork_connects_by_itself(mount: KvfuseMount) -> None:
 def test_staging_memory_that_a_hung_daemon_may_still_write_waits_until_it_is_silent(mount: KvfuseMount) -> None:
     store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
     wait_until(lambda: store.is_up, "the store to connect")
-    staging = Staging(store)
+    staging = GatherMemory(store)
     with staging.taken(SIZE) as first:
         pass
     with staging.taken(SIZE) as again:

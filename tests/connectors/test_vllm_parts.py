@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from mounting import wait_until
 
+from kvfuse.connectors.vllm.block_news import BlockNews
 from kvfuse.connectors.vllm.lookups import Lookups
-from kvfuse.connectors.vllm.news import BlockNews
 from kvfuse.usrbio.client import News, NewsKind
 
 KEYS = [b"one", b"two", b"three"]

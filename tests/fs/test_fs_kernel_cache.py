@@ -18,7 +18,7 @@ from mounting import temporary_mount
 from posix_calls import opened
 
 from kvfuse.errors import EngineError
-from kvfuse.fs.kernel import DIRECTORIES_MAX, FuseKernelCache, Kept
+from kvfuse.fs.kernel import DIRECTORIES_MAX, CachedNames, FuseKernelCache
 
 LONG = ("entry_timeout=3600", "attr_timeout=3600", "negative_timeout=3600")
 WORDS = ("volume.capacity=64MiB", "volume.segment_size=16MiB", *LONG)
@@ -221,7 +221,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 
 
 def test_nothing_is_sent_for_what_the_kernel_cannot_have(sent: list[tuple[object, ...]]) -> None:
-    names, absences = Kept(1.0), Kept(1.0)
+    names, absences = CachedNames(1.0), CachedNames(1.0)
     kernel = FuseKernelCache({10, 11}.__contains__, names, absences)
     names.note(10)
     kernel.drop_content(1000)
@@ -246,7 +246,7 @@ def test_only_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch, number: int
         raise OSError(number, "refused")
 
     monkeypatch.setattr(pyfuse3, "invalidate_inode", refuse)
-    kernel = FuseKernelCache(lambda ino: True, Kept(1.0), Kept(1.0))
+    kernel = FuseKernelCache(lambda ino: True, CachedNames(1.0), CachedNames(1.0))
     if number != errno.ENOMEM:
         kernel.drop_content(11)
         return
@@ -257,7 +257,7 @@ def test_only_a_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch, number: int
 def test_what_is_kept_ends_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    absences = Kept(5.0)
+    absences = CachedNames(5.0)
     absences.note(1)
     assert absences.may_be_cached(1)
     assert not absences.may_be_cached(2)
@@ -273,6 +273,6 @@ def test_what_is_kept_ends_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_kernel_that_keeps_nothing_needs_no_memory_of_it() -> None:
-    absences = Kept(0.0)
+    absences = CachedNames(0.0)
     assert absences.note(1) == 0.0
     assert not absences.may_be_cached(1)

@@ -12,7 +12,7 @@ import pytest
 from mounting import KvfuseMount, mount_rows, wait_until
 from posix_calls import fails, opened
 
-from kvfuse.fs.mount import kernel_options
+from kvfuse.fs.mount_session import kernel_options
 from kvfuse.holder.guarding import open_switch
 from kvfuse.options.options import MountOptions
 

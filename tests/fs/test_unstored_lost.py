@@ -16,7 +16,7 @@ from volume_lab import MIB, lab_options
 from kvfuse import failing
 from kvfuse.kept import log as kept_log
 from kvfuse.kept.keeper import MemoryKeeper
-from kvfuse.volume.names.restoring import FAILED, NAME, Restorer
+from kvfuse.volume.names.restorer import FAILED, NAME, Restorer
 
 pytestmark = pytest.mark.ring(1)
 

@@ -17,8 +17,8 @@ from mounting import PATIENCE_S, KvfuseMount, temporary_mount
 from test_outlive import OUTLIVE, daemon_of
 from upgrading import upgrade
 
-from kvfuse.holder import desk as holder_desk
 from kvfuse.holder import rights as holder_rights
+from kvfuse.holder import status_socket
 from kvfuse.holder.rights import Refused, check_program
 
 ASK = """
@@ -41,7 +41,7 @@ def mount() -> Iterator[KvfuseMount]:
 
 def socket_of(mount: KvfuseMount) -> Path:
     device = mount.point.stat().st_dev
-    return Path(holder_desk.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
+    return Path(status_socket.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
 
 
 def ask(mount: KvfuseMount, request: str, words: Sequence[str] = ()) -> dict[str, Any]:

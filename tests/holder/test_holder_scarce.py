@@ -19,8 +19,8 @@ from test_outlive_standby import STANDBY, has_standby, standby_of
 from test_upgrade import holder_says
 
 from kvfuse.holder.child import KEEP, Child
-from kvfuse.holder.desk import LEAVING, Client, Upgrade
 from kvfuse.holder.main import Holder
+from kvfuse.holder.status_socket import LEAVING, StatusCaller, Upgrade
 from kvfuse.holder.things import Things
 from kvfuse.usrbio.client import BlockStore
 
@@ -140,7 +140,7 @@ def test_a_daemon_that_just_died_is_asked_to_leave() -> None:
     next.has_said_hello = back.has_said_hello = True
     holder = Holder({"command": [], "guard": [], "point": "/nowhere"})
     holder.serving = serving
-    holder.upgrade = Upgrade(Client.__new__(Client), next, back, [], 5.0)
+    holder.upgrade = Upgrade(StatusCaller.__new__(StatusCaller), next, back, [], 5.0)
     holder.advance()
     assert holder.upgrade.phase == LEAVING
     for child, end in ((next, next_end), (back, back_end), (serving, gone)):

@@ -21,7 +21,7 @@ from upgrading import other_python, upgrade
 from kvfuse.errors import Disconnected
 from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.usrbio.client import BlockStore
-from kvfuse.usrbio.daemon.keeping import FORM, KeptConnection
+from kvfuse.usrbio.daemon.connection_keeping import FORM, ConnectionOwner
 from kvfuse.usrbio.protocol.wire import VERSION
 from kvfuse.volume.store.member import Standing
 
@@ -79,16 +79,17 @@ def user_of(mount: KvfuseMount) -> Iterator[User]:
 CASES = [
     (
         [
-            "import kvfuse.fs.handles, kvfuse.fs.handover, kvfuse.fs.once, kvfuse.volume.tier.arena_rows",
-            "kvfuse.fs.handles.FORM = kvfuse.fs.handover.UNSAVED_FORM = kvfuse.fs.once.FORM = 99",
+            "import kvfuse.fs.handles, kvfuse.fs.door_handover, kvfuse.fs.idempotent_changes",
+            "import kvfuse.volume.tier.arena_rows",
+            "kvfuse.fs.handles.FORM = kvfuse.fs.door_handover.UNSAVED_FORM = kvfuse.fs.idempotent_changes.FORM = 99",
             "kvfuse.volume.tier.arena_rows.MAGIC = 99",
         ],
         {"file": "is dropped", "ring": "goes on", "blocks": "is dropped"},
     ),
     (
         [
-            "import kvfuse.usrbio.daemon.keeping, kvfuse.volume.tier.arena_pool",
-            "kvfuse.usrbio.daemon.keeping.FORM = kvfuse.volume.tier.arena_pool._FORM = 99",
+            "import kvfuse.usrbio.daemon.connection_keeping, kvfuse.volume.tier.arena_pool",
+            "kvfuse.usrbio.daemon.connection_keeping.FORM = kvfuse.volume.tier.arena_pool._FORM = 99",
         ],
         {"file": "goes on", "ring": "is dropped", "blocks": "is dropped"},
     ),
@@ -102,7 +103,7 @@ def test_what_has_another_form_is_dropped(tmp_path: Path) -> None:
     unknown = [
         "import kvfuse.kept.keeper as k",
         "k.KNOWN += ('volume/log',)",
-        "import kvfuse.fs.mount as m",
+        "import kvfuse.fs.mount_session as m",
         f"def drop(keeper, former=m.drop_unknown): former(keeper); open({str(found)!r}, 'a').write("
         "f\"{keeper.take('volume/log')} \"); keeper.keep('volume/log', b'content')",
         "m.drop_unknown = drop",
@@ -123,7 +124,7 @@ def test_what_has_another_form_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_client_of_another_protocol_of_rings_is_dropped() -> None:
-    known = KeptConnection(1, 0, 0, [], 0, True, [], [])
+    known = ConnectionOwner(1, 0, 0, [], 0, True, [], [])
     assert known.peer().pid == 1
     for changes in ({"protocol": VERSION + 1}, {"form": FORM + 1}):
         with pytest.raises(ValueError, match="another version"):

@@ -23,7 +23,7 @@ from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_unti
 from scale import scaled
 from test_outlive import OUTLIVE, daemon_of
 
-from kvfuse.holder import desk as holder_desk
+from kvfuse.holder import status_socket
 
 pytestmark = pytest.mark.ring(3)  # one kill of a holder is in test_outlive.py
 
@@ -191,13 +191,13 @@ def connect(path: Path) -> None:
 def test_sockets_of_dead_holders_are_removed() -> None:
     with temporary_mount(OUTLIVE) as mount:
         device = mount.point.stat().st_dev
-        path = Path(holder_desk.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
+        path = Path(status_socket.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
         mount.kill()
         with pytest.raises((ConnectionRefusedError, FileNotFoundError)):  # a mount of another test removes it
             connect(path)
         with temporary_mount(OUTLIVE) as other:  # which may have the same number, or a mount of another test
             device = other.point.stat().st_dev
-            theirs = Path(holder_desk.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
+            theirs = Path(status_socket.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
             assert theirs.is_socket()
             with suppress(FileNotFoundError):
                 connect(path)

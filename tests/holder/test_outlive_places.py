@@ -26,7 +26,7 @@ from test_upgrade import other_python
 
 from kvfuse.mounttable import top_mount
 from kvfuse.options import config
-from kvfuse.volume.check.fsck import fsck
+from kvfuse.volume.check.volume_check import fsck
 
 pytestmark = pytest.mark.root
 

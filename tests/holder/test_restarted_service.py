@@ -22,7 +22,7 @@ from service_manager import ServiceManager
 from kvfuse.options import config
 from kvfuse.sizes import KIB
 from kvfuse.usrbio.client import BlockStore, connect
-from kvfuse.volume.check.fsck import fsck
+from kvfuse.volume.check.volume_check import fsck
 
 pytestmark = pytest.mark.root
 

@@ -11,15 +11,15 @@ from kept_memory import after_kill, let_go
 
 from kvfuse.kept import log as kept_log
 from kvfuse.kept.keeper import MemoryKeeper
-from kvfuse.kept.log import CLASSES, KeptLog, LeftLog
+from kvfuse.kept.log import CLASSES, KeptLog, KeptLogReader
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def left_of(keeper: MemoryKeeper) -> LeftLog:
+def left_of(keeper: MemoryKeeper) -> KeptLogReader:
     kept = keeper.take("log")
     assert kept is not None
-    return LeftLog(kept)
+    return KeptLogReader(kept)
 
 
 def frames_of(keeper: MemoryKeeper) -> list[bytes]:

@@ -24,9 +24,9 @@ from mounting import KvfuseMount
 from soft_rdma import SoftDevice, SoftNetwork, SoftPair, _Piece
 
 from kvfuse.errors import Unsupported
-from kvfuse.peer import device_memory
-from kvfuse.peer.device_memory import RdmaMemories, RdmaMemory, check_writable
-from kvfuse.peer.verbs import Device, Registration, VerbsError, open_device
+from kvfuse.peer import rdma_memories
+from kvfuse.peer.rdma_memories import RdmaMemories, RdmaMemory, check_writable
+from kvfuse.peer.verbs import RdmaDevice, Registration, VerbsError, open_device
 from kvfuse.usrbio.daemon import device_calls
 from kvfuse.usrbio.daemon.listener import serve_rings
 
@@ -69,7 +69,7 @@ class SoftMemfdDevice(SoftDevice):
         return Registration(address, size, remote, memory, [_Piece(self, address, size, remote)], size)
 
 
-class MemfdDevice(Device):
+class MemfdDevice(RdmaDevice):
     def lacks_dmabuf(self) -> str:
         return ""
 
@@ -80,7 +80,7 @@ class MemfdDevice(Device):
         return Registration(address, size, remote, memory, [self._register_piece(address, size, remote)], size)
 
 
-def open_memfd_device() -> Device:
+def open_memfd_device() -> RdmaDevice:
     with open_device() as found:
         return MemfdDevice(found.info)
 
@@ -122,7 +122,7 @@ def serve() -> None:
         memories = LabMemories(open_memfd_device)
     else:
         memories = soft_memories()
-        device_memory.missing = lambda **_: ""
+        rdma_memories.missing = lambda **_: ""
     main([partial(serve_rings, device_memories=memories)])
 
 

@@ -10,7 +10,7 @@ from volume_lab import CALLER, MIB
 
 from kvfuse.errors import NotFound
 from kvfuse.volume.api import ROOT_INODE, Binding
-from kvfuse.volume.tier.tier import ReadClass, TierBlock
+from kvfuse.volume.tier.shared_tier import ReadClass, TierBlock
 from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10

@@ -27,8 +27,8 @@ from kvfuse.policy import ADMISSIONS, POLICIES
 from kvfuse.volume.api import Handle
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.namespaces.accounts import Accounts
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import Settings
-from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.views import clock
 from kvfuse.volume.volume import Volume
@@ -82,8 +82,8 @@ def watch_quotas(monkeypatch: pytest.MonkeyPatch, audits: list[UseAudit]) -> Non
 
     def put_noted(accounts: Accounts, number: int, above: int | None, settings: Settings) -> None:
         size, files = accounts.use(number)
-        allowed = audits[-1].allowed.get(number, Use(0, 0))
-        audits[-1].allowed[number] = Use(max(size, allowed.size), max(files, allowed.files))
+        allowed = audits[-1].allowed.get(number, NamespaceUse(0, 0))
+        audits[-1].allowed[number] = NamespaceUse(max(size, allowed.size), max(files, allowed.files))
         put(accounts, number, above, settings)
 
     monkeypatch.setattr(Accounts, "charge", charge_watched)

@@ -25,9 +25,9 @@ import pytest
 from rings import require_lab
 
 from kvfuse.options.options import EtcdOptions, RadosOptions
+from kvfuse.remote.records.etcd.messages import prefix_end
 from kvfuse.remote.records.etcd.store import EtcdPlace
-from kvfuse.remote.records.etcd.wire import prefix_end
-from kvfuse.remote.segments.rados.librados import Place
+from kvfuse.remote.segments.rados.librados import PoolPlace
 from kvfuse_cluster.ceph import PROGRAMS, CephServers, CephSettings
 from kvfuse_cluster.etcd import EtcdServers, EtcdSettings
 from kvfuse_cluster.process import START_SECONDS, wait_until
@@ -131,14 +131,14 @@ def ceph_cluster(osds: int = 3, settings: CephSettings | None = None) -> Abstrac
     return running(lambda folder: CephServers.start(folder, osds, settings), "kvfuse-ceph-")
 
 
-def rados_place(servers: CephServers, part: str, **more: Any) -> Place:
+def rados_place(servers: CephServers, part: str, **more: Any) -> PoolPlace:
     """How to reach a part of the pool: ``part`` is turned into a namespace."""
     namespace = re.sub(r"[^\w]", "_", part)
     more = {"conf_file": servers.conf_file, "keyring": servers.keyring, **more}
-    return Place(RadosOptions(**more), servers.settings.pool, namespace)
+    return PoolPlace(RadosOptions(**more), servers.settings.pool, namespace)
 
 
-P = TypeVar("P", EtcdPlace, Place)
+P = TypeVar("P", EtcdPlace, PoolPlace)
 
 
 def changed(place: P, **changes: Any) -> P:

@@ -24,7 +24,7 @@ from contextlib import suppress
 
 MODULES = (
     "kvfuse.cli.mount",
-    "kvfuse.fs.mount",
+    "kvfuse.fs.mount_session",
     "kvfuse.metrics.server",
     "kvfuse.peer.service",
     "kvfuse.remote.records.etcd.store",

@@ -17,7 +17,7 @@ from volume_lab import MIB, Chaos, Disk, lab_options
 from kvfuse.options.config import Options
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.file.store import FileSegments
-from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.disk.disk_tier import DiskTier
 from kvfuse.volume.volume import Volume
 
 PATIENCE_S = 30.0

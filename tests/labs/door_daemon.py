@@ -23,7 +23,7 @@ from mounting import PATIENCE_S, wait_until
 from kvfuse.cli.daemon import start_logging
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.fs.doors import Door
-from kvfuse.fs.mount import serve
+from kvfuse.fs.mount_session import serve
 from kvfuse.options.config import load
 from kvfuse.volume.api import Caller, Changes
 from kvfuse.volume.views.kernel_cache import KernelCache

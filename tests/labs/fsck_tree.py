@@ -15,9 +15,9 @@ from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.evidence import Report
-from kvfuse.volume.check.fsck import fsck
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.check.evidence import CheckReport
+from kvfuse.volume.check.volume_check import fsck
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.store.sealed import as_formatted
 from kvfuse.volume.volume import Volume
@@ -42,7 +42,7 @@ class Tree:
         self.files: dict[bytes, bytes] = {}
 
     async def make(self) -> None:
-        await format.format_volume(self.options)
+        await formatting.format_volume(self.options)
         sizes = {
             b"tiny": 100,
             b"small": 4000,
@@ -130,7 +130,7 @@ class Tree:
     @asynccontextmanager
     async def records(self) -> AsyncIterator[RecordStore]:
         async with engines.open_records(self.options) as records:
-            yield as_formatted(records, format.read_superblock(self.options.volume_path))
+            yield as_formatted(records, formatting.read_superblock(self.options.volume_path))
 
     async def change(self, damage: Callable[[Records], None]) -> None:
         """Let ``damage`` work on all records, as a dict."""
@@ -141,7 +141,7 @@ class Tree:
             puts = {key: value for key, value in after.items() if before.get(key) != value}
             await records.commit(puts, before.keys() - after.keys(), durable=True)
 
-    async def check(self, *, repair: bool = False, verify: bool = True) -> Report:
+    async def check(self, *, repair: bool = False, verify: bool = True) -> CheckReport:
         return await fsck(self.options, repair=repair, verify=verify)
 
 

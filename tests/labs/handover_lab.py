@@ -21,13 +21,13 @@ from pyfuse3 import FUSEError
 from shared_lab import joined
 from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments, check, count_inodes, lab_options
 
-from kvfuse.fs.handover import KeptHandover
+from kvfuse.fs.door_handover import KeptHandover
 from kvfuse.fs.ops import KvfuseOperations
 from kvfuse.fs.virtual import VirtualFolder
 from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.native.fusewire import DIRECT, NO_FLUSH
 from kvfuse.options.options import Options
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -125,7 +125,7 @@ class Mount:
             self.client += 1
             return joined(disk, self.options, self.client, chaos, handover=handover)
         count_inodes(disk)
-        held = Held(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
+        held = HeldVolume(disk.superblock, MemoryRecords(disk, chaos), MemorySegments(disk, chaos))
         return run_volume(self.options, held, self.keeper, handover)
 
     async def check(self) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from kvfuse.kept.keeper import MemoryKeeper
-from kvfuse.volume.tier.tier import SharedTier
+from kvfuse.volume.tier.shared_tier import SharedTier
 
 
 def after_kill(keeper: MemoryKeeper) -> MemoryKeeper:

@@ -20,7 +20,7 @@ from kvfuse.errors import EngineError, EngineTimeout, NoSpace
 from kvfuse.kept.keeper import NO_KEEPER
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.slab.allocator import Allocator, Slot
-from kvfuse.volume.commit.committer import Changes, Committer, Sequence
+from kvfuse.volume.commit.committer import Committer, Sequence, WriteSet
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.chunk import COMMITTED, Extent
 from kvfuse.volume.inodes.core import Core
@@ -28,14 +28,14 @@ from kvfuse.volume.inodes.doubt import Doubt
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Nodes
-from kvfuse.volume.namespaces.registry import Namespaces
+from kvfuse.volume.namespaces.namespace_registry import Namespaces
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.left import Left
+from kvfuse.volume.store.kept_membership import KeptMembership
 from kvfuse.volume.store.member import FencedRecords, Member, Standing
 from kvfuse.volume.store.numbers import SharedNumberRange
 from kvfuse.volume.store.schema import MemberRecord
 from kvfuse.volume.store.transaction import Transaction
-from kvfuse.volume.tier.tier import SharedTier
+from kvfuse.volume.tier.shared_tier import SharedTier
 
 LEASE = 10.0
 DEADLINE = 3.0
@@ -118,7 +118,7 @@ class Pieces:
             removed, self.removed = self.removed, {}
             extra, self.extra = self.extra, {}
             dead, self.core.dead = self.core.dead, []
-            changes = Changes()
+            changes = WriteSet()
             for key, (extent, _) in born.items():
                 changes.puts[key] = _PIECE.pack(extent.addr, extent.slot_size, extent.generation)
                 changes.expect[key] = ABSENT
@@ -168,7 +168,7 @@ class Pieces:
                 released.append(extent.slot)
         return released
 
-    async def _send(self, changes: Changes) -> Mapping[bytes, object]:
+    async def _send(self, changes: WriteSet) -> Mapping[bytes, object]:
         """What was refused; nothing: it is in the store."""
         while True:
             try:
@@ -253,7 +253,7 @@ class Client:
         puts = {schema.member_key(self.number): schema.encode_member(MemberRecord("here", self.number, "/mnt"))}
         version = await records.commit(puts, expect=dict.fromkeys(puts, ABSENT), lease=lease)
         assert version
-        self._begin(records, Member(self.number, lease, version, asked), Left())
+        self._begin(records, Member(self.number, lease, version, asked), KeptMembership())
 
     async def resume(self, former: Client) -> bool:
         """Go on as a client whose process has died. False: its lease has ended."""
@@ -265,11 +265,11 @@ class Client:
         self.number, self.serial = former.number, former.serial
         self.world.clients.remove(former)
         (sequence,) = await records.get([sequence_key(self.number)])
-        left = Left(True, REUSE, None, member.version, sequence.version if sequence is not None else ABSENT)
+        left = KeptMembership(True, REUSE, None, member.version, sequence.version if sequence is not None else ABSENT)
         self._begin(records, member, left)
         return True
 
-    def _begin(self, records: MemoryRecords, member: Member, left: Left) -> None:
+    def _begin(self, records: MemoryRecords, member: Member, left: KeptMembership) -> None:
         self.member = member
         self.records = FencedRecords(records, self.member)
         disk, tier = self.world.disk, SharedTier(MIB)

@@ -71,14 +71,14 @@ async def _lend(count: int, report: int) -> None:
         arena = shared_memory(count * SIZE)
         for ino in range(1, count + 1):
             arena[(ino - 1) * SIZE : ino * SIZE] = np.frombuffer(block(ino), np.uint8)
-            host.hood.blocks[ino] = arena[(ino - 1) * SIZE : ino * SIZE].data
+            host.neighbourhood.blocks[ino] = arena[(ino - 1) * SIZE : ino * SIZE].data
         os.write(report, b"%d\n" % host.port)
         await trio.sleep_forever()
 
 
 def meet(reader: PeerHost, lender: Lender, count: int) -> None:
     """The reader's volume says where host 1 answers now."""
-    assert reader.hood.volume_id == VOLUME_ID
-    reader.hood.places = {1: lender.place}
-    reader.hood.holders = dict.fromkeys(range(1, count + 1), 1)
-    reader.hood.change()
+    assert reader.neighbourhood.volume_id == VOLUME_ID
+    reader.neighbourhood.places = {1: lender.place}
+    reader.neighbourhood.holders = dict.fromkeys(range(1, count + 1), 1)
+    reader.neighbourhood.change()

@@ -14,7 +14,7 @@ from lent_memory import Bytes, shared_memory
 from peer_hosts import PeerHost, peer_hosts
 from soft_rdma import SoftNetwork
 
-from kvfuse.peer.link import Link
+from kvfuse.peer.read_link import ReadLink
 
 ARENA = 16 << 20
 KIB, MIB = 1 << 10, 1 << 20
@@ -34,8 +34,8 @@ class LinkedPair:
         inos, start = list(range(1, len(sizes) + 1)), 0
         for ino, size in zip(inos, sizes, strict=True):
             self.lent[start : start + size] = np.frombuffer(secrets.token_bytes(size), np.uint8)
-            self.writer.hood.blocks[ino] = self.lent[start : start + size].data
-            self.reader.hood.holders[ino] = self.writer.hood.client
+            self.writer.neighbourhood.blocks[ino] = self.lent[start : start + size].data
+            self.reader.neighbourhood.holders[ino] = self.writer.neighbourhood.client
             start += size
         return inos
 
@@ -43,7 +43,7 @@ class LinkedPair:
         """One behind the other, in memory that the reader keeps."""
         found, start = [], 0
         for ino in inos:
-            size = len(self.writer.hood.blocks[ino])
+            size = len(self.writer.neighbourhood.blocks[ino])
             found.append(self.memory[start : start + size].data)
             start += size
         return found
@@ -53,15 +53,15 @@ class LinkedPair:
         wanted = [self.writer.wanted(ino) for ino in inos]
         found, data = await self.reader.read(*wanted, targets=self.targets(inos) if targets is None else targets)
         for ino, is_right, block in zip(inos, found, data, strict=True):
-            assert not is_right or block == self.writer.hood.blocks[ino]
+            assert not is_right or block == self.writer.neighbourhood.blocks[ino]
         return found
 
-    def links(self) -> list[Link]:
+    def links(self) -> list[ReadLink]:
         """The reader's ends of its queue pairs."""
-        links = [one.link for one in self.reader.peers.neighbours[self.writer.hood.client].connections]
+        links = [one.link for one in self.reader.peers.neighbours[self.writer.neighbourhood.client].connections]
         return [link for link in links if link is not None and not link.pair.ended]
 
-    def lent_links(self) -> list[Link]:
+    def lent_links(self) -> list[ReadLink]:
         """The writer's ends."""
         return list(self.writer.listener.links)
 
@@ -75,7 +75,7 @@ class LinkedPair:
 
     async def until_by_rdma(self, inos: Sequence[int]) -> None:
         """All of these come by RDMA: what is asked for first comes by TCP, and has its memory registered meanwhile."""
-        size = sum(len(self.writer.hood.blocks[ino]) for ino in inos)
+        size = sum(len(self.writer.neighbourhood.blocks[ino]) for ino in inos)
         with trio.fail_after(60):
             while True:
                 before = self.rdma["bytes"]

@@ -22,7 +22,7 @@ import trio
 from daemon_forks import IS_ON, ForkedDaemon
 
 from kvfuse.options import config
-from kvfuse.volume.check.fsck import fsck
+from kvfuse.volume.check.volume_check import fsck
 from kvfuse_cluster.ceph import CephServers
 from kvfuse_cluster.etcd import EtcdServers
 

@@ -11,8 +11,8 @@ from typing import Any
 from volume_lab import CALLER, Disk
 
 from kvfuse.remote.records.api import Versioned
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT, decode_settings
-from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
 from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
@@ -94,7 +94,7 @@ class UseAudit:
 
     disk: Disk
     most: dict[int, Counted] = field(default_factory=lambda: defaultdict(Counted))
-    allowed: dict[int, Use] = field(default_factory=dict)
+    allowed: dict[int, NamespaceUse] = field(default_factory=dict)
     """namespace -> what it had in memory when its quotas changed"""
     _last: dict[int, Counted] = field(default_factory=lambda: defaultdict(Counted))
 
@@ -115,7 +115,7 @@ class UseAudit:
         assert counted == recorded_uses(self.disk), sorted(puts)
         whole = with_inner(self.disk, counted)
         for number, use in whole.items():
-            last, most, allowed = self._last[number], self.most[number], self.allowed.get(number, Use(0, 0))
+            last, most, allowed = self._last[number], self.most[number], self.allowed.get(number, NamespaceUse(0, 0))
             settings = decode_settings(self.disk.records[schema.namespace_key(number)].value)
             assert use.size <= max(last.size, allowed.size, settings.capacity or use.size), (
                 number,

@@ -17,7 +17,7 @@ from ring_lab import stats
 from kvfuse.options import config
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.opening import engines
-from kvfuse.volume.opening.format import read_shared_superblock
+from kvfuse.volume.opening.formatting import read_shared_superblock
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import RENEWALS
 from kvfuse.volume.store.sealed import as_formatted

@@ -14,8 +14,8 @@ from soft_rdma import SoftNetwork, soft_rdma
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.options.options import PeerOptions
-from kvfuse.peer.greeting import Identity
-from kvfuse.peer.listener import Listener
+from kvfuse.peer.greeting import HostIdentity
+from kvfuse.peer.peer_listener import Listener
 from kvfuse.peer.rdma import Rdma, open_rdma
 from kvfuse.peer.service import Peers
 from kvfuse.volume.store.peer_records import PeerRecord
@@ -42,8 +42,8 @@ class Hood:
         self.changed = trio.Event()
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.volume_id, self.client, self.shared_secret)
+    def identity(self) -> HostIdentity:
+        return HostIdentity(self.volume_id, self.client, self.shared_secret)
 
     def change(self) -> None:
         """Others have come or gone."""
@@ -92,14 +92,14 @@ class _Volume:
 
 @dataclass
 class PeerHost:
-    hood: Hood
+    neighbourhood: Hood
     listener: Listener
     peers: Peers
     port: int
 
     def wanted(self, ino: int, generation: int = 1) -> Wanted:
         """All of a block that this host has."""
-        data = self.hood.blocks[ino]
+        data = self.neighbourhood.blocks[ino]
         return Wanted(ino, 0, ino, generation, 0, len(data), granule_checksums(memoryview(data)))
 
     async def read(
@@ -144,16 +144,17 @@ async def peer_hosts(
             adapters.append(await stack.enter_async_context(opened))
         nursery = await stack.enter_async_context(trio.open_nursery())
         for client, rdma in enumerate(adapters, first):
-            hood, accepting = Hood(client, secret), socket.create_server(("127.0.0.1", 0), backlog=200)
-            listener = Listener(lambda hood=hood: cast(Any, hood), given.in_flight, rdma)
+            neighbourhood, accepting = Hood(client, secret), socket.create_server(("127.0.0.1", 0), backlog=200)
+            listener = Listener(lambda neighbourhood=neighbourhood: cast(Any, neighbourhood), given.in_flight, rdma)
             listener.secret = secret
             nursery.start_soon(listener.serve, accepting)
-            peers = Peers(cast(Any, _Volume(hood)), given, listener)
-            hosts.append(PeerHost(hood, listener, peers, int(accepting.getsockname()[1])))
+            peers = Peers(cast(Any, _Volume(neighbourhood)), given, listener)
+            hosts.append(PeerHost(neighbourhood, listener, peers, int(accepting.getsockname()[1])))
         transports = ("tcp", "rdma") if adapters[0] is not None else ("tcp",)
-        places = {host.hood.client: PeerRecord((through(host.port),), transports) for host in hosts}
+        places = {host.neighbourhood.client: PeerRecord((through(host.port),), transports) for host in hosts}
         for host in hosts:
-            host.hood.places = {client: place for client, place in places.items() if client != host.hood.client}
+            own = host.neighbourhood.client
+            host.neighbourhood.places = {client: place for client, place in places.items() if client != own}
             nursery.start_soon(host.peers.follow)
         yield hosts
         nursery.cancel_scope.cancel()

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
+from kvfuse.peer.peer_wire import ANSWER, ANSWER_MAGIC, HEAD, HEAD_SIZE, QUESTION, MessageHead, Rows
 from kvfuse.peer.queue_pair import PLACE_SIZE
-from kvfuse.peer.wire import ANSWER, ANSWER_MAGIC, HEAD, HEAD_SIZE, QUESTION, Head, Rows
 from kvfuse.volume.views.neighbours import Answer
 from kvfuse_cluster.etcd import EtcdServers
 from kvfuse_cluster.process import free_ports
@@ -83,7 +83,7 @@ def wait_for_peers(mounts: Sequence[KvfuseMount]) -> None:
 
 # -- a proxy ------------------------------------------------------------------------------------------
 
-Lie = Callable[[Head, Rows, bytearray], bytes]
+Lie = Callable[[MessageHead, Rows, bytearray], bytes]
 """what is sent instead of an answer: of its head, its rows, and the bytes that follow"""
 Noise = Callable[[bytearray], None]
 """changes bytes that pass by"""
@@ -229,15 +229,15 @@ def exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _parsed(head: bytes) -> Head:
-    return Head(*HEAD.unpack(head)[1:])
+def _parsed(head: bytes) -> MessageHead:
+    return MessageHead(*HEAD.unpack(head)[1:])
 
 
-def as_answer(head: Head, rows: Rows, data: bytes | bytearray) -> bytes:
+def as_answer(head: MessageHead, rows: Rows, data: bytes | bytearray) -> bytes:
     return head.pack(ANSWER_MAGIC) + rows.tobytes() + data
 
 
-def flipped(head: Head, rows: Rows, data: bytearray) -> bytes:
+def flipped(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
     """One bit of every 4 KiB is another."""
     for place in range(0, len(data), 4096):
         data[place] ^= 1

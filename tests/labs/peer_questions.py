@@ -7,17 +7,17 @@ import struct
 
 import numpy as np
 
-from kvfuse.peer.wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, Head, Rows, pack_question
+from kvfuse.peer.peer_wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, MessageHead, Rows, pack_question
 from kvfuse.volume.views.neighbours import Wanted
 
 
-def good_question(rng: random.Random, size: int) -> tuple[Head, Rows]:
+def good_question(rng: random.Random, size: int) -> tuple[MessageHead, Rows]:
     count = rng.randint(1, 6)
     wanted = [
         Wanted(rng.randrange(10), 0, rng.randrange(10), 1, 0, rng.choice((1, 4096, size)), bytes(4))
         for _ in range(count)
     ]
-    return Head(count, rng.getrandbits(64), rng.getrandbits(64)), pack_question([(one, 1, 0) for one in wanted])
+    return MessageHead(count, rng.getrandbits(64), rng.getrandbits(64)), pack_question([(one, 1, 0) for one in wanted])
 
 
 def fuzzed_question(rng: random.Random, size: int) -> bytes:

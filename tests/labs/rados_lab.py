@@ -9,7 +9,7 @@ from dataclasses import replace
 from cluster_lab import changed
 
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.remote.segments.rados.librados import Place
+from kvfuse.remote.segments.rados.librados import PoolPlace
 from kvfuse.remote.segments.rados.store import RadosSegments
 
 KIB = 1 << 10
@@ -22,7 +22,9 @@ PATIENCE_S = 30.0
 
 
 @asynccontextmanager
-async def opened(place: Place, namespace: str = "", pool: str = "", **changes: object) -> AsyncIterator[RadosSegments]:
+async def opened(
+    place: PoolPlace, namespace: str = "", pool: str = "", **changes: object
+) -> AsyncIterator[RadosSegments]:
     place = replace(changed(place, **changes), namespace=namespace or place.namespace, pool=pool or place.pool)
     store = await RadosSegments.open(place)
     try:

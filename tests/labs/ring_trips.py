@@ -16,15 +16,15 @@ import trio.testing
 from worker_lab import IOV, entries, shared
 
 from kvfuse.options.options import UsrbioOptions
+from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_memory import Iov, seal_memory
+from kvfuse.usrbio.daemon.client_memory import MappedIov, seal_memory
+from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.connection import Connection
-from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter
-from kvfuse.usrbio.daemon.journal import Journal
 from kvfuse.usrbio.daemon.limits import Limits
-from kvfuse.usrbio.daemon.peer import Peer
-from kvfuse.usrbio.daemon.registry import Group, Namespace
+from kvfuse.usrbio.daemon.registered_things import Group, NamespaceHandle
+from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.queues import RingMemory
 from kvfuse.usrbio.protocol.wire import Layout, Op
@@ -70,18 +70,18 @@ async def ring_client(volume: Volume, size: int) -> AsyncIterator[RingClient]:
     """``size``: bytes of the client's memory."""
     kernel: Any = SilentKernel()
     nobody: Any = None
-    peer = Peer(os.getpid(), 0, 0, frozenset())
-    with Doorman(Interpreter()) as doorman:
-        limits = Limits(volume, kernel, 0, doorman, UsrbioOptions())
+    peer = ClientProcess(os.getpid(), 0, 0, frozenset())
+    with BellWatcher(Interpreter()) as bell_watcher:
+        limits = Limits(volume, kernel, 0, bell_watcher, UsrbioOptions())
         account = limits.accounts.open(peer)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(limits.desk.run)
+            nursery.start_soon(limits.call_queue.run)
             share = Share(limits.pool, account.key, limits.under_way)
             connection = Connection(limits, nobody, peer, account, nobody, nobody, nursery, share)
-            connection.registered.namespaces[NAMESPACE] = Namespace(ROOT_INODE, 0o644, Group(0))
+            connection.registered.namespaces[NAMESPACE] = NamespaceHandle(ROOT_INODE, 0o644, Group(0))
             descriptor = shared(size, sealed=True)
             seal_memory(descriptor)
-            connection.registered.iovs[IOV] = Iov(descriptor, size, limits.charges.of(peer))
+            connection.registered.iovs[IOV] = MappedIov(descriptor, size, limits.charges.of(peer))
             with _ring(connection) as client:
                 yield client
             connection.registered.iovs[IOV].close()
@@ -96,7 +96,7 @@ def _ring(connection: Connection) -> Iterator[RingClient]:
         bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
         for bell in bells:
             undo.callback(os.close, bell)
-        journal, journal_descriptor = Journal.create(64)
+        journal, journal_descriptor = RingJournal.create(64)
         undo.callback(os.close, journal_descriptor)
         thread = RingThread(connection.registered, memory, *bells, -1, journal)
         undo.callback(thread.close)

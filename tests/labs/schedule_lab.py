@@ -29,7 +29,7 @@ from kvfuse.options import config
 from kvfuse.remote.records.api import Record, Versioned
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume.opening import engines
-from kvfuse.volume.opening.format import read_shared_superblock
+from kvfuse.volume.opening.formatting import read_shared_superblock
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import as_formatted
 from kvfuse_cluster.ceph import CephServers

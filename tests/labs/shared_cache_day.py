@@ -30,8 +30,8 @@ from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.namespaces.accounts import Accounts
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import decode_settings
-from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
 from kvfuse.volume.tenancy.namespace_attributes import CLEAR
 from kvfuse.volume.volume import Volume
@@ -140,7 +140,7 @@ class QuotaWatch:
     rng: random.Random
     hosts: list[Host] = field(default_factory=list)
     clients: set[int] = field(default_factory=lambda: {schema.NOBODY})
-    last: dict[int, Use] = field(default_factory=dict)
+    last: dict[int, NamespaceUse] = field(default_factory=dict)
     begun: dict[int, tuple[int, int]] = field(default_factory=dict)
     """namespace -> version of its settings, and files that hosts had in memory when they were put"""
     is_on: bool = True
@@ -172,7 +172,7 @@ class QuotaWatch:
             row = self.disk.records.get(schema.namespace_key(number))
             if row is None:
                 continue
-            settings, last = decode_settings(row.value), self.last.get(number, Use(0, 0))
+            settings, last = decode_settings(row.value), self.last.get(number, NamespaceUse(0, 0))
             use = self._use(number, inner, alive)
             if self.begun.get(number, (0, 0))[0] != row.version:
                 self.begun[number] = row.version, sum([accounts.use(number).files for accounts in alive.values()])
@@ -201,7 +201,7 @@ class QuotaWatch:
         self.clients |= alive.keys()
         return {client: of for client, of in alive.items() if schema.member_key(client) in self.disk.records}
 
-    def _use(self, number: int, inner: list[int], alive: Mapping[int, Accounts]) -> Use:
+    def _use(self, number: int, inner: list[int], alive: Mapping[int, Accounts]) -> NamespaceUse:
         size, files = sum([accounts.use(number).size for accounts in alive.values()]), 0
         for key, client in [(schema.use_key(one, client), client) for one in inner for client in self.clients]:
             row = self.disk.records.get(key)
@@ -209,7 +209,7 @@ class QuotaWatch:
                 file_count, stored_size = schema.decode_counts(row.value)
                 files += file_count
                 size += 0 if client in alive else stored_size or 0
-        return Use(size, files)
+        return NamespaceUse(size, files)
 
 
 # -- who works ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.opening.holding import Held, has_cut_off
+from kvfuse.volume.opening.held_volume import HeldVolume, has_cut_off
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member, Standing
@@ -51,7 +51,7 @@ async def joined(
     members: list[Member] = []
     async with trio.open_nursery() as nursery:
 
-        async def join() -> Held:
+        async def join() -> HeldVolume:
             member = None
             if members:
                 await members[-1].leave()  # as `memberships` does
@@ -65,7 +65,7 @@ async def joined(
             if member.before is not None and not await has_cut_off(member, records, segments):
                 return await join()
             fenced = FencedRecords(records, member), FencedSegments(segments, member)
-            return Held(disk.superblock, *fenced, member, join)
+            return HeldVolume(disk.superblock, *fenced, member, join)
 
         async def join_anew() -> Member:
             number = client + 1000 * (disk.joins[client] if keeper.outlives else len(members))

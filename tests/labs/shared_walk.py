@@ -18,7 +18,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
@@ -230,7 +230,7 @@ async def _know_their_uses(disk: Disk, all_volumes: Sequence[Volume]) -> bool:
         accounts = inside.namespaces(volume).accounts
         found = {number: accounts.use_of_hosts(number) for number in accounts.all}
         if {number: use for number, use in found.items() if any(use)} != {
-            number: Use(use.size, use.files) for number, use in whole.items()
+            number: NamespaceUse(use.size, use.files) for number, use in whole.items()
         }:
             return False
     return True

@@ -15,9 +15,9 @@ from typing import Any, cast
 import trio
 
 from kvfuse.peer.devices import DeviceInfo, Gid
-from kvfuse.peer.queue_pair import LARGE_BLOCKS, Outcome, QueuePair, QueuePairCounters, Reads
+from kvfuse.peer.queue_pair import LARGE_BLOCKS, QueuePair, QueuePairCounters, ReadOutcome, Reads
 from kvfuse.peer.rdma import Adapter, Rdma
-from kvfuse.peer.verbs import Calls, Device, Registration, VerbsError
+from kvfuse.peer.verbs import CallTimes, RdmaDevice, Registration, VerbsError
 
 GID = bytes(10) + b"\xff\xff" + bytes((10, 9, 0, 1))
 _KEYS = itertools.count(0x1234, 7)
@@ -36,7 +36,7 @@ class _Piece:
 class SoftDevice:
     def __init__(self, network: SoftNetwork) -> None:
         self.network = network
-        self.info, self.gid, self.calls = DeviceInfo("soft0", 1, -1, "ACTIVE", "Ethernet"), Gid(0, GID), Calls()
+        self.info, self.gid, self.calls = DeviceInfo("soft0", 1, -1, "ACTIVE", "Ethernet"), Gid(0, GID), CallTimes()
         self.pieces: dict[int, _Piece] = {}
         self.is_failing = False
 
@@ -84,7 +84,7 @@ class SoftPair:
             raise VerbsError("nobody is there")
         self._other = other
 
-    async def read(self, rows: Reads) -> Outcome:
+    async def read(self, rows: Reads) -> ReadOutcome:
         self.counters.batches += 1
         self.counters.reads += len(rows)
         self.counters.bytes += int(rows["length"].sum())
@@ -100,9 +100,9 @@ class SoftPair:
             status = self.ended or self.network.fails or self._copy(*row)
             if status:
                 self.end(status)
-                return Outcome(whole, status)
+                return ReadOutcome(whole, status)
         self.counters.completions += 1
-        return Outcome(len(rows), "")
+        return ReadOutcome(len(rows), "")
 
     def _copy(self, remote: int, local: int, length: int, rkey: int, lkey: int) -> str:
         assert self._other is not None
@@ -141,7 +141,7 @@ class SoftRdma(Rdma):
 
 @asynccontextmanager
 async def soft_rdma(network: SoftNetwork) -> AsyncIterator[SoftRdma]:
-    adapter = Adapter(cast(Device, SoftDevice(network)), 1 << 30, remote=True)
+    adapter = Adapter(cast(RdmaDevice, SoftDevice(network)), 1 << 30, remote=True)
     rdma = SoftRdma([adapter], LARGE_BLOCKS)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rdma.run)

@@ -12,7 +12,7 @@ import sys
 import trio
 from door_daemon import main
 
-from kvfuse.fs import mount
+from kvfuse.fs import mount_session
 from kvfuse.usrbio.daemon.listener import serve_rings
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views.kernel_cache import KernelCache
@@ -46,5 +46,5 @@ async def never_answer(
 
 
 if __name__ == "__main__":
-    mount.END_SECONDS = 1.0
+    mount_session.END_SECONDS = 1.0
     main([never_answer, serve_rings])

@@ -31,8 +31,8 @@ from kvfuse.errors import NotFound
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import ROOT_INODE, Caller
-from kvfuse.volume.eviction.eviction import Evictor
-from kvfuse.volume.opening.format import format_volume
+from kvfuse.volume.eviction.evictor import Evictor
+from kvfuse.volume.opening.formatting import format_volume
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
 

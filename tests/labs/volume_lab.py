@@ -41,16 +41,16 @@ from kvfuse.remote.records.api import (
     RecordStore,
     Versioned,
 )
-from kvfuse.remote.records.lmdb.local import Watch
+from kvfuse.remote.records.lmdb.local import LocalWatch
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.slab.layout import FEATURE_PACKED, PAGE_SIZE, Geometry, Superblock
 from kvfuse.volume.api import Caller
-from kvfuse.volume.check.evidence import Evidence, Report
-from kvfuse.volume.check.fsck import run_check
+from kvfuse.volume.check.evidence import CheckReport, Evidence
+from kvfuse.volume.check.volume_check import run_check
 from kvfuse.volume.inodes.metadata_budget import weigh
-from kvfuse.volume.opening.format import first_records
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.formatting import first_records
+from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -223,7 +223,7 @@ class Chaos:
         return self.random.random() < probability
 
 
-class MemoryWatch(Watch):
+class MemoryWatch(LocalWatch):
     """A watch whose changes reach the client when it is neither frozen nor cut off."""
 
     def __init__(self, prefix: bytes, chaos: Chaos) -> None:
@@ -569,7 +569,7 @@ async def opened(
     records = MemoryRecords(disk, chaos, limits)
     if not disk.shared:
         count_inodes(disk)
-    async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos)), keeper) as volume:
+    async with run_volume(options, HeldVolume(disk.superblock, records, MemorySegments(disk, chaos)), keeper) as volume:
         try:
             yield volume
         finally:
@@ -585,7 +585,7 @@ def count_inodes(disk: Disk) -> None:
         disk.apply({schema.COUNTER_FILES: schema.encode_counts(count, schema.decode_counts(former.value).size)}, ())
 
 
-async def check(disk: Disk, *, verify: bool = True) -> Report:
+async def check(disk: Disk, *, verify: bool = True) -> CheckReport:
     """What fsck says of a volume that nobody has open."""
     chaos = Chaos(random.Random(0))
     records, segments = MemoryRecords(disk, chaos), MemorySegments(disk, chaos)

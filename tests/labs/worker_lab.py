@@ -15,22 +15,22 @@ import numpy as np
 
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
 from kvfuse.options.options import UsrbioOptions
+from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call import Call
-from kvfuse.usrbio.daemon.call_memory import Pool, Share
+from kvfuse.usrbio.daemon.call_memory import Share, SharedPool
 from kvfuse.usrbio.daemon.charges import Charge, Charges
-from kvfuse.usrbio.daemon.client_memory import Iov, seal_memory
-from kvfuse.usrbio.daemon.doorman import Doorman
+from kvfuse.usrbio.daemon.client_memory import MappedIov, seal_memory
+from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
-from kvfuse.usrbio.daemon.journal import Journal
-from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.pins import Pinned, Pins
 from kvfuse.usrbio.daemon.put_batches import PutBatch
-from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
+from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
+from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.ring_thread import RingThread
-from kvfuse.usrbio.daemon.write_batches import Batch
+from kvfuse.usrbio.daemon.write_batches import WriteBatch
 from kvfuse.usrbio.protocol.queues import Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import SQE, Layout, Op
-from kvfuse.volume.views.content_map import ContentMap, MapRow, Source
+from kvfuse.volume.views.content_map import ContentMap, MappedSource, MapRow
 
 MIB = 1 << 20
 CHUNK = 4 * GRANULE_SIZE
@@ -43,15 +43,15 @@ class Registered:
     """A connection with two files and an iov, and no event loop: calls are only noted."""
 
     files: dict[int, OpenFile] = field(default_factory=dict)
-    iovs: dict[int, Iov] = field(default_factory=dict)
+    iovs: dict[int, MappedIov] = field(default_factory=dict)
     devices: dict[int, Any] = field(default_factory=dict)
-    namespaces: dict[int, Namespace] = field(default_factory=dict)
-    share: Share = field(default_factory=lambda: Share(Pool(MIB)))
+    namespaces: dict[int, NamespaceHandle] = field(default_factory=dict)
+    share: Share = field(default_factory=lambda: Share(SharedPool(MIB)))
     pins: Pins = field(default_factory=lambda: Pins(0, Pinned(0)))
-    doorman: Doorman = field(default_factory=lambda: Doorman(Interpreter()))
+    bell_watcher: BellWatcher = field(default_factory=lambda: BellWatcher(Interpreter()))
     user: User = field(default_factory=User)
     calls: list[Call] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[WriteBatch] = field(default_factory=list)
     puts: list[PutBatch] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     at_start: Callable[[], object] = lambda: None
@@ -60,7 +60,7 @@ class Registered:
         self.calls += calls
         self.at_start()
 
-    def start_writes(self, batch: Batch) -> None:
+    def start_writes(self, batch: WriteBatch) -> None:
         self.batches.append(batch)
 
     def start_puts(self, batch: PutBatch) -> None:
@@ -72,7 +72,7 @@ class Registered:
     def cancel(self, call: Call) -> None:
         call.ring.completions.complete(call, -errno.ENOENT)
 
-    def allocate(self, namespace: Namespace, size: int) -> Any:
+    def allocate(self, namespace: NamespaceHandle, size: int) -> Any:
         raise AssertionError("nothing is put here")
 
     def failed(self, reason: str) -> None:
@@ -132,7 +132,7 @@ def free_of_charge() -> Charge:
     """Of a user for whom only the limit of all holds."""
     charges = Charges(UsrbioOptions())
     charges.group = None  # it counts shared memory of all tests that run now
-    return charges.of(Peer(1, os.geteuid(), 0, frozenset()))
+    return charges.of(ClientProcess(1, os.geteuid(), 0, frozenset()))
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
     descriptor = shared(len(content) + 4096, sealed=True)
     os.pwrite(descriptor, content, 4096)
     image = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
-    source = Source(descriptor, image)
+    source = MappedSource(descriptor, image)
     registered = Registered()
     for handle in (FILE, HOLED):
         shown = ContentMap(handle, CHUNK, len(content))
@@ -155,10 +155,10 @@ def worker_lab(rng: random.Random, *, sealed: bool) -> Iterator[Lab]:
         registered.files[handle] = OpenFile(None, handle, True, False, shown)
     memory_descriptor = shared(IOV_SIZE, sealed=sealed)
     seal_memory(memory_descriptor)
-    registered.iovs[IOV] = Iov(memory_descriptor, IOV_SIZE, free_of_charge())
+    registered.iovs[IOV] = MappedIov(memory_descriptor, IOV_SIZE, free_of_charge())
     memory, ring_descriptor = RingMemory.create(Layout.of(64, 4096))
     bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
-    journal, journal_descriptor = Journal.create(64)
+    journal, journal_descriptor = RingJournal.create(64)
     yield Lab(
         RingThread(registered, memory, *bells, -1, journal), RingMemory.attach(ring_descriptor), registered, content
     )

@@ -23,7 +23,7 @@ import kvfuse
 from kvfuse.metrics import server
 from kvfuse.metrics.server import OPEN_METRICS
 from kvfuse.options.options import MetricsOptions, Options, VolumeOptions
-from kvfuse.volume.opening.format import format_volume
+from kvfuse.volume.opening.formatting import format_volume
 from kvfuse.volume.running import open_volume
 from kvfuse_cluster.etcd import EtcdServers
 

@@ -25,9 +25,9 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from ring_lab import registered_things, wait_for_rings
 
 from kvfuse.errors import InvalidArgument, Unsupported
-from kvfuse.peer import device_memory
-from kvfuse.peer.device_memory import RdmaMemories, RdmaMemory, problem
+from kvfuse.peer import rdma_memories
 from kvfuse.peer.queue_pair import QueuePair
+from kvfuse.peer.rdma_memories import RdmaMemories, RdmaMemory, problem
 from kvfuse.usrbio.client import BlockStore, Way, connect
 from kvfuse.usrbio.client.gpu.cpu import CpuDevice
 
@@ -176,7 +176,7 @@ async def test_a_list_and_what_breaks_it() -> None:
 
 
 async def test_the_kernel_of_this_machine_says_why_it_cannot() -> None:
-    assert device_memory.missing(load=True) == ""
+    assert rdma_memories.missing(load=True) == ""
     assert "rxe0 registers no dma-buf" in problem()
     assert problem(open_memfd_device) == ""
     memories = RdmaMemories()
@@ -188,6 +188,6 @@ async def test_the_kernel_of_this_machine_says_why_it_cannot() -> None:
         assert "rxe0 registers no dma-buf" in memories.lacks
         with pytest.raises(OSError, match="not one of a dma-buf"):
             memories.check(descriptor)
-    assert issubclass(MemfdDevice, device_memory.Device)
+    assert issubclass(MemfdDevice, rdma_memories.RdmaDevice)
     await trio.lowlevel.checkpoint()
     os.close(descriptor)

@@ -18,8 +18,8 @@ from link_lab import KIB, MIB, LinkedPair, linked
 from peer_hosts import PeerHost, peer_hosts, until
 
 from kvfuse.peer import service as service_module
-from kvfuse.peer.link import Link
-from kvfuse.peer.places import Places
+from kvfuse.peer.read_link import ReadLink
+from kvfuse.peer.read_plans import Places
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ async def read_by_one_batch(pair: LinkedPair, inos: list[int]) -> None:
     assert all(await pair.read(inos))
     after = pair.rdma
     found = {name: after[name] - before[name] for name in ("reads", "batches", "completions", "bytes")}
-    size = sum(len(pair.writer.hood.blocks[ino]) for ino in inos)
+    size = sum(len(pair.writer.neighbourhood.blocks[ino]) for ino in inos)
     assert found == {"reads": len(inos), "batches": 1, "completions": 1, "bytes": size}
 
 
@@ -69,9 +69,9 @@ async def test_connections_are_spread_over_devices() -> None:
 @asynccontextmanager
 async def before_reads(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Something happens, once, between an answer and the READs of what it says."""
-    fetch, is_over = Link.fetch, False
+    fetch, is_over = ReadLink.fetch, False
 
-    async def late(self: Link, fetched: Any, done: Any) -> None:
+    async def late(self: ReadLink, fetched: Any, done: Any) -> None:
         nonlocal is_over
         if not is_over:
             is_over = True
@@ -79,7 +79,7 @@ async def before_reads(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Aw
         await fetch(self, fetched, done)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Link, "fetch", late)
+        patched.setattr(ReadLink, "fetch", late)
         yield
     assert is_over
 
@@ -96,16 +96,16 @@ async def test_a_wrong_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     async with linked() as pair:
         inos = pair.put([64 * KIB] * 6)
         await pair.until_by_rdma(inos)
-        honest = Link.places_of
+        honest = ReadLink.places_of
 
-        def places_of(self: Link, view: memoryview) -> Places | None:
+        def places_of(self: ReadLink, view: memoryview) -> Places | None:
             places = honest(self, view)
-            if places is not None and view == pair.writer.hood.blocks[inos[3]]:
+            if places is not None and view == pair.writer.neighbourhood.blocks[inos[3]]:
                 places["rkey"] ^= 0x5500
             return places
 
         with monkeypatch.context() as patched:
-            patched.setattr(Link, "places_of", places_of)
+            patched.setattr(ReadLink, "places_of", places_of)
             assert await pair.read(inos) == [True] * 3 + [False] * 3
         assert pair.rdma["errors"]["REM_ACCESS_ERR"] == 1
         assert pair.reader.peers.counters.lost == 3

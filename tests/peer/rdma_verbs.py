@@ -18,9 +18,9 @@ from lent_memory import shared_memory
 from verbs_owner import Owner, owner, pattern
 
 from kvfuse.peer.devices import find_devices
-from kvfuse.peer.queue_pair import READ, Outcome, QueuePair, QueuePairOptions, Reads
-from kvfuse.peer.verbs import PIECE, Device, NoDevice, Registration, VerbsError, open_device
-from kvfuse.peer.wire import WireError
+from kvfuse.peer.peer_wire import WireError
+from kvfuse.peer.queue_pair import READ, QueuePair, QueuePairOptions, ReadOutcome, Reads
+from kvfuse.peer.verbs import PIECE, NoDevice, RdmaDevice, Registration, VerbsError, open_device
 
 BLOCK = 64 << 10
 SIZE = 8 << 20
@@ -29,7 +29,7 @@ QUICK = QueuePairOptions(depth=64, timeout=15, retries=6)
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
+def device() -> Iterator[RdmaDevice]:
     with open_device() as one:
         yield one
 
@@ -41,7 +41,7 @@ def lender() -> Iterator[Owner]:
 
 
 @pytest.fixture
-async def mine(device: Device) -> AsyncIterator[Registration]:
+async def mine(device: RdmaDevice) -> AsyncIterator[Registration]:
     """Memory for what is read."""
     memory = shared_memory(SIZE)
     registration = await device.register(memory.ctypes.data, SIZE, memory, remote=False)
@@ -92,12 +92,12 @@ async def watched(what: str) -> AsyncIterator[list[float]]:
     print(f"{what}: others waited for {max(waits) * 1e3:.1f} ms at most, for each of {len(waits)} turns")
 
 
-async def test_blocks_arrive_whole_by_one_completion(device: Device, mine: Registration, lender: Owner) -> None:
+async def test_blocks_arrive_whole_by_one_completion(device: RdmaDevice, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QUICK)
     await lender.connect(pair)
     blocks = [int(block) for block in np.random.default_rng(5).permutation(SIZE // BLOCK)[:48]]
     outcome = await pair.read(read_rows(lender, mine, blocks))
-    assert outcome == Outcome(48, "")
+    assert outcome == ReadOutcome(48, "")
     assert_same(mine, blocks)
     counters = pair.counters
     assert (counters.reads, counters.bytes) == (48, 48 * BLOCK)
@@ -106,22 +106,22 @@ async def test_blocks_arrive_whole_by_one_completion(device: Device, mine: Regis
 
 
 async def test_a_batch_longer_than_the_queue_is_posted_in_parts(
-    device: Device, mine: Registration, lender: Owner
+    device: RdmaDevice, mine: Registration, lender: Owner
 ) -> None:
     pair = QueuePair(device, QueuePairOptions(depth=16))
     await lender.connect(pair)
     blocks = list(range(40))
-    assert await pair.read(read_rows(lender, mine, blocks, 4096)) == Outcome(40, "")
+    assert await pair.read(read_rows(lender, mine, blocks, 4096)) == ReadOutcome(40, "")
     assert_same(mine, blocks, 4096)
     assert (pair.counters.batches, pair.counters.completions) == (3, 3)
     pair.close()
 
 
-async def test_several_tasks_read_by_one_pair(device: Device, mine: Registration, lender: Owner) -> None:
+async def test_several_tasks_read_by_one_pair(device: RdmaDevice, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QueuePairOptions(depth=24))
     await lender.connect(pair)
     rows = read_rows(lender, mine, list(range(96)), 4096)
-    outcomes: list[Outcome] = []
+    outcomes: list[ReadOutcome] = []
 
     async def read(start: int, count: int) -> None:
         outcomes.append(await pair.read(rows[start : start + count]))
@@ -129,12 +129,12 @@ async def test_several_tasks_read_by_one_pair(device: Device, mine: Registration
     async with trio.open_nursery() as nursery:
         for start, count in ((0, 10), (10, 30), (40, 1), (41, 55)):
             nursery.start_soon(read, start, count)
-    assert sorted(outcomes) == [Outcome(1, ""), Outcome(10, ""), Outcome(30, ""), Outcome(55, "")]
+    assert sorted(outcomes) == [ReadOutcome(1, ""), ReadOutcome(10, ""), ReadOutcome(30, ""), ReadOutcome(55, "")]
     assert_same(mine, list(range(96)), 4096)
     pair.close()
 
 
-async def test_a_range_across_pieces_is_read_in_parts(device: Device, mine: Registration, lender: Owner) -> None:
+async def test_a_range_across_pieces_is_read_in_parts(device: RdmaDevice, mine: Registration, lender: Owner) -> None:
     """Two keys here and two keys there, at different places."""
     pair = QueuePair(device, QUICK)
     await lender.connect(pair)
@@ -145,7 +145,7 @@ async def test_a_range_across_pieces_is_read_in_parts(device: Device, mine: Regi
     rows[0] = (lender.address + remote, parts[0].address, 5000, lender.keys[0], parts[0].lkey)
     rows[1] = (lender.address + PIECE, parts[0].address + 5000, 3192, lender.keys[1], parts[0].lkey)
     rows[2] = (lender.address + PIECE + 3192, parts[1].address, parts[1].size, lender.keys[1], parts[1].lkey)
-    assert await pair.read(rows) == Outcome(3, "")
+    assert await pair.read(rows) == ReadOutcome(3, "")
     memory = mine.owner
     assert isinstance(memory, np.ndarray)
     assert (memory[PIECE - 8192 :][:size] == pattern(SIZE)[remote:][:size]).all()
@@ -153,7 +153,7 @@ async def test_a_range_across_pieces_is_read_in_parts(device: Device, mine: Regi
 
 
 @pytest.mark.parametrize("wrong", ["key", "range"])
-async def test_a_read_that_is_not_allowed(device: Device, mine: Registration, lender: Owner, wrong: str) -> None:
+async def test_a_read_that_is_not_allowed(device: RdmaDevice, mine: Registration, lender: Owner, wrong: str) -> None:
     """What is before it has come, what is behind it has not, and another queue pair reads on."""
     pair = QueuePair(device, QUICK)
     await lender.connect(pair)
@@ -162,21 +162,21 @@ async def test_a_read_that_is_not_allowed(device: Device, mine: Registration, le
         rows["rkey"][2] ^= 0x5500
     else:
         rows["remote"][2] = lender.address + SIZE - 4096
-    assert await pair.read(rows) == Outcome(2, "REM_ACCESS_ERR")
+    assert await pair.read(rows) == ReadOutcome(2, "REM_ACCESS_ERR")
     assert_same(mine, [3, 4])
     memory = mine.owner
     assert isinstance(memory, np.ndarray)
     assert not memory[3 * BLOCK : 4 * BLOCK].any()
-    assert (await pair.read(rows[:1]), dict(pair.errors)) == (Outcome(0, "REM_ACCESS_ERR"), {"REM_ACCESS_ERR": 1})
+    assert (await pair.read(rows[:1]), dict(pair.errors)) == (ReadOutcome(0, "REM_ACCESS_ERR"), {"REM_ACCESS_ERR": 1})
     pair.close()
     again = QueuePair(device, QUICK)
     await lender.connect(again)
-    assert await again.read(read_rows(lender, mine, [7])) == Outcome(1, "")
+    assert await again.read(read_rows(lender, mine, [7])) == ReadOutcome(1, "")
     assert_same(mine, [7])
     again.close()
 
 
-async def test_a_failure_ends_the_reads_of_all(device: Device, mine: Registration, lender: Owner) -> None:
+async def test_a_failure_ends_the_reads_of_all(device: RdmaDevice, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QUICK)
     await lender.connect(pair)
     good, bad = read_rows(lender, mine, [1, 2]), read_rows(lender, mine, [3])
@@ -193,17 +193,17 @@ async def test_a_failure_ends_the_reads_of_all(device: Device, mine: Registratio
         while pair.counters.reads < 3:
             await trio.lowlevel.checkpoint()
         nursery.start_soon(read, "behind", good)
-    assert outcomes.pop("before") == Outcome(2, "")
-    assert outcomes == {name: Outcome(0, "REM_ACCESS_ERR") for name in ("bad", "behind")}
+    assert outcomes.pop("before") == ReadOutcome(2, "")
+    assert outcomes == {name: ReadOutcome(0, "REM_ACCESS_ERR") for name in ("bad", "behind")}
     pair.close()
 
 
-async def test_memory_that_is_taken_back(device: Device, mine: Registration) -> None:
+async def test_memory_that_is_taken_back(device: RdmaDevice, mine: Registration) -> None:
     with owner(SIZE) as lender:
         pair = QueuePair(device, QUICK)
         await lender.connect(pair)
         old = read_rows(lender, mine, [3])
-        assert await pair.read(old) == Outcome(1, "")
+        assert await pair.read(old) == ReadOutcome(1, "")
         lender.ask("revoke")
         outcome = await pair.read(old)
         assert (outcome.whole, outcome.status) in [(0, "REM_ACCESS_ERR"), (0, "RETRY_EXC_ERR")]
@@ -211,23 +211,23 @@ async def test_memory_that_is_taken_back(device: Device, mine: Registration) -> 
         lender.keys = lender.ask("register")
         pair = QueuePair(device, QUICK)
         await lender.connect(pair)
-        assert await pair.read(read_rows(lender, mine, [4, 5])) == Outcome(2, "")
+        assert await pair.read(read_rows(lender, mine, [4, 5])) == ReadOutcome(2, "")
         assert_same(mine, [4, 5])
         assert (await pair.read(old)).whole == 0, "the old key opens the new registration"
         pair.close()
 
 
-async def test_an_owner_that_is_killed_before_it_is_read(device: Device, mine: Registration) -> None:
+async def test_an_owner_that_is_killed_before_it_is_read(device: RdmaDevice, mine: Registration) -> None:
     with owner(SIZE) as lender:
         pair = QueuePair(device, QUICK)
         await lender.connect(pair)
         rows = read_rows(lender, mine, [1, 2, 3])
         lender.kill()
-        assert await pair.read(rows) == Outcome(0, "RETRY_EXC_ERR")
+        assert await pair.read(rows) == ReadOutcome(0, "RETRY_EXC_ERR")
         pair.close()
 
 
-async def test_an_owner_that_is_killed_under_reads(device: Device, mine: Registration) -> None:
+async def test_an_owner_that_is_killed_under_reads(device: RdmaDevice, mine: Registration) -> None:
     """What has come by then is whole."""
     with owner(SIZE) as lender:
         pair = QueuePair(device, QueuePairOptions(depth=SIZE // BLOCK, timeout=15, retries=6))
@@ -249,7 +249,7 @@ async def test_an_owner_that_is_killed_under_reads(device: Device, mine: Registr
         pair.close()
 
 
-async def test_a_cancelled_read_writes_no_more(device: Device, mine: Registration, lender: Owner) -> None:
+async def test_a_cancelled_read_writes_no_more(device: RdmaDevice, mine: Registration, lender: Owner) -> None:
     pair = QueuePair(device, QueuePairOptions(depth=SIZE // BLOCK))
     await lender.connect(pair)
     rows, others = read_rows(lender, mine, list(range(SIZE // BLOCK))), []
@@ -269,16 +269,16 @@ async def test_a_cancelled_read_writes_no_more(device: Device, mine: Registratio
                 scope.cancel()
         memory[:] = 0
         assert pair.ended == "CANCELLED"
-    assert others in ([Outcome(1, "")], [Outcome(0, "CANCELLED")])
+    assert others in ([ReadOutcome(1, "")], [ReadOutcome(0, "CANCELLED")])
     again = QueuePair(device, QUICK)
     await lender.connect(again)
-    assert await again.read(rows[-1:]) == Outcome(1, "")
+    assert await again.read(rows[-1:]) == ReadOutcome(1, "")
     assert not memory[:-BLOCK].any()
     for one in (again, pair):
         one.close()
 
 
-async def test_a_closed_pair_tells_who_waits(device: Device, mine: Registration) -> None:
+async def test_a_closed_pair_tells_who_waits(device: RdmaDevice, mine: Registration) -> None:
     """The owner is stopped dead, so that a read takes as long as all its retries."""
     with owner(SIZE) as lender:
         pair = QueuePair(device, QueuePairOptions(timeout=18, retries=7))
@@ -293,11 +293,11 @@ async def test_a_closed_pair_tells_who_waits(device: Device, mine: Registration)
             nursery.start_soon(read)
             await trio.testing.wait_all_tasks_blocked()
             pair.close()
-        assert outcomes == [Outcome(0, "CLOSED")]
+        assert outcomes == [ReadOutcome(0, "CLOSED")]
         pair.close()
 
 
-async def test_a_place_that_is_none(device: Device) -> None:
+async def test_a_place_that_is_none(device: RdmaDevice) -> None:
     pair = QueuePair(device, QUICK)
     for wrong in (b"", bytes(32), b"\1\5\1" + bytes(29), b"\1\7" + b"\1" * 30, b"\1" * 33):
         with pytest.raises(WireError, match="place"):
@@ -305,7 +305,7 @@ async def test_a_place_that_is_none(device: Device) -> None:
     pair.close()
 
 
-async def test_memory_that_cannot_be_registered(device: Device) -> None:
+async def test_memory_that_cannot_be_registered(device: RdmaDevice) -> None:
     memory = shared_memory(PIECE)
     with pytest.raises(VerbsError, match="cannot be registered with rxe0: Bad address"):
         await device.register(memory.ctypes.data, 1 << 40, memory, remote=True)
@@ -313,7 +313,7 @@ async def test_memory_that_cannot_be_registered(device: Device) -> None:
         device.register_dmabuf(0, 0, PIECE, remote=False)
 
 
-async def test_registering_leaves_time_to_others(device: Device) -> None:
+async def test_registering_leaves_time_to_others(device: RdmaDevice) -> None:
     """64 MiB, as an arena has. The time is printed; that other tasks had their turns is what is asserted."""
     memory = shared_memory(64 << 20)
     memory[::4096] = 1
@@ -327,7 +327,7 @@ async def test_registering_leaves_time_to_others(device: Device) -> None:
     assert not registration.is_open
 
 
-async def test_reading_leaves_time_to_others(device: Device, mine: Registration, lender: Owner) -> None:
+async def test_reading_leaves_time_to_others(device: RdmaDevice, mine: Registration, lender: Owner) -> None:
     """By a device that carries out READs in the calls that post them."""
     async with watched("making a queue pair"):
         pair = QueuePair(device, QUICK)
@@ -336,7 +336,7 @@ async def test_reading_leaves_time_to_others(device: Device, mine: Registration,
         await pair.connect(place)
     rows = read_rows(lender, mine, list(range(64)))
     async with watched("reading 4 MiB") as turns:
-        assert await pair.read(rows) == Outcome(64, "")
+        assert await pair.read(rows) == ReadOutcome(64, "")
     assert len(turns) >= 32
     async with watched("closing it"):
         pair.close()

@@ -16,8 +16,8 @@ from adapter_daemon import SoftMemfdDevice
 from soft_rdma import SoftNetwork, SoftPair
 
 from kvfuse.errors import InvalidArgument, Unsupported
-from kvfuse.peer import device_memory, verbs
-from kvfuse.peer.device_memory import RdmaMemories, RdmaMemory
+from kvfuse.peer import rdma_memories, verbs
+from kvfuse.peer.rdma_memories import RdmaMemories, RdmaMemory
 from kvfuse.peer.verbs import NoDevice
 
 SIZE = 8 << 20
@@ -61,7 +61,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr(device_memory, "missing", lambda **_: "")
+    monkeypatch.setattr(rdma_memories, "missing", lambda **_: "")
     bench = Bench()
     async with bench.memories.serving():
         yield bench
@@ -153,14 +153,14 @@ async def test_a_device_that_cannot_is_closed_and_tried_again(bench: Bench, monk
         assert not bench.device.is_open
         assert bench.memories.lacks == "the driver of soft0 registers no dma-buf"
     bench.device.lacks = ""
-    monkeypatch.setattr(device_memory, "monotonic", lambda: time.monotonic() + device_memory.REFUSED_SECONDS)
+    monkeypatch.setattr(rdma_memories, "monotonic", lambda: time.monotonic() + rdma_memories.REFUSED_SECONDS)
     await (await bench.add()).aclose()
     assert bench.memories.lacks == ""
     assert bench.opened == 3
 
 
 async def test_the_device_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "missing", lambda **_: "")
+    monkeypatch.setattr(rdma_memories, "missing", lambda **_: "")
     bench = Bench()
     async with bench.memories.serving():
         memory = await bench.add()
@@ -174,8 +174,8 @@ async def test_the_device_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_host_without_rdma_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "find_devices", list)
-    monkeypatch.setattr(device_memory, "pyverbs", lambda: None)
-    monkeypatch.setattr(device_memory, "find_spec", lambda _: True)
+    monkeypatch.setattr(rdma_memories, "pyverbs", lambda: None)
+    monkeypatch.setattr(rdma_memories, "find_spec", lambda _: True)
 
     def open_none() -> Any:
         raise AssertionError("opened")
@@ -185,12 +185,12 @@ async def test_a_host_without_rdma_opens_nothing(monkeypatch: pytest.MonkeyPatch
         assert memories.lacks == "this host has no RDMA device"
         with pytest.raises(Unsupported, match="no RDMA device"):
             await memories.add(0, 0, 1)
-    assert device_memory.problem(open_none) == "this host has no RDMA device"
+    assert rdma_memories.problem(open_none) == "this host has no RDMA device"
 
     def no_pyverbs() -> None:
         raise NoDevice("RDMA needs pyverbs")
 
-    monkeypatch.setattr(device_memory, "pyverbs", no_pyverbs)
-    assert device_memory.problem(open_none) == "RDMA needs pyverbs"
-    monkeypatch.setattr(device_memory, "find_spec", lambda _: None)
+    monkeypatch.setattr(rdma_memories, "pyverbs", no_pyverbs)
+    assert rdma_memories.problem(open_none) == "RDMA needs pyverbs"
+    monkeypatch.setattr(rdma_memories, "find_spec", lambda _: None)
     assert "RDMA needs pyverbs for this Python" in RdmaMemories(open_none).lacks

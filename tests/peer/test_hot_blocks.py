@@ -23,20 +23,20 @@ COPIES_MAX = 3.0
 async def test_eight_hosts_read_hot_blocks_from_each_other(rng: random.Random) -> None:
     async with peer_hosts(READERS + 1, deadline=20.0) as (writer, *readers):
         for ino in BLOCKS:
-            writer.hood.blocks[ino] = secrets.token_bytes(BLOCK_SIZE)
+            writer.neighbourhood.blocks[ino] = secrets.token_bytes(BLOCK_SIZE)
         for reader in readers:
-            reader.hood.holders |= dict.fromkeys(BLOCKS, 1)
+            reader.neighbourhood.holders |= dict.fromkeys(BLOCKS, 1)
             for other in (writer, *readers):
                 if other is not reader:
-                    await reader.until_ready(other.hood.client)
+                    await reader.until_ready(other.neighbourhood.client)
 
         async def read_all(reader: PeerHost, order: list[int]) -> None:
             for ino in order:
-                while ino not in reader.hood.blocks:
+                while ino not in reader.neighbourhood.blocks:
                     found, data = await reader.read(writer.wanted(ino))
                     if found == [True]:
-                        assert data == [writer.hood.blocks[ino]]
-                        reader.hood.blocks[ino] = data[0]
+                        assert data == [writer.neighbourhood.blocks[ino]]
+                        reader.neighbourhood.blocks[ino] = data[0]
 
         async with trio.open_nursery() as nursery:
             for reader in readers:

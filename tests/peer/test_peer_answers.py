@@ -14,7 +14,7 @@ from peer_lab import PROXY_HOST, Lie, PeerProxy, as_answer, flipped
 
 from kvfuse.peer import neighbour as neighbour_module
 from kvfuse.peer import service as service_module
-from kvfuse.peer.wire import Head, Rows
+from kvfuse.peer.peer_wire import MessageHead, Rows
 from kvfuse.volume.views.neighbours import Answer
 
 MIB = 1 << 20
@@ -44,8 +44,8 @@ async def two(block_size: int = 300_000, **options: float) -> AsyncIterator[tupl
     try:
         async with peer_hosts(2, through, **options) as (writer, reader):
             for ino in BLOCKS:
-                writer.hood.blocks[ino] = secrets.token_bytes(block_size)
-                reader.hood.holders[ino] = writer.hood.client
+                writer.neighbourhood.blocks[ino] = secrets.token_bytes(block_size)
+                reader.neighbourhood.holders[ino] = writer.neighbourhood.client
             await reader.until_ready(1)
             yield writer, reader, proxies[0]
     finally:
@@ -59,7 +59,7 @@ async def read_all(writer: PeerHost, reader: PeerHost) -> int:
     found, data = await reader.read(*[writer.wanted(ino) for ino in BLOCKS])
     assert trio.current_time() - began < reader.peers.options.deadline + SLACK
     for ino, is_right, block in zip(BLOCKS, found, data, strict=True):
-        assert not is_right or block == writer.hood.blocks[ino]
+        assert not is_right or block == writer.neighbourhood.blocks[ino]
     return sum(found)
 
 
@@ -75,7 +75,7 @@ async def is_served_again(writer: PeerHost, reader: PeerHost) -> bool:
 
 
 def elsewhere(*clients: int) -> Lie:
-    def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
+    def lie(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
         rows["answer"] = Answer.ELSEWHERE
         rows["named"] = clients
         return as_answer(head, rows, b"")
@@ -84,7 +84,7 @@ def elsewhere(*clients: int) -> Lie:
 
 
 def saying(answer: int) -> Lie:
-    def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
+    def lie(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
         rows["answer"] = answer
         return as_answer(head, rows, data)
 
@@ -136,7 +136,7 @@ async def test_answers_of_any_bytes_are_misses(
     rng = random.Random(known) if known is not None else rng
     monkeypatch.setattr(neighbour_module, "RETRY_MAX", 0.1)
 
-    def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
+    def lie(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
         message = bytearray(as_answer(head, rows, data))
         for _ in range(rng.randint(1, 8)):
             message[rng.randrange(min(len(message), rng.choice((32, 200, 1 << 30))))] = rng.randrange(256)
@@ -160,7 +160,7 @@ async def test_what_moved_or_went_is_not_sent() -> None:
         found, _ = await reader.read(writer.wanted(1, generation=2), writer.wanted(2))
         assert found == [False, True]
         gone = writer.wanted(3)
-        del writer.hood.blocks[3]
+        del writer.neighbourhood.blocks[3]
         assert (await reader.read(gone))[0] == [False]
         assert (reader.peers.counters.moved, reader.peers.counters.absent) == (1, 1)
 
@@ -169,7 +169,7 @@ async def test_other_bytes_at_the_same_place_are_found_out() -> None:
     """The writer's slot has another life, of which the reader has not heard."""
     async with two() as (writer, reader, _):
         wanted = writer.wanted(1)
-        writer.hood.blocks[1] = secrets.token_bytes(len(writer.hood.blocks[1]))
+        writer.neighbourhood.blocks[1] = secrets.token_bytes(len(writer.neighbourhood.blocks[1]))
         assert (await reader.read(wanted))[0] == [False]
         assert reader.peers.counters.wrong == 1
 

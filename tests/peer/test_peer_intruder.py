@@ -19,12 +19,21 @@ from peer_questions import fuzzed_question
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.options import config
-from kvfuse.peer.greeting import Identity, greet
-from kvfuse.peer.listener import CALLER_CONNECTIONS_MAX
-from kvfuse.peer.stream import BROKEN, Stream
-from kvfuse.peer.wire import ANSWER, ANSWER_MAGIC, HEAD_SIZE, QUESTION_MAGIC, Head, pack_question, parse_head, plain
+from kvfuse.peer.greeting import HostIdentity, greet
+from kvfuse.peer.peer_listener import CALLER_CONNECTIONS_MAX
+from kvfuse.peer.peer_wire import (
+    ANSWER,
+    ANSWER_MAGIC,
+    HEAD_SIZE,
+    QUESTION_MAGIC,
+    MessageHead,
+    pack_question,
+    parse_head,
+    plain,
+)
+from kvfuse.peer.stream import BROKEN, PeerStream
 from kvfuse.usrbio.client import BlockStore
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.store import peer_records, schema, sealed
 from kvfuse.volume.views.neighbours import Answer, Wanted
 from kvfuse_cluster.etcd import EtcdServers
@@ -46,15 +55,15 @@ class Target:
 
     mount: KvfuseMount
     port: int
-    identity: Identity
+    identity: HostIdentity
     client: int
     blocks: list[Wanted]
     """all extents of each block, where its record says that they are"""
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[Stream]:
+    async def connected(self) -> AsyncIterator[PeerStream]:
         opened = await trio.open_tcp_stream("127.0.0.1", self.port)
-        stream = Stream(socket.socket(fileno=opened.socket.detach()))
+        stream = PeerStream(socket.socket(fileno=opened.socket.detach()))
         try:
             await greet(stream, self.identity, self.client)
             yield stream
@@ -68,13 +77,13 @@ class Target:
 async def told(mount: KvfuseMount, port: int) -> Target:
     options = config.load(mount.source).options
     async with engines.open_records(options) as plain_records:
-        superblock = await format.read_shared_superblock(plain_records, options.title)
+        superblock = await formatting.read_shared_superblock(plain_records, options.title)
         records = sealed.as_formatted(plain_records, superblock)
         (secret,) = await records.get([peer_records.SECRET])
         ((key, *_),) = await records.scan(peer_records.PREFIX)
         entries = [schema.decode_entry(row.value) for row in await records.scan(b"d")]
     assert secret is not None
-    identity = Identity(superblock.volume_id, INTRUDER, secret.value)
+    identity = HostIdentity(superblock.volume_id, INTRUDER, secret.value)
     blocks = []
     for entry in entries:
         base = 0
@@ -100,9 +109,9 @@ def anything_of(ino: int, size: int, addr: int = 0, generation: int = 1) -> Want
     return Wanted(ino, 0, addr, generation, 0, size, bytes(4))
 
 
-async def ask(stream: Stream, *wanted: Wanted) -> list[Answered]:
+async def ask(stream: PeerStream, *wanted: Wanted) -> list[Answered]:
     rows = pack_question([(one, 1, 0) for one in wanted])
-    await stream.send([memoryview(Head(len(rows), 7, 0).pack(QUESTION_MAGIC)), plain(rows)])
+    await stream.send([memoryview(MessageHead(len(rows), 7, 0).pack(QUESTION_MAGIC)), plain(rows)])
     head = parse_head(memoryview(await stream.receive(HEAD_SIZE)), ANSWER_MAGIC)
     answers = np.empty(head.row_count, ANSWER)
     await stream.receive_into(plain(answers))
@@ -137,7 +146,9 @@ async def test_many_connections_have_no_more_on_their_way_than_one(target: Targe
             async with target.connected() as stream:
                 for number in range(20):
                     with trio.move_on_after(0.5):
-                        await stream.send([memoryview(Head(len(rows), number, 0).pack(QUESTION_MAGIC)), plain(rows)])
+                        await stream.send(
+                            [memoryview(MessageHead(len(rows), number, 0).pack(QUESTION_MAGIC)), plain(rows)]
+                        )
                 task_status.started()
                 await trio.sleep_forever()
 

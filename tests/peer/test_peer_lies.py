@@ -10,7 +10,7 @@ from mounting import wait_until
 from peer_lab import Lie, as_answer, states, stats
 from peer_load import BLOCK_SIZE, Pair, load
 
-from kvfuse.peer.wire import Head, Rows
+from kvfuse.peer.peer_wire import MessageHead, Rows
 from kvfuse.volume.views.neighbours import Answer
 
 
@@ -18,7 +18,7 @@ def another_life(rng: random.Random) -> Lie:
     """Bytes of another block: as a slot has that was written again."""
     former = bytearray(rng.randbytes(BLOCK_SIZE))
 
-    def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
+    def lie(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
         other = bytes(former[:BLOCK_SIZE])
         former[:] = data or former
         return as_answer(head, rows, (other * (len(data) // BLOCK_SIZE + 1))[: len(data)])
@@ -33,7 +33,7 @@ def oversized(rng: random.Random) -> Lie:
 def all_here(rng: random.Random) -> Lie:
     """What it did not have, too."""
 
-    def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
+    def lie(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
         rows["answer"] = Answer.HERE
         return as_answer(head, rows, data + rng.randbytes(BLOCK_SIZE))
 
@@ -43,7 +43,7 @@ def all_here(rng: random.Random) -> Lie:
 def shuffled(rng: random.Random) -> Lie:
     """Bytes of one row as those of another."""
 
-    def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
+    def lie(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
         blocks = [data[start : start + BLOCK_SIZE] for start in range(0, len(data), BLOCK_SIZE)]
         blocks.reverse()
         return as_answer(head, rows, b"".join(blocks) if len(blocks) > 1 else bytes(len(data)))
@@ -52,7 +52,7 @@ def shuffled(rng: random.Random) -> Lie:
 
 
 def fuzzed(rng: random.Random) -> Lie:
-    def lie(head: Head, rows: Rows, data: bytearray) -> bytes:
+    def lie(head: MessageHead, rows: Rows, data: bytearray) -> bytes:
         message = bytearray(as_answer(head, rows, data))
         for _ in range(rng.randint(1, 4)):
             message[rng.randrange(min(len(message), rng.choice((32, 300, 1 << 30))))] = rng.randrange(256)

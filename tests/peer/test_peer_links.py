@@ -46,7 +46,7 @@ async def test_what_is_read_to_memory_that_is_not_registered_is_staged() -> None
         inos = pair.put([4 * KIB, 300_000, 1, MIB, 4097])
         await pair.until_by_rdma(inos)
         before = pair.rdma
-        targets = [memoryview(bytearray(len(pair.writer.hood.blocks[ino]))) for ino in inos]
+        targets = [memoryview(bytearray(len(pair.writer.neighbourhood.blocks[ino]))) for ino in inos]
         assert all(await pair.read(inos, targets))
         after = pair.rdma
         assert (after["batches"] - before["batches"], after["reads"] - before["reads"]) == (1, len(inos))
@@ -67,13 +67,13 @@ async def test_rows_by_places_and_by_bytes_in_one_answer() -> None:
         inos = pair.put([64 * KIB] * 6)
         await pair.until_by_rdma(inos)
         for ino in inos[::2]:  # as from the disk tier
-            pair.writer.hood.blocks[ino] = bytes(pair.writer.hood.blocks[ino])
+            pair.writer.neighbourhood.blocks[ino] = bytes(pair.writer.neighbourhood.blocks[ino])
         wanted, targets = [pair.writer.wanted(ino) for ino in inos], pair.targets(inos)
-        del pair.writer.hood.blocks[inos[1]]
+        del pair.writer.neighbourhood.blocks[inos[1]]
         before = pair.rdma
         found, data = await pair.reader.read(*wanted, targets=targets)
         assert found == [True, False, True, True, True, True]
-        assert all(data[ino - 1] == block for ino, block in pair.writer.hood.blocks.items())
+        assert all(data[ino - 1] == block for ino, block in pair.writer.neighbourhood.blocks.items())
         assert pair.rdma["reads"] - before["reads"] == 2
         assert pair.reader.peers.counters.absent == 1
 

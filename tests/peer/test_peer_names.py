@@ -60,10 +60,10 @@ async def test_a_name_is_resolved_anew_for_each_connection(
         return f"{NAME}:{port}"
 
     async with peer_hosts(2, through, deadline=20.0) as (writer, reader):
-        writer.hood.blocks[1], reader.hood.holders[1] = secrets.token_bytes(100_000), 1
+        writer.neighbourhood.blocks[1], reader.neighbourhood.holders[1] = secrets.token_bytes(100_000), 1
         proxy = proxies[0]
         await reader.until_ready(1)
-        assert await reader.read(writer.wanted(1)) == ([True], [writer.hood.blocks[1]])
+        assert await reader.read(writer.wanted(1)) == ([True], [writer.neighbourhood.blocks[1]])
         assert proxy.answers == 1
 
         resolver.address = None
@@ -74,6 +74,6 @@ async def test_a_name_is_resolved_anew_for_each_connection(
         resolver.address = "127.0.0.1"
         await reader.until_ready(1)
         asked = resolver.asked
-        assert await reader.read(writer.wanted(1)) == ([True], [writer.hood.blocks[1]])
+        assert await reader.read(writer.wanted(1)) == ([True], [writer.neighbourhood.blocks[1]])
         assert proxy.answers == 1
         assert asked >= 3

@@ -14,21 +14,23 @@ from soft_rdma import SoftNetwork
 
 from kvfuse.peer import neighbour as neighbour_module
 from kvfuse.peer import service as service_module
-from kvfuse.peer.link import Link
-from kvfuse.peer.places import PLACE, PLACES_MAX, Places, check_counts, places_of, plan, split_places
+from kvfuse.peer.peer_wire import ANSWER, Rows, WireError
 from kvfuse.peer.queue_pair import join
 from kvfuse.peer.rdma import span_of
-from kvfuse.peer.verbs import PIECE, Part
-from kvfuse.peer.wire import ANSWER, Rows, WireError
+from kvfuse.peer.read_link import ReadLink
+from kvfuse.peer.read_plans import PLACE, PLACES_MAX, Places, check_counts, places_of, plan, split_places
+from kvfuse.peer.verbs import PIECE, MemoryPart
 from kvfuse.volume.tier.arenas import ReadClass
-from kvfuse.volume.tier.tier import SharedTier
+from kvfuse.volume.tier.shared_tier import SharedTier
 from kvfuse.volume.views.neighbours import Answer
 
 
-def cut(rng: random.Random, start: int, size: int) -> list[Part]:
+def cut(rng: random.Random, start: int, size: int) -> list[MemoryPart]:
     """A range, in up to 5 parts with a key each."""
     edges = sorted({0, size, *(rng.randrange(1, size) for _ in range(rng.randrange(5)) if size > 1)})
-    return [Part(start + low, high - low, rng.getrandbits(32), rng.getrandbits(32)) for low, high in pairwise(edges)]
+    return [
+        MemoryPart(start + low, high - low, rng.getrandbits(32), rng.getrandbits(32)) for low, high in pairwise(edges)
+    ]
 
 
 def test_reads_of_places_cover_each_byte_once_in_its_order(rng: random.Random) -> None:
@@ -53,7 +55,7 @@ def test_reads_of_places_cover_each_byte_once_in_its_order(rng: random.Random) -
 
 
 def test_what_is_in_one_piece_on_both_sides_is_one_read() -> None:
-    planned = plan([(places_of([Part(1000, 4096, 1, 2)]), [Part(5000, 4096, 3, 4)])])
+    planned = plan([(places_of([MemoryPart(1000, 4096, 1, 2)]), [MemoryPart(5000, 4096, 3, 4)])])
     assert planned.reads.tolist() == [(1000, 5000, 4096, 2, 3)]
 
 
@@ -116,17 +118,17 @@ async def test_places_of_any_bytes_cost_time_and_never_a_byte(
     async with linked(SoftNetwork(), connections=2) as pair:
         inos = pair.put([rng.choice((1, 4096, 64 * KIB)) for _ in range(8)])
         await pair.until_by_rdma(inos)
-        honest = Link.places_of
+        honest = ReadLink.places_of
 
-        def places_of(self: Link, view: memoryview) -> Places | None:
+        def places_of(self: ReadLink, view: memoryview) -> Places | None:
             places = honest(self, view)
             return altered(rng, places) if places is not None and rng.random() < 0.3 else places
 
-        monkeypatch.setattr(Link, "places_of", places_of)
+        monkeypatch.setattr(ReadLink, "places_of", places_of)
         for _ in range(40):
             await pair.reader.until_ready(1)
             lies.update(await read_guarded(pair, inos, rng))
-        monkeypatch.setattr(Link, "places_of", honest)
+        monkeypatch.setattr(ReadLink, "places_of", honest)
         await pair.reader.until_ready(1)
         await pair.until_by_rdma(inos)
     assert min(lies["lost"], lies["right"]) > 20, lies
@@ -145,7 +147,7 @@ async def read_guarded(pair: LinkedPair, inos: list[int], rng: random.Random) ->
     found, data = await pair.reader.read(*wanted, targets=targets)
     assert (pair.memory[outside] == 0x5A).all()
     for ino, is_right, block in zip(inos, found, data, strict=True):
-        assert not is_right or block == pair.writer.hood.blocks[ino]
+        assert not is_right or block == pair.writer.neighbourhood.blocks[ino]
     return ["right" if is_right else "lost" for is_right in found]
 
 

@@ -15,7 +15,7 @@ import trio.testing
 
 from kvfuse.peer import queue_pair
 from kvfuse.peer.registrations import Registrations
-from kvfuse.peer.verbs import PIECE, Device, Registration, VerbsError
+from kvfuse.peer.verbs import PIECE, RdmaDevice, Registration, VerbsError
 
 SIZE = 1 << 16
 
@@ -54,7 +54,7 @@ async def running(cache: Registrations) -> AsyncIterator[None]:
 
 def make(bytes_max: int = 4 * SIZE) -> tuple[FakeDevice, Registrations]:
     device = FakeDevice()
-    return device, Registrations(cast(Device, device), bytes_max, remote=True)
+    return device, Registrations(cast(RdmaDevice, device), bytes_max, remote=True)
 
 
 def memory() -> Any:

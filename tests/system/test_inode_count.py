@@ -14,7 +14,7 @@ import pytest
 from fsck_tree import Tree
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
-from kvfuse.volume.opening.holding import hold
+from kvfuse.volume.opening.held_volume import hold
 from kvfuse.volume.store import schema
 from kvfuse_cluster.etcd import EtcdServers
 

@@ -19,14 +19,14 @@ PAUSE_S = 0.05
 """between looks at whether a daemon is silent"""
 
 
-class _Memory:
+class _AddressedBytes:
     """Bytes at an address, for numpy."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
-class Pool:
+class ObjectPool:
     """LMCache's pool in the processor's memory, and blocks moved between its objects and a store."""
 
     def __init__(self, store: SteadyStore, address: int, size: int) -> None:
@@ -34,7 +34,7 @@ class Pool:
         self._store = store
         self._descriptor = _descriptor_of(address) if size else None
         self._region = store.register(memory_at(address, size)) if size else None
-        self.held = Held(store)
+        self.held = QuarantinedMemory(store)
 
     @property
     def is_shared(self) -> bool:
@@ -75,7 +75,7 @@ class Pool:
         return Region(memory_at(start, end - start))
 
 
-class Held:
+class QuarantinedMemory:
     """Memory that a hung daemon may still write into: it is given back when that cannot be any more."""
 
     def __init__(self, store: SteadyStore) -> None:
@@ -123,7 +123,7 @@ def sizes_of(objects: Sequence[Any]) -> npt.NDArray[np.int64]:
 
 def memory_at(address: int, size: int) -> npt.NDArray[np.uint8]:
     """The bytes there, which must live as long."""
-    return np.asarray(_Memory(address, size))
+    return np.asarray(_AddressedBytes(address, size))
 
 
 def _descriptor_of(address: int) -> int | None:

@@ -16,11 +16,11 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvfuse.connectors.lmcache import identity
-from kvfuse.connectors.lmcache.chunks import Chunks, ChunksWithHeader, RawChunks
+from kvfuse.connectors.lmcache.chunk_formats import ChunkFormat, ChunksWithHeader, RawChunks
 from kvfuse.connectors.lmcache.config import PLUGIN
 from kvfuse.connectors.lmcache.layouts import Layouts
-from kvfuse.connectors.lmcache.memory import Pool
-from kvfuse.connectors.staging import Doubtful, Staging
+from kvfuse.connectors.lmcache.memory import ObjectPool
+from kvfuse.connectors.staging import Doubtful, GatherMemory
 from kvfuse.connectors.steady_store import DEADLINE_S, DescriptorMismatch, SteadyStore
 
 log = init_logger(__name__)
@@ -82,14 +82,14 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
         except DescriptorMismatch as error:
             raise IrrecoverableException(f"kvfuse: {error}") from error
         buffer = getattr(getattr(local_cpu_backend, "memory_allocator", None), "buffer", None)
-        self._pool = Pool(self.store, *((buffer.data_ptr(), buffer.numel()) if buffer is not None else (0, 0)))
-        self._staging, self._doubtful = Staging(self.store), Doubtful()
+        self._pool = ObjectPool(self.store, *((buffer.data_ptr(), buffer.numel()) if buffer is not None else (0, 0)))
+        self._staging, self._doubtful = GatherMemory(self.store), Doubtful()
         self._chunks = self._make_chunks(local_cpu_backend)
         self._threads = ThreadPoolExecutor(THREADS, "kvfuse-lmcache")
         state = "connected" if self.store.is_up else f"away: {self.store.reason}"
         log.info("kvfuse: chunks in %s, %s; %s", params["namespace"], self._chunks.advice, state)
 
-    def _make_chunks(self, local_cpu_backend: Any) -> Chunks:
+    def _make_chunks(self, local_cpu_backend: Any) -> ChunkFormat:
         if self.save_chunk_meta:
             size = self.full_chunk_size_bytes
             return ChunksWithHeader(self.store, local_cpu_backend, self._staging, size, self.remote_metadata_bytes)

@@ -19,7 +19,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvfuse.connectors.lmcache import identity
 from kvfuse.connectors.lmcache.layouts import Layouts
-from kvfuse.connectors.lmcache.memory import Pool, sizes_of
+from kvfuse.connectors.lmcache.memory import ObjectPool, sizes_of
 from kvfuse.connectors.lmcache.tasks import Tasks
 from kvfuse.connectors.staging import Doubtful
 from kvfuse.connectors.steady_store import DEADLINE_S, SteadyStore
@@ -56,7 +56,7 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self.store = SteadyStore(mount, namespace, descriptor=descriptor, deadline=self._deadline, token=token)
         self._layouts = Layouts(mount, namespace, self._deadline, token)
         has_pool = l1_memory_desc is not None
-        self._pool = Pool(self.store, *((l1_memory_desc.ptr, l1_memory_desc.size) if has_pool else (0, 0)))
+        self._pool = ObjectPool(self.store, *((l1_memory_desc.ptr, l1_memory_desc.size) if has_pool else (0, 0)))
         self._doubtful = Doubtful()
         self._stores: Tasks[L2StoreResult] = Tasks("store", THREADS, create_event_notifier(), self._pool.held.release)
         self._lookups: Tasks[Bitmap] = Tasks("lookup", 1, create_event_notifier())

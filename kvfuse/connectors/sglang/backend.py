@@ -15,10 +15,10 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 
 from kvfuse.connectors.sglang import policies
 from kvfuse.connectors.sglang.identity import descriptor
-from kvfuse.connectors.sglang.metrics import Transfers
-from kvfuse.connectors.sglang.pages import GatheredPages, PoolPages
+from kvfuse.connectors.sglang.metrics import TransferMetrics
+from kvfuse.connectors.sglang.pool_pages import GatheredPages, PoolPages
 from kvfuse.connectors.sglang.pools import PoolForm, is_replicated
-from kvfuse.connectors.staging import Staging
+from kvfuse.connectors.staging import GatherMemory
 from kvfuse.connectors.steady_store import DEADLINE_S, SteadyStore
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
         self._config, self._extra = storage_config, extra
         self._deadline = float(extra.get("deadline") or DEADLINE_S)
         self._pools: dict[str, PoolPages] = {}
-        self._transfers = Transfers()
+        self._transfers = TransferMetrics()
         self.store: SteadyStore | None = None
 
     # -- the pools -----------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
                 self._extra["mount"], self._extra["namespace"], descriptor=descriptor(self._config, mem_pool_host),
                 deadline=self._deadline, token=self._extra.get("token"),
             )  # fmt: skip
-            self._staging = Staging(self.store)
+            self._staging = GatherMemory(self.store)
         if getattr(mem_pool_host, "kv_buffer", None) is not None:  # else it has indices alone, and side pools the bytes
             self._add_pool(KV, mem_pool_host, gathered=not self._extra.get("interface_v1"))
 

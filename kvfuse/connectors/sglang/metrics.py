@@ -36,7 +36,7 @@ class Direction:
         return pages, speeds
 
 
-class Transfers:
+class TransferMetrics:
     """Both directions. ``prefetch``: to the host pool; ``backup``: from it."""
 
     def __init__(self) -> None:

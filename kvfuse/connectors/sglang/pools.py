@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvfuse.connectors.sglang.identity import part_tag, shard_name
-from kvfuse.connectors.sglang.pages import (
+from kvfuse.connectors.sglang.pool_pages import (
     PIECES_MAX,
     GatheredPages,
     PagesInPlace,
@@ -18,7 +18,7 @@ from kvfuse.connectors.sglang.pages import (
     pool_buffers,
     registered,
 )
-from kvfuse.connectors.staging import Staging
+from kvfuse.connectors.staging import GatherMemory
 from kvfuse.connectors.steady_store import SteadyStore
 
 MHA_POOL = "MHATokenToKVPoolHost"
@@ -42,7 +42,7 @@ class PoolForm:
         split = getattr(config, "should_split_heads", False) and name == "kv"
         self._split = int(config.tp_lcm_size) // int(config.tp_size) if split else 1
 
-    def pages(self, store: SteadyStore, staging: Staging, *, gathered: bool) -> PoolPages:
+    def pages(self, store: SteadyStore, staging: GatherMemory, *, gathered: bool) -> PoolPages:
         """``gathered``: even if pages could be moved in place. ValueError: the pool shows no pages."""
         meta = self._meta()
         pieces = None if gathered else self._pieces(meta)

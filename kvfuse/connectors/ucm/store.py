@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
-from kvfuse.connectors.staging import Doubtful, Staging
+from kvfuse.connectors.staging import Doubtful, GatherMemory
 from kvfuse.connectors.steady_store import DEADLINE_S, Region, SteadyStore
 from kvfuse.connectors.ucm import identity
 from kvfuse.connectors.ucm.copying import Copier, DeviceCopier, HostCopier
@@ -64,7 +64,7 @@ class KvfuseStore(UcmKVStoreBaseV1):  # type: ignore[misc]
         self._shards = identity.shards_of(config) if self._sizes else 0
         self._layout = self._layout_check(config) if self._sizes else None
         self.store = self._connect(config["namespace"], identity.descriptor(config))
-        self._staging, self._doubtful = Staging(self.store), Doubtful()
+        self._staging, self._doubtful = GatherMemory(self.store), Doubtful()
         self._note = self.store.register(np.zeros(NOTE_SIZE, np.uint8))
         is_on_device = int(config.get("device_id", -1)) >= 0 and not config.get("host_memory")
         self._copier: Copier = DeviceCopier(int(config["device_id"])) if is_on_device else HostCopier()

@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from kvfuse.connectors.engine import load_class
 
-    return load_class("vllm", "kvfuse.connectors.vllm.tier", name)
+    return load_class("vllm", "kvfuse.connectors.vllm.secondary_tier", name)
 
 
 def register() -> None:

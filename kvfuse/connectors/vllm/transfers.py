@@ -37,7 +37,7 @@ class Job(NamedTuple):
     submitted_at: float
 
 
-class Outcome(NamedTuple):
+class JobOutcome(NamedTuple):
     """Of one job."""
 
     number: int
@@ -74,7 +74,7 @@ class Transfers:
         """of stores"""
         self._under_way = 0
         self._changed = threading.Condition()
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[JobOutcome] = deque()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, args=(is_load,), name=f"kvfuse-{name}-{number}", daemon=True)
@@ -97,7 +97,7 @@ class Transfers:
             self._waiting[is_load].append(job)
             self._changed.notify_all()
 
-    def take_outcomes(self) -> list[Outcome]:
+    def take_outcomes(self) -> list[JobOutcome]:
         """Of the jobs that are over since."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
@@ -144,14 +144,14 @@ class Transfers:
             except Exception:  # the engine goes on, whatever it was
                 log.exception("job %d of %d blocks failed", job.number, len(job.keys))
             with self._changed:
-                self._outcomes.append(Outcome(job.number, moved, is_load, monotonic() - begun))
+                self._outcomes.append(JobOutcome(job.number, moved, is_load, monotonic() - begun))
                 self._under_way -= 1
                 self._changed.notify_all()
 
     def _shed(self, job: Job) -> None:
         self.counts["load_missed" if job.is_load else "store_shed"] += len(job.keys)
         nothing: Found = np.zeros(len(job.keys), np.bool_)
-        self._outcomes.append(Outcome(job.number, nothing, job.is_load, 0.0, is_shed=True))
+        self._outcomes.append(JobOutcome(job.number, nothing, job.is_load, 0.0, is_shed=True))
 
     def _load(self, job: Job) -> Found:
         """Blocks of a prefix: those after a part of which nothing was there are not asked for."""

@@ -18,7 +18,7 @@ from kvfuse.usrbio.client.block_store import BlockStore
 from kvfuse.usrbio.client.client import Client, connect
 from kvfuse.usrbio.client.files import File, Namespace
 from kvfuse.usrbio.client.following import Follower, News
-from kvfuse.usrbio.client.gpu.memory import GpuIov, GpuRange
+from kvfuse.usrbio.client.gpu.gpu_memory import GpuIov, GpuRange
 from kvfuse.usrbio.client.gpu.ways import Way
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring

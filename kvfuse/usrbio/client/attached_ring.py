@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.files import File, Namespace
-from kvfuse.usrbio.client.gpu.memory import GpuIov, Landing, is_staged, staging
+from kvfuse.usrbio.client.gpu.gpu_memory import DeviceCopy, GpuIov, is_staged, staging
 from kvfuse.usrbio.client.gpu.prepared import DeviceEntries, Ending
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import KEY_CELL, Found, KeyArea
@@ -401,12 +401,12 @@ class AttachedRing:
 
     def _end(self, tickets: Sequence[int], rows: Entries) -> None:
         results, arenas = rows["result"].tolist(), rows["arena"].tolist()
-        landings: list[tuple[int, Landing]] = []
+        destinations: list[tuple[int, DeviceCopy]] = []
         for row, (ticket, result, arena) in enumerate(zip(tickets, results, arenas, strict=True)):
             ending = self._endings.pop(ticket, None)
             if ending is not None and (landing := ending(result, arena != 0)) is not None:
-                landings.append((row, landing))
-        for row, landing in landings:  # all have begun: each ends while the next one is under way
+                destinations.append((row, landing))
+        for row, landing in destinations:  # all have begun: each ends while the next one is under way
             if landing.finish() is not None:
                 rows["result"][row] = -EIO
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
 from kvfuse.usrbio.client.files import Namespace
-from kvfuse.usrbio.client.gpu.blocks import DeviceBlocks, raise_failure, range_of
-from kvfuse.usrbio.client.gpu.memory import GpuIov, GpuRange
+from kvfuse.usrbio.client.gpu.device_blocks import DeviceBlocks, raise_failure, range_of
+from kvfuse.usrbio.client.gpu.gpu_memory import GpuIov, GpuRange
 from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of
 from kvfuse.usrbio.client.key_area import Found
-from kvfuse.usrbio.client.lanes import GRACE_S, Lane, Lanes, Sizes, Terms
+from kvfuse.usrbio.client.lanes import GRACE_S, EntryTerms, Lane, Lanes, Sizes
 from kvfuse.usrbio.client.resident import Addresses, ResidentBlocks
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
@@ -68,7 +68,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 self.client.show_token(shown)
         self._deadline = deadline
         self._entries = entries
-        self._terms = Terms(priority=priority, timeout=deadline)
+        self._terms = EntryTerms(priority=priority, timeout=deadline)
         self.lanes = Lanes(self.client, entries, grace)
         """its rings, and what the daemon left unanswered on them"""
         try:
@@ -344,7 +344,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         return found
 
     def _move_some(
-        self, move: Callable[[list[bytes], list[GpuRange], Terms], Sizes], keys: Sequence[Key],
+        self, move: Callable[[list[bytes], list[GpuRange], EntryTerms], Sizes], keys: Sequence[Key],
         buffers: Sequence[object], places: Sequence[GpuRange | None],
         move_others: Callable[[Sequence[Key], Sequence[object]], Sizes], expected: frozenset[int],
     ) -> Sizes:  # fmt: skip
@@ -360,7 +360,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         _raise_unless(moved, expected)
         return results
 
-    def _move(self, op: Op, keys: list[bytes], arrays: list[Bytes], terms: Terms) -> Sizes:
+    def _move(self, op: Op, keys: list[bytes], arrays: list[Bytes], terms: EntryTerms) -> Sizes:
         """Results as of the completions; -ETIMEDOUT, too, where the daemon gives no ring or memory in time."""
         results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
         with suppress(TimeoutError), self.lanes.take() as lane:
@@ -383,7 +383,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
 
 def _get_views(
-    lane: Lane, namespace: Namespace, terms: Terms, keys: list[bytes], numbers: list[int],
+    lane: Lane, namespace: Namespace, terms: EntryTerms, keys: list[bytes], numbers: list[int],
     found: list[memoryview | None], elsewhere: dict[int, int],
 ) -> None:  # fmt: skip
     """Fill in what is in shared memory, and what is empty; note the sizes of other blocks. By their ``numbers``."""
@@ -402,7 +402,7 @@ def _get_views(
 
 
 def _get_copies(
-    lane: Lane, namespace: Namespace, terms: Terms, keys: list[bytes], sizes: dict[int, int],
+    lane: Lane, namespace: Namespace, terms: EntryTerms, keys: list[bytes], sizes: dict[int, int],
     found: list[memoryview | None],
 ) -> list[int]:  # fmt: skip
     """Fill in blocks of these sizes. The numbers of those that a larger one has taken the place of by now."""
@@ -419,9 +419,9 @@ def _encode(keys: Sequence[Key]) -> list[bytes]:
     return [key.encode() if isinstance(key, str) else key for key in keys]
 
 
-def _within(terms: Terms, deadline: float | None) -> Terms:
+def _within(terms: EntryTerms, deadline: float | None) -> EntryTerms:
     """``deadline``: None: as the terms say."""
-    return terms if deadline is None else Terms(priority=terms["priority"], timeout=deadline)
+    return terms if deadline is None else EntryTerms(priority=terms["priority"], timeout=deadline)
 
 
 def _raise_if_used(store: BlockStore, results: Sizes, arrays: Sequence[Bytes]) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.files import File, Namespace, Registered
 from kvfuse.usrbio.client.gpu.device import Device
-from kvfuse.usrbio.client.gpu.memory import GpuIov
-from kvfuse.usrbio.client.gpu.registered import Gpus, Stream
-from kvfuse.usrbio.client.gpu.staging import STAGING_SIZE
+from kvfuse.usrbio.client.gpu.gpu_memory import GpuIov
+from kvfuse.usrbio.client.gpu.gpus import Gpus, Stream
+from kvfuse.usrbio.client.gpu.host_staging import STAGING_SIZE
 from kvfuse.usrbio.client.iov import Iov, SharedPart, address_of, bytes_of, map_descriptor, new_memory, shared_part
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes, Session, find_mount

@@ -34,14 +34,14 @@ SCRATCH_SIZE_MAX = 64 << 20
 SCRATCH_ALIGNMENT = 64
 
 
-class Terms(TypedDict):
+class EntryTerms(TypedDict):
     """Keyword arguments of every entry."""
 
     priority: Priority
     timeout: float
 
 
-class _Part(NamedTuple):
+class _BufferPart(NamedTuple):
     """Where the bytes of one buffer are, for the daemon."""
 
     iov: Iov
@@ -93,7 +93,7 @@ class Lane:
 
     def move_at(
         self, op: Op, namespace: Namespace, keys: Sequence[bytes], iov: Iov, offsets: Sequence[int],
-        sizes: Sequence[int], terms: Terms,
+        sizes: Sequence[int], terms: EntryTerms,
     ) -> Sizes:  # fmt: skip
         """Put or get blocks of one iov, as many as the ring has entries at most. Results as of the completions."""
         prepare = self.ring.prep_gets if op is Op.GET else self.ring.prep_puts
@@ -101,7 +101,7 @@ class Lane:
         results: Sizes = self.finish(len(keys), terms["timeout"])["result"]
         return results
 
-    def move(self, op: Op, namespace: Namespace, keys: list[bytes], arrays: list[Bytes], terms: Terms) -> Sizes:
+    def move(self, op: Op, namespace: Namespace, keys: list[bytes], arrays: list[Bytes], terms: EntryTerms) -> Sizes:
         """Put or get, as many at a time as the ring and the scratch memory hold. Results as of the completions."""
         if len(keys) != len(arrays):
             raise ValueError(f"{len(keys)} keys and {len(arrays)} buffers")
@@ -116,7 +116,7 @@ class Lane:
             start = end
         return results
 
-    def _plan(self, arrays: list[Bytes]) -> list[_Part]:
+    def _plan(self, arrays: list[Bytes]) -> list[_BufferPart]:
         """Where the first of the arrays are, or their stand-ins: as many as may be bounced at once, at least one."""
         located = [self._client.locate(array) for array in arrays]
         offsets: list[int] = []
@@ -129,7 +129,7 @@ class Lane:
             end += size
         scratch = self._scratch_of(end)
         return [
-            _Part(scratch, offset, array, True) if place is None else _Part(*place, array, False)
+            _BufferPart(scratch, offset, array, True) if place is None else _BufferPart(*place, array, False)
             for array, place, offset in zip(arrays, located, offsets, strict=False)
         ]
 
@@ -142,7 +142,9 @@ class Lane:
             self._scratch = self._client.iov(1 << max(size - 1, 4095).bit_length())
         return self._scratch
 
-    def _move_parts(self, op: Op, namespace: Namespace, keys: list[bytes], parts: list[_Part], terms: Terms) -> Sizes:
+    def _move_parts(
+        self, op: Op, namespace: Namespace, keys: list[bytes], parts: list[_BufferPart], terms: EntryTerms
+    ) -> Sizes:
         iovs = [part.iov for part in parts]
         offsets = [part.offset for part in parts]
         sizes = [len(part.array) for part in parts]

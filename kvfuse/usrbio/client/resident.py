@@ -118,14 +118,14 @@ class _Mapped:
         self._map_arenas(spots["slot"][spots["slot"] >= 0])
         where = {int(row["number"]): int(row["size"]) for row in self._arenas}
         results: Numbers = np.full(len(keys), ABSENT, np.int64)
-        landings: list[tuple[int, Copying]] = []
+        destinations: list[tuple[int, Copying]] = []
         try:
             for row in np.flatnonzero(spots["slot"] >= 0).tolist():
                 _, _, arena, offset, length = spots[row].item()
                 if length <= rooms[row] and offset + length <= where.get(arena, -1):
-                    landings.append((row, begin(row, self._session.arena(arena), offset, length)))
+                    destinations.append((row, begin(row, self._session.arena(arena), offset, length)))
         finally:
-            for row, landing in landings:
+            for row, landing in destinations:
                 if landing.finish() is None and self.table.is_unchanged(spots[row]):
                     results[row] = spots[row]["length"]
         if not self.table.holds():

@@ -3,7 +3,7 @@
 Answering a message takes the event loop about as long as starting a ring's call. If each connection waited for its own
 socket, 256 connections of one user would be answered in one pass of the event loop, and all others would wait for
 that. So one task per user waits for all its sockets, and takes the messages of few of them in one turn of
-the user at the desk, where calls of its rings wait, too.
+the user in the call queue, where calls of its rings wait, too.
 
 Refused messages, and connections that end without a request, make a user's turns rarer: see
 `penalty.py`. A ring's penalty ends with the ring; a user's decays.
@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from kvfuse import failing
-from kvfuse.usrbio.daemon.desk import PASS_COST, Desk
+from kvfuse.usrbio.daemon.call_queue import PASS_COST, CallQueue
 from kvfuse.usrbio.daemon.penalty import FREE, Penalty
 
 TURN_COST = PASS_COST / 2
@@ -54,12 +54,12 @@ class UserPenalty(Penalty):
 class Audience:
     """Schedules one user's messages, while it has connections. Event loop only, which runs `run` as a task."""
 
-    def __init__(self, desk: Desk, key: Hashable, penalty: UserPenalty) -> None:
+    def __init__(self, call_queue: CallQueue, key: Hashable, penalty: UserPenalty) -> None:
         self.penalty = penalty
         self.connection_count = 0
         self.scope = trio.CancelScope()
         """cancelled: `run` ends"""
-        self._desk = desk
+        self._call_queue = call_queue
         self._key = key
         self._poll = select.epoll()
         self._waiting: dict[int, tuple[trio.Event, float]] = {}
@@ -79,7 +79,7 @@ class Audience:
 
     async def pause(self, cost: float) -> None:
         """Wait for the user's turn for work of this cost, in calls."""
-        await self._desk.turn(self._key, cost)
+        await self._call_queue.turn(self._key, cost)
 
     async def run(self) -> None:
         """Give turns to sockets, until ``scope`` is cancelled."""
@@ -99,7 +99,7 @@ class Audience:
             came, cost = self._waiting.pop(found[0][0])
             ready.append(came)
             total += cost
-        await self._desk.turn(self._key, total)
+        await self._call_queue.turn(self._key, total)
         for came in ready:
             came.set()
 
@@ -107,8 +107,8 @@ class Audience:
 class Audiences:
     """The audiences of all users. Event loop only. ``nursery``: its tasks end with it."""
 
-    def __init__(self, desk: Desk, nursery: trio.Nursery) -> None:
-        self._desk = desk
+    def __init__(self, call_queue: CallQueue, nursery: trio.Nursery) -> None:
+        self._call_queue = call_queue
         self._nursery = nursery
         self._audiences: dict[Hashable, Audience] = {}
         self._penalties: dict[Hashable, UserPenalty] = {}
@@ -120,7 +120,7 @@ class Audiences:
         audience = self._audiences.get(user)
         if audience is None:
             penalty = self._penalties.pop(user, None) or UserPenalty()
-            audience = self._audiences[user] = Audience(self._desk, user, penalty)
+            audience = self._audiences[user] = Audience(self._call_queue, user, penalty)
             self._nursery.start_soon(failing.vital_task, audience.run)
         audience.connection_count += 1
         try:

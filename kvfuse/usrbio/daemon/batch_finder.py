@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import trio
 
-from kvfuse.usrbio.daemon.call import Entry, Ring
-from kvfuse.usrbio.daemon.client_memory import Bytes, Iov
+from kvfuse.usrbio.daemon.call import Entry, ServedRing
+from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
+from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.columns import LOW_HALF, OFFSET_MAX, TIMEOUT_US_MAX, as_words, same
 from kvfuse.usrbio.daemon.put_finder import PutFinder
-from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.write_batches import Batch
+from kvfuse.usrbio.daemon.write_batches import WriteBatch
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Op, Priority
 
@@ -47,7 +47,7 @@ class BatchFinder:
     ``op_mask``: bit n allows operation n.
     """
 
-    def __init__(self, ring: Ring, registered: Registered, aux: Bytes, op_mask: int) -> None:
+    def __init__(self, ring: ServedRing, registered: ClientRegistry, aux: Bytes, op_mask: int) -> None:
         self._writes = WriteFinder(ring, registered)
         self._puts = PutFinder(ring, registered, aux)
         self._op_mask = op_mask
@@ -72,7 +72,7 @@ class BatchFinder:
 class WriteFinder:
     """Takes writes in place. `BatchFinder` owns it."""
 
-    def __init__(self, ring: Ring, registered: Registered) -> None:
+    def __init__(self, ring: ServedRing, registered: ClientRegistry) -> None:
         self._ring = ring
         self._registered = registered
 
@@ -100,7 +100,7 @@ class WriteFinder:
         if not iov.is_there(size) or not self._registered.share.take(BATCH_SIZE, 1):
             return False
         self._registered.start_writes(
-            Batch(
+            WriteBatch(
                 self._ring, entry._replace(length=size), deadline, file=file, iov=iov, size=BATCH_SIZE, weight=1,
                 rows=rows, taken_at=taken_at, done=np.zeros(len(rows), bool), scope=trio.CancelScope(),
             )
@@ -108,7 +108,7 @@ class WriteFinder:
         return True
 
 
-def _are_plain(rows: Entries, iov: Iov) -> bool:
+def _are_plain(rows: Entries, iov: MappedIov) -> bool:
     words = as_words(rows)
     offsets, iov_offsets, lengths = words[:, 2], words[:, 3], words[:, 4]
     length_max = int(lengths.max())

@@ -16,9 +16,9 @@ import trio
 
 from kvfuse import errors
 from kvfuse.credentials import Capability
-from kvfuse.usrbio.daemon.admission import Admission, blind
 from kvfuse.usrbio.daemon.call import Call, Done
-from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess, blind
+from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.costs import encode_costs
 from kvfuse.usrbio.protocol.wire import Flag
 from kvfuse.volume.api import Attributes, Binding, RingApi
@@ -36,7 +36,7 @@ class BlockCalls:
     """
 
     volume: RingApi
-    admission: Admission
+    admission: NamespaceAccess
     finish: Callable[[Done], None]
     read_here: Callable[[Call, Any, int, int], Awaitable[None]]
     answer_found: Callable[[Call], Awaitable[bool]]
@@ -56,7 +56,7 @@ class BlockCalls:
                 if is_last:
                     raise errors.NotFound(str(error)) from error
 
-    async def _get_bound(self, call: Call, namespace: Namespace, is_last: bool) -> bool:
+    async def _get_bound(self, call: Call, namespace: NamespaceHandle, is_last: bool) -> bool:
         """Answer with the present block of the name. False, unless ``is_last``: the name changed meanwhile."""
         binding = await self._bind(call, namespace)
         if binding.valid and binding.map.size > call.entry.length and not call.entry.flags:  # it asks for the size
@@ -91,7 +91,7 @@ class BlockCalls:
             await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
         return await call.try_again() or await self.answer_found(call)
 
-    async def _bind(self, call: Call, namespace: Namespace) -> Binding:
+    async def _bind(self, call: Call, namespace: NamespaceHandle) -> Binding:
         """The binding of a call's name, if this peer may read it now. NotFound, PermissionDenied."""
         name = call.names[0]
         binding = await self.volume.blocks.bind(namespace.ino, name)
@@ -128,7 +128,7 @@ class BlockCalls:
             self.finish(Done(call, call.entry.length, directory=namespace.ino, names=[(call.names[0], 0)]))
         return [call in done for call in calls]
 
-    def put_ready(self, namespace: Namespace, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
+    def put_ready(self, namespace: NamespaceHandle, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
         """Store the (name, bytes) that need no wait: which."""
         is_usable = not (namespace.is_absent or namespace.is_cut_off or namespace.read_only)
         if not (is_usable and namespace.is_checked) or namespace.measures.limiters:
@@ -160,7 +160,7 @@ class BlockCalls:
             answers[first:] = bytes(len(answers) - first)
         call.ring.completions.answer_keys(call, answers)
 
-    async def _answers(self, namespace: Namespace, names: list[bytes], flags: int) -> bytes:
+    async def _answers(self, namespace: NamespaceHandle, names: list[bytes], flags: int) -> bytes:
         """One byte for each name, 0 for those that do not exist."""
         if flags & Flag.COSTS:
             return encode_costs(*await self.volume.blocks.costs(namespace.ino, names))
@@ -185,13 +185,13 @@ class BlockCalls:
             loaded = [False] * len(loaded)
         call.ring.completions.answer_keys(call, loaded)
 
-    async def _is_absent_now(self, call: Call, namespace: Namespace) -> bool:
+    async def _is_absent_now(self, call: Call, namespace: NamespaceHandle) -> bool:
         """After something was found in a namespace: the peer may not use it any more. PermissionDenied."""
         if not namespace.is_checked:
             await self._check(call, 1)
         return namespace.is_absent
 
-    async def _check(self, call: Call, wanted: int) -> Namespace:
+    async def _check(self, call: Call, wanted: int) -> NamespaceHandle:
         """The call's namespace, if the peer may use its directory so: 1 search, 2 write. PermissionDenied, ReadOnly.
 
         Where it is absent for the peer, the names of the call are blinded.

@@ -18,13 +18,13 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError
-from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.client_memory import MappedIov
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
-from kvfuse.usrbio.daemon.device_memory import Piece
+from kvfuse.usrbio.daemon.device_memory import DevicePiece
 from kvfuse.usrbio.daemon.interpreter import Interpreter, Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
-from kvfuse.usrbio.daemon.journal import Journal, Places
-from kvfuse.usrbio.daemon.registry import Namespace, OpenFile
+from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
+from kvfuse.usrbio.daemon.ring_journal import Places, RingJournal
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import CQE_STRUCT, SQE, Word
 
@@ -33,7 +33,8 @@ PIECE = 4 << 20
 
 
 class Entry(NamedTuple):
-    """One SQE; see `wire.SQE`. ``user_data``: its place, see `journal`; the client's own number where it has none."""
+    """One SQE; see `wire.SQE`. ``user_data``: its place, see `ring_journal`; the client's own number where it has
+    none."""
 
     op: int
     priority: int
@@ -50,7 +51,7 @@ class Entry(NamedTuple):
     reserved: int
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     """The contents of a completion; see `wire.CQE`."""
 
     result: int
@@ -63,22 +64,22 @@ class Answer(NamedTuple):
 class Call:
     """A checked operation for the event loop. It is completed once: see `Completions.complete`."""
 
-    ring: Ring
+    ring: ServedRing
     entry: Entry
     deadline: float
     """monotonic seconds; inf: none"""
     file: OpenFile | None = None
-    namespace: Namespace | None = None
-    iov: Iov | None = None
+    namespace: NamespaceHandle | None = None
+    iov: MappedIov | None = None
     device: DeviceIov | None = None
     """GET, READ: the target, instead of ``iov``"""
-    piece: Piece | None = None
+    piece: DevicePiece | None = None
     """what is to be copied there"""
     names: Sequence[bytes] = ()
     """file names of the keys"""
     data: Any = None
     """PUT, WRITE: a copy of the bytes; with a piece: what keeps its bytes"""
-    again: Callable[[Call], Answer | None] = lambda call: None
+    again: Callable[[Call], Completion | None] = lambda call: None
     """what the ring's thread tries after the event loop's preparation: see `Completions.attempt`"""
     size: int = 0
     """bytes of its connection's share of memory, until its task has ended"""
@@ -102,7 +103,7 @@ class Call:
         """Have the ring's thread try ``again``. True: the call is completed, or its ring has stopped."""
         return await self.attempt(self.again)
 
-    async def attempt(self, attempt: Callable[[Call], Answer | None]) -> bool:
+    async def attempt(self, attempt: Callable[[Call], Completion | None]) -> bool:
         """Have the ring's thread try ``attempt``; see `Completions.attempt`. True as for `try_again`."""
         completions = self.ring.completions
         return await self.ring.jobs.ask(partial(completions.attempt, self, attempt)) or completions.stopped
@@ -123,7 +124,7 @@ class Done(NamedTuple):
     """of a call with many keys: the answer for each"""
 
 
-class Refused(Exception):
+class RefusedEntry(Exception):
     """An entry that is answered with this errno and nothing else."""
 
     def __init__(self, number: int) -> None:
@@ -134,7 +135,7 @@ class Short(Exception):
     """There is no memory for an entry now: it must wait."""
 
 
-class Ring(Protocol):
+class ServedRing(Protocol):
     """The interface of a ring's thread for modules that serve its entries and do its calls."""
 
     completions: Completions
@@ -147,12 +148,12 @@ class Ring(Protocol):
 
 
 class Completions:
-    """The completion queue of one ring, whose thread owns it, and its `Journal`. Any thread.
+    """The completion queue of one ring, whose thread owns it, and its `RingJournal`. Any thread.
 
     Entries are known by the numbers of their places in the journal (``entry.user_data``). ``unpin``: releases a pin.
     """
 
-    def __init__(self, memory: RingMemory, bell: int, unpin: Callable[[int], None], journal: Journal) -> None:
+    def __init__(self, memory: RingMemory, bell: int, unpin: Callable[[int], None], journal: RingJournal) -> None:
         self._journal = journal
         self._taken = memory.sq
         self._queue = memory.cq
@@ -231,7 +232,7 @@ class Completions:
             sq.take(count)
             self._under_way += count
 
-    def take_lone(self, user_data: int, answer: Answer | None) -> None:
+    def take_lone(self, user_data: int, answer: Completion | None) -> None:
         """Take the next entry, which got no place, and complete it; None: it has no completion."""
         with self._lock:
             sq, queue = self._taken, self._queue
@@ -269,7 +270,7 @@ class Completions:
                 self._journal.pin(place, pin)
 
     def find(self, user_data: int, before: int) -> int:
-        """See `Journal.find`."""
+        """See `RingJournal.find`."""
         with self._lock:
             return self._journal.find(user_data, before)
 
@@ -283,7 +284,7 @@ class Completions:
                 words[:, 0] = self._journal.user_data_of(places)
                 self._publish(words.tobytes(), places, len(places))
 
-    def publish(self, answers: Sequence[tuple[int, Answer]]) -> None:
+    def publish(self, answers: Sequence[tuple[int, Completion]]) -> None:
         """Post completions of entries, by their places."""
         with self._lock:
             if self.stopped:
@@ -305,7 +306,7 @@ class Completions:
         self._under_way -= count
         self._bell.ring()
 
-    def _publish_one(self, place: int, answer: Answer) -> None:
+    def _publish_one(self, place: int, answer: Completion) -> None:
         """`_publish` of one."""
         queue = self._queue
         queue.write_packed(self._journal.packed(place, answer))
@@ -322,7 +323,7 @@ class Completions:
             if call.ended or self.stopped:
                 return False
             call.ended = True
-            self._publish_one(call.entry.user_data, Answer(result, offset, arena, pin))
+            self._publish_one(call.entry.user_data, Completion(result, offset, arena, pin))
             return True
 
     def complete_many(self, rows: list[tuple[Call, int]]) -> None:
@@ -334,7 +335,7 @@ class Completions:
             for call, _ in rows:
                 call.ended = True
             places = [call.entry.user_data for call, _ in rows]
-            packed = [self._journal.packed(place, Answer(row[1])) for place, row in zip(places, rows, strict=True)]
+            packed = [self._journal.packed(place, Completion(row[1])) for place, row in zip(places, rows, strict=True)]
             self._publish(b"".join(packed), places, len(rows))
 
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
@@ -379,9 +380,9 @@ class Completions:
                 return
             self._aux[start : start + len(results)] = results
             call.ended = True
-            self._publish_one(call.entry.user_data, Answer(int(np.count_nonzero(results))))
+            self._publish_one(call.entry.user_data, Completion(int(np.count_nonzero(results))))
 
-    def attempt(self, call: Call, attempt: Callable[[Call], Answer | None]) -> bool:
+    def attempt(self, call: Call, attempt: Callable[[Call], Completion | None]) -> bool:
         """Have ``attempt`` complete the call, and keep others from that meanwhile. An OSError becomes its result.
 
         True: the call is completed, or the ring has stopped.
@@ -392,7 +393,7 @@ class Completions:
         try:
             answer = attempt(call)
         except OSError as error:
-            answer = Answer(-(error.errno or errno.EIO))
+            answer = Completion(-(error.errno or errno.EIO))
         finally:
             self.let_go(call, answer)
         return answer is not None
@@ -405,7 +406,7 @@ class Completions:
             call.busy = True
             return True
 
-    def let_go(self, call: Call, answer: Answer | None) -> None:
+    def let_go(self, call: Call, answer: Completion | None) -> None:
         """Complete a held call; None: others will. Then it is given up, if somebody wanted that meanwhile."""
         try:
             if answer is not None and not self.complete(call, *answer) and answer.pin:

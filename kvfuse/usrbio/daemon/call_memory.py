@@ -1,8 +1,8 @@
 """Pools that all clients draw from: the daemon's memory for calls that are under way, its descriptors, its rings.
 
-A user that holds some of a `Pool` may take no more of it than is left to others afterwards. So one alone may have half,
-the second one half of the rest, and however many take what they can, there is something left for the next. One that
-holds nothing may take all that is left: one entry may be so large. An entry for which there is too little waits.
+A user that holds some of a `SharedPool` may take no more of it than is left to others afterwards. So one alone may have
+half, the second one half of the rest, and however many take what they can, there is something left for the next. One
+that holds nothing may take all that is left: one entry may be so large. An entry for which there is too little waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USER_CALLS_MAX = 128
 """of one user: all of them may go on in the same pass of the event loop"""
 
 
-class Pool:
+class SharedPool:
     """``size`` bytes, or things. Any thread. Users are whatever is equal for one user; None: one without a limit."""
 
     def __init__(self, size: int) -> None:
@@ -62,7 +62,7 @@ class UnderWay:
     """
 
     def __init__(self, size: int = CALLS_MAX, user_max: int = USER_CALLS_MAX) -> None:
-        self._pool = Pool(size)
+        self._pool = SharedPool(size)
         self._user_max = user_max
         self._held: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, dict[Callable[[], object], None]] = {}
@@ -114,7 +114,7 @@ class UnderWay:
 class Share:
     """The part of a pool that one connection of a user has taken, and its calls under way. Any thread."""
 
-    def __init__(self, pool: Pool, user: Hashable = None, under_way: UnderWay | None = None) -> None:
+    def __init__(self, pool: SharedPool, user: Hashable = None, under_way: UnderWay | None = None) -> None:
         self._pool = pool
         self._user = user
         self._under_way = under_way or UnderWay()

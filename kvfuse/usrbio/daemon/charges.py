@@ -23,10 +23,10 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from kvfuse.options.options import UsrbioOptions
-from kvfuse.usrbio.daemon.call_memory import Pool
+from kvfuse.usrbio.daemon.call_memory import SharedPool
+from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.machine_memory import memory_size
 from kvfuse.usrbio.daemon.page_owners import OwnGroup
-from kvfuse.usrbio.daemon.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("data", ctypes.c_ubyte * 128))
 
 
-class Memory(NamedTuple):
+class MemoryId(NamedTuple):
     """Which memory it is, without keeping it: a file handle, see name_to_handle_at(2)."""
 
     device: int
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
     handle: bytes
 
     @classmethod
-    def of(cls, descriptor: int) -> Memory:
+    def of(cls, descriptor: int) -> MemoryId:
         """OSError."""
         found, mount = _Handle(size=128), ctypes.c_int()
         if _libc.name_to_handle_at(descriptor, b"", ctypes.byref(found), ctypes.byref(mount), _AT_EMPTY_PATH):
@@ -102,9 +102,9 @@ class Charge:
         self._limit = limit
         self._is_outside = is_outside
         self._charges = charges
-        self._sizes: dict[Memory, int] = {}
+        self._sizes: dict[MemoryId, int] = {}
         """counted bytes, the memory last looked at at the end"""
-        self._rings: set[Memory] = set()
+        self._rings: set[MemoryId] = set()
         """that the daemon has: not to be looked at"""
         self._held = 0
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class Charge:
         """
         if not self._charges.is_counting:
             return
-        memory = Memory.of(descriptor)
+        memory = MemoryId.of(descriptor)
         if memory.device not in self._charges.devices:
             if self._limit < inf:  # when it is gone is not to be known
                 raise OSError(errno.EDQUOT, "absent pages of an iov in a tmpfs of the client's own: touch them before")
@@ -148,7 +148,7 @@ class Charge:
         if not self._take(memory, size):
             raise OSError(errno.ENOMEM, f"all users have too much charged to the daemon: {remedy}")
 
-    def _take(self, memory: Memory, size: int) -> bool:
+    def _take(self, memory: MemoryId, size: int) -> bool:
         with self._lock:
             if memory not in self._sizes:
                 size = max(size, CHARGE_MIN)
@@ -157,7 +157,7 @@ class Charge:
             self._count(memory, size)
             return True
 
-    def _count(self, memory: Memory, size: int) -> None:
+    def _count(self, memory: MemoryId, size: int) -> None:
         self._held += size
         self._sizes[memory] = self._sizes.get(memory, 0) + size
         self._charges.holders.add(self)
@@ -172,7 +172,7 @@ class Charge:
         if not self._charges.is_counting:
             yield
             return
-        memory = Memory.of(descriptor)
+        memory = MemoryId.of(descriptor)
         if is_left:
             with self._lock:
                 self._charges.pool.force(size)
@@ -210,7 +210,7 @@ class Charges:
         size = memory_size()
         self._limit = options.user_charged_size or size // USER_SHARE
         self._size = max(size // ALL_SHARE, self._limit)
-        self.pool = Pool(self._size)
+        self.pool = SharedPool(self._size)
         self.holders: set[Charge] = set()
         """of users that have some, also when they are gone"""
         self._users: WeakValueDictionary[tuple[int, bool, bool], Charge] = WeakValueDictionary()
@@ -224,7 +224,7 @@ class Charges:
         with _bases() as bases:
             self.devices = frozenset(bases)
             try:
-                self.is_counting = all(Memory.of(base).size_there(base) >= 0 for base in bases.values())
+                self.is_counting = all(MemoryId.of(base).size_there(base) >= 0 for base in bases.values())
             except OSError:  # not root, or a kernel without handles of tmpfs
                 self.is_counting = False
                 log.info("clients' memory charged to the daemon is not limited: the daemon lacks CAP_DAC_READ_SEARCH")
@@ -234,7 +234,7 @@ class Charges:
         """Bytes of all users: no less than what is still there."""
         return self._size - self.pool.free
 
-    def of(self, peer: Peer) -> Charge:
+    def of(self, peer: ClientProcess) -> Charge:
         """Of the user that a client is. For root with its capabilities only the limit of all holds."""
         is_outside = self.group is not None and not self.group.has(peer.pid)
         key = (peer.uid, peer.is_unlimited, is_outside)

@@ -59,7 +59,7 @@ def seal_memory(descriptor: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
-class Iov:
+class MappedIov:
     """A client's memory.
 
     Memory that is sealed against shrinking is copied from and to through a mapping. Any other may vanish while
@@ -255,10 +255,10 @@ class Iov:
             os.close(self.descriptor)
 
 
-def map_memory(descriptor: int, size: int, charge: Charge) -> Iov:
+def map_memory(descriptor: int, size: int, charge: Charge) -> MappedIov:
     """In a thread: whoever is the last to close memory gives it back to the machine, 0.2 s for each GiB."""
     try:
-        return Iov(descriptor, size, charge)
+        return MappedIov(descriptor, size, charge)
     except BaseException:
         os.close(descriptor)
         raise

@@ -10,11 +10,11 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.usrbio.daemon import reads
-from kvfuse.usrbio.daemon.call import Entry, Ring
-from kvfuse.usrbio.daemon.client_memory import Iov
-from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.registry import OpenFile
+from kvfuse.usrbio.daemon import ring_reads
+from kvfuse.usrbio.daemon.call import Entry, ServedRing
+from kvfuse.usrbio.daemon.client_memory import MappedIov
+from kvfuse.usrbio.daemon.client_registry import ClientRegistry
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX, SQE_STRUCT, Op, Priority
 
@@ -49,7 +49,7 @@ def may_overlap(rows: Entries) -> bool:
     return False
 
 
-def find_overlaps(rows: Entries, registered: Mapping[int, Iov]) -> npt.NDArray[np.intp]:
+def find_overlaps(rows: Entries, registered: Mapping[int, MappedIov]) -> npt.NDArray[np.intp]:
     """Indices of reads and gets whose target bytes overlap those of another one, whose index is not returned.
 
     Entries that reach beyond their iov are ignored.
@@ -78,10 +78,10 @@ def find_overlaps(rows: Entries, registered: Mapping[int, Iov]) -> npt.NDArray[n
 class ColumnReads:
     """Serves plain reads of a batch as columns, those of one file into one iov together. A ring's thread owns it."""
 
-    def __init__(self, ring: Ring, registered: Registered) -> None:
+    def __init__(self, ring: ServedRing, registered: ClientRegistry) -> None:
         self._ring = ring
         self._registered = registered
-        self._reader = reads.Reader()
+        self._reader = ring_reads.RingReader()
 
     def serve(self, rows: Entries, taken_at: float) -> Entries:
         """Serve plain reads of a batch taken at ``taken_at`` (monotonic seconds); returns all other entries."""
@@ -134,7 +134,7 @@ class ColumnReads:
                 )
         except OSError:
             return None
-        done: npt.NDArray[np.bool_] = results != reads.ASK
+        done: npt.NDArray[np.bool_] = results != ring_reads.ASK
         if file.map.notes_reads:
             file.map.note_read()
         _measure(file, results[done], time.monotonic() - taken_at)

@@ -19,21 +19,21 @@ import trio
 
 from kvfuse import errors, failing
 from kvfuse.errnos import errno_of
-from kvfuse.usrbio.daemon import adoption, device_iovs, kept, registry
-from kvfuse.usrbio.daemon.accounts import Account
+from kvfuse.usrbio.daemon import device_iovs, kept_records, registered_things, restored_connection
 from kvfuse.usrbio.daemon.audience import Audience
+from kvfuse.usrbio.daemon.block_feed import BlockFeed
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_memory import Iov, map_memory
-from kvfuse.usrbio.daemon.following import Follower
-from kvfuse.usrbio.daemon.keeping import Left
+from kvfuse.usrbio.daemon.client_memory import MappedIov, map_memory
+from kvfuse.usrbio.daemon.client_process import ClientProcess
+from kvfuse.usrbio.daemon.client_registry import ClientRegistry
+from kvfuse.usrbio.daemon.connection_keeping import KeptConnection
+from kvfuse.usrbio.daemon.descriptor_receiver import SO_PASSRIGHTS, DescriptorReceiver, close_all
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
-from kvfuse.usrbio.daemon.passing import SO_PASSRIGHTS, Usher, close_all
-from kvfuse.usrbio.daemon.peer import Peer
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
-from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.registry import NO_GROUP, Namespace, OpenFile, Remembered
+from kvfuse.usrbio.daemon.registered_things import NO_GROUP, NamespaceHandle, OpenFile, Remembered
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
+from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.usrbio.protocol.wire import (
     ENTRIES_MAX,
     IOV_SIZE_MAX,
@@ -77,37 +77,37 @@ class Connection:
         self,
         limits: Limits,
         stream: trio.socket.SocketType,
-        peer: Peer,
-        account: Account,
+        peer: ClientProcess,
+        account: UserAccount,
         audience: Audience,
-        usher: Usher,
+        receiver: DescriptorReceiver,
         nursery: trio.Nursery,
         share: Share,
-        left: Left | None = None,
+        left: KeptConnection | None = None,
     ) -> None:
         """``left``: the connection, by the daemon before this one."""
         self.peer = peer
         self._charge = limits.charges.of(peer)
         self._audience = audience
         self._penalty = Penalty()
-        self._usher = usher
+        self._receiver = receiver
         self._limits = limits
         self._stream = stream
         self._calls = Calls(
-            limits.volume, limits.kernel, peer, nursery, share, limits.desk.calls_of, limits.device_staging
+            limits.volume, limits.kernel, peer, nursery, share, limits.call_queue.calls_of, limits.device_staging
         )
         self._admission = self._calls.admission
         self._greeted = self._has_asked = left is not None
         """for something that it got"""
         self._scope = trio.CancelScope()
-        self.registered = Registered(limits, peer, account, share, self._calls, self._scope.cancel, left)
+        self.registered = ClientRegistry(limits, peer, account, share, self._calls, self._scope.cancel, left)
         self._remembered = Remembered()
-        self._follower: Follower | None = None
+        self._follower: BlockFeed | None = None
         """what the connection is for from now on"""
 
     # -- the control socket --------------------------------------------------------------------------
 
-    async def run(self, left: Left | None = None) -> None:
+    async def run(self, left: KeptConnection | None = None) -> None:
         """Answer requests until the client disconnects, or breaks something. Then reap all it had.
 
         The first message is there, and it is its turn; but for a connection that was ``left``.
@@ -131,13 +131,15 @@ class Connection:
             with trio.CancelScope(shield=True):
                 await self._reap(is_cut=is_cut)
 
-    async def _adopt(self, left: Left) -> None:
+    async def _adopt(self, left: KeptConnection) -> None:
         """Go on with a connection of the daemon before this one."""
         things, volume = self.registered, self._limits.volume
-        memories = adoption.Memories(self._charge, self._limits.device_memories, self._usher)
+        memories = restored_connection.Memories(self._charge, self._limits.device_memories, self._receiver)
         pause = self._audience.pause
         try:
-            reply = await adoption.adopt(left, things, volume, self._calls, memories, self._remembered, pause)
+            reply = await restored_connection.adopt(
+                left, things, volume, self._calls, memories, self._remembered, pause
+            )
         except (errors.KvfuseError, OSError):
             raise
         except Exception as error:
@@ -148,14 +150,14 @@ class Connection:
             await self._reply(reply, [])
             things.keeping.answered()
         if left.said.follows:
-            namespace = Namespace(left.said.follows, 0, NO_GROUP, by_path=left.said.by_path)
-            self._follower = Follower(
+            namespace = NamespaceHandle(left.said.follows, 0, NO_GROUP, by_path=left.said.by_path)
+            self._follower = BlockFeed(
                 volume, self._admission, self._stream, namespace, self._audience.pause, goes_on=True
             )
 
     async def _answer_one(self) -> bool:
         """False when the client is gone, or sends what is no message."""
-        data = await self._usher.look()
+        data = await self._receiver.look()
         shown: list[int] = []
         try:
             if not data:
@@ -166,7 +168,7 @@ class Connection:
             self.registered.keeping.answering()
             await self._reply(reply, shown)
             self.registered.keeping.answered()
-            await self._usher.take()
+            await self._receiver.take()
         except ValueError as error:
             log.info("disconnecting a client: %s", error)
             return False
@@ -188,7 +190,7 @@ class Connection:
             kind = Request(message.request)
             if not self._greeted and kind is not Request.HELLO:
                 raise errors.InvalidArgument("the first message of a connection must be HELLO")
-            has_descriptors = self._usher.has_descriptors
+            has_descriptors = self._receiver.has_descriptors
             if has_descriptors != (kind in WITH_DESCRIPTOR):
                 raise errors.InvalidArgument(
                     f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
@@ -229,7 +231,9 @@ class Connection:
         flags = {Access.READ: os.O_RDONLY, Access.WRITE: os.O_WRONLY}.get(access, os.O_RDWR)
         files = self.registered.files
         with files.taking():
-            ino = await self._usher.inspect(partial(registry.check_file, device=self._limits.device, access=access))
+            ino = await self._receiver.inspect(
+                partial(registered_things.check_file, device=self._limits.device, access=access)
+            )
             await self._admission.check(ino)
             opened = await self._limits.volume.files.open(ino, flags, self.peer.caller())
             try:
@@ -255,14 +259,14 @@ class Connection:
             raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
         iovs = self.registered.iovs
         with iovs.taking(values[0]):
-            descriptor = await self._usher.memory()
+            descriptor = await self._receiver.memory()
             with trio.CancelScope(shield=True):  # else the descriptor would be nobody's
-                iov = await self._usher.run(map_memory, descriptor, values[0], self._charge)
+                iov = await self._receiver.run(map_memory, descriptor, values[0], self._charge)
         return (iovs.add(iov), iov.writable), []
 
     async def _add_dmabuf(self, values: tuple[int, ...]) -> Answer:
         memories, iovs = self._limits.device_memories, self.registered.devices
-        return (await device_iovs.add(memories, iovs, self._usher, values[0], values[1]),), []
+        return (await device_iovs.add(memories, iovs, self._receiver, values[0], values[1]),), []
 
     async def _drop_iov(self, values: tuple[int, ...]) -> Answer:
         if self.registered.iovs.is_gone(values[0]) and values[0] not in self.registered.devices:
@@ -277,7 +281,7 @@ class Connection:
         last = [self.registered.iovs.remove(values[0])]
         for ring in list(self.registered.rings.values()):
             await self._calls.settled(ring.loop, last[0])
-        await _drop_memory(self._usher, last)
+        await _drop_memory(self._receiver, last)
         return (), []
 
     async def _add_ring(self, values: tuple[int, ...]) -> Answer:
@@ -304,7 +308,7 @@ class Connection:
 
     async def _end(self, ring: OwnedRing) -> None:
         ring.loop.stop()
-        await self._usher.run(ring.loop.thread.join)
+        await self._receiver.run(ring.loop.thread.join)
         self._limits.volume.reading_threads.discard(ring.loop.jobs)
         self._calls.end(ring.loop)
         await self._calls.devices.settled()
@@ -313,12 +317,14 @@ class Connection:
     async def _open_namespace(self, values: tuple[int, ...]) -> Answer:
         namespaces = self.registered.namespaces
         with namespaces.taking():
-            ino, read_only = await self._usher.inspect(partial(registry.check_directory, device=self._limits.device))
+            ino, read_only = await self._receiver.inspect(
+                partial(registered_things.check_directory, device=self._limits.device)
+            )
             has_token = await self._admission.check(ino)
             by_path = await self._admission.reaches(ino)
             group = await self._admission.group_in(ino)
             directory = await self._limits.volume.inodes.attributes(ino)
-        namespace = Namespace(
+        namespace = NamespaceHandle(
             ino,
             values[0] & 0o777,
             group,
@@ -331,7 +337,7 @@ class Connection:
         )
         return (namespaces.add(namespace), ino), []
 
-    def _namespace(self, handle: int) -> Namespace:
+    def _namespace(self, handle: int) -> NamespaceHandle:
         namespace = self.registered.namespaces.get(handle)
         if namespace is None:
             raise errors.BadHandle(f"{handle} is no namespace")
@@ -344,8 +350,8 @@ class Connection:
 
     async def _follow(self, values: tuple[int, ...]) -> Answer:
         registered = self._namespace(values[0])
-        namespace = Namespace(registered.ino, 0, NO_GROUP, by_path=registered.by_path)
-        follower = Follower(self._limits.volume, self._admission, self._stream, namespace, self._audience.pause)
+        namespace = NamespaceHandle(registered.ino, 0, NO_GROUP, by_path=registered.by_path)
+        follower = BlockFeed(self._limits.volume, self._admission, self._stream, namespace, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
         self.registered.keeping.learn(follows=namespace.ino, by_path=namespace.by_path)
@@ -360,7 +366,7 @@ class Connection:
     async def _describe(self, values: tuple[int, ...], descriptor: str) -> Answer:
         namespace = self._namespace(values[0])
         await self._admission.describe(namespace, descriptor)
-        self.registered.keeping.change("namespace", values[0], kept.namespace(namespace)[0])
+        self.registered.keeping.change("namespace", values[0], kept_records.namespace(namespace)[0])
         return (), []
 
     async def _map_index(self, values: tuple[int, ...]) -> Answer:
@@ -378,7 +384,7 @@ class Connection:
         """``is_cut``: the daemon ends, not the client, which goes on to read its views."""
         things = self.registered
         if self._limits.hands_over:
-            await adoption.leave(things, self._calls, self._usher)
+            await restored_connection.leave(things, self._calls, self._receiver)
             return
         self._calls.indexes.close()
         for ring in things.rings.values():
@@ -388,7 +394,7 @@ class Connection:
         await device_iovs.let_go(*devices)
         for ring in things.rings.values():
             await self._end(ring)
-        self._limits.desk.drop({ring.loop for ring in things.rings.values()})
+        self._limits.call_queue.drop({ring.loop for ring in things.rings.values()})
         things.rings.clear()
         self._calls.close()
         for file in things.files.values():
@@ -397,14 +403,14 @@ class Connection:
         things.namespaces.clear()
         iovs = list(things.iovs.values())
         things.iovs.clear()
-        await _drop_memory(self._usher, iovs)
+        await _drop_memory(self._receiver, iovs)
         if is_cut:
-            adoption.hold_on(things.pins)
+            restored_connection.hold_on(things.pins)
         things.pins.clear()
         things.keeping.close()
 
 
-async def _drop_memory(usher: Usher, iovs: list[Iov]) -> None:
+async def _drop_memory(receiver: DescriptorReceiver, iovs: list[MappedIov]) -> None:
     """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
 
     def drop() -> None:
@@ -413,4 +419,4 @@ async def _drop_memory(usher: Usher, iovs: list[Iov]) -> None:
         iovs.clear()
 
     if iovs:
-        await usher.run(drop)
+        await receiver.run(drop)

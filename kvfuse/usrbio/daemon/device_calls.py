@@ -16,9 +16,9 @@ from typing import Any
 
 import trio
 
-from kvfuse.usrbio.daemon.call import Answer, Call, Entry, Refused
+from kvfuse.usrbio.daemon.call import Call, Completion, Entry, RefusedEntry
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
-from kvfuse.usrbio.daemon.device_memory import STAGING_PART, Piece, Staging
+from kvfuse.usrbio.daemon.device_memory import STAGING_PART, DevicePiece, DeviceStaging
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
 from kvfuse.volume.api import RingApi
 
@@ -35,12 +35,12 @@ LEAST_SECONDS = 0.5
 def check_range(entry: Entry, iov: DeviceIov) -> None:
     """Refused, unless the target of a GET or READ lies in the memory."""
     if entry.length > LENGTH_MAX or entry.flags:
-        raise Refused(errno.EINVAL)
+        raise RefusedEntry(errno.EINVAL)
     if entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
-        raise Refused(errno.EFAULT)
+        raise RefusedEntry(errno.EFAULT)
 
 
-def find_block(call: Call) -> Answer | None:
+def find_block(call: Call) -> Completion | None:
     """For a ring's thread: note where the block of a GET is in shared memory, and hold it there.
 
     An answer where there is nothing to copy; None otherwise, also where nothing was noted: the event loop has to look.
@@ -56,11 +56,11 @@ def find_block(call: Call) -> Answer | None:
     row = content.rows.get(0)
     answer = None
     if size > entry.length:
-        answer = Answer(-errno.EMSGSIZE, size)
+        answer = Completion(-errno.EMSGSIZE, size)
     elif not size:
-        answer = Answer(0)
+        answer = Completion(0)
     elif size > 0 and row is not None and row.block is not None and row.source is not None:
-        piece = Piece(row.block.home.memory.bytes, row.start, size, entry.iov_offset)
+        piece = DevicePiece(row.block.home.memory.bytes, row.start, size, entry.iov_offset)
         call.piece, call.data = piece, row.block  # the block keeps its bytes
     if content.version != version or not binding.valid:
         call.piece = call.data = None
@@ -77,8 +77,8 @@ class _Filling:
     """One piece of a call. ``answer``: the call's, when it has come; None: there are more."""
 
     call: Call
-    piece: Piece
-    answer: Answer | None
+    piece: DevicePiece
+    answer: Completion | None
     done: Callable[[bool], object]
     """called at its end, with whether it has come"""
 
@@ -97,7 +97,7 @@ class DeviceCalls:
 
     volume: RingApi
     nursery: trio.Nursery
-    staging: Staging
+    staging: DeviceStaging
     ended: Callable[[Call], None]
     _queues: dict[DeviceIov, _Queue] = field(default_factory=dict)
     """of memory that a task fills"""
@@ -114,13 +114,13 @@ class DeviceCalls:
                 namespace.measures.seconds["get"].add(time.perf_counter() - began)
             self.ended(call)
 
-        self._put(_Filling(call, piece, Answer(piece.size), done))
+        self._put(_Filling(call, piece, Completion(piece.size), done))
 
     async def answer_found(self, call: Call) -> bool:
         """Answer a GET whose block was found after the event loop prepared it. False: it was not."""
         if call.piece is None:
             return False
-        if await self._fill(call, call.piece, Answer(call.piece.size)) and call.namespace is not None:
+        if await self._fill(call, call.piece, Completion(call.piece.size)) and call.namespace is not None:
             call.namespace.measures.read_bytes += call.piece.size
         return True
 
@@ -131,14 +131,14 @@ class DeviceCalls:
             async with self.staging.part() as (memory, start):
                 size = min(length - done, STAGING_PART)
                 count = await self.volume.files.read_into(handle, offset + done, memory[start : start + size].data)
-                piece = Piece(memory, start, count, call.entry.iov_offset + done)
+                piece = DevicePiece(memory, start, count, call.entry.iov_offset + done)
                 if count and not await self._fill(call, piece, None):
                     return
             done += count
             is_end = count < size
         call.ring.completions.complete(call, done)
 
-    async def _fill(self, call: Call, piece: Piece, answer: Answer | None) -> bool:
+    async def _fill(self, call: Call, piece: DevicePiece, answer: Completion | None) -> bool:
         """Have one piece copied. False: the call is completed with an error, if it was not before.
 
         It returns when nothing of it is under way any more, also when cancelled.
@@ -196,7 +196,7 @@ async def _fill_list(iov: DeviceIov, fillings: list[_Filling]) -> None:
             is_filled = await iov.memory.fill([one.piece for one in fillings], _seconds_for(fillings))
     finally:
         for one in fillings:
-            one.call.ring.completions.let_go(one.call, one.answer if is_filled else Answer(-errno.EIO))
+            one.call.ring.completions.let_go(one.call, one.answer if is_filled else Completion(-errno.EIO))
             one.done(is_filled)
 
 

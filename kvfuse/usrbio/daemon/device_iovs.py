@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse import errors
+from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories, DeviceMemory
-from kvfuse.usrbio.daemon.passing import Usher
-from kvfuse.usrbio.daemon.registry import Table
+from kvfuse.usrbio.daemon.registered_things import HandleMap
 from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX
 
 MEMORIES_MAX = 1024
@@ -33,20 +33,22 @@ class DeviceIov:
         self.idle.set()
 
 
-async def add(memories: DeviceMemories, table: Table[DeviceIov], usher: Usher, offset: int, size: int) -> int:
+async def add(
+    memories: DeviceMemories, table: HandleMap[DeviceIov], receiver: DescriptorReceiver, offset: int, size: int
+) -> int:
     """Register the memory whose descriptor comes with the next message: its handle. KvfuseError, OSError."""
     if not 0 < size <= IOV_SIZE_MAX or offset > IOV_SIZE_MAX:
         raise errors.InvalidArgument(f"{size} bytes at {offset} of memory of a device")
     if lacks := memories.lacks:
         raise errors.Unsupported(lacks)
     with table.taking(size):
-        descriptor = await usher.memory(memories.check)
+        descriptor = await receiver.memory(memories.check)
         with trio.CancelScope(shield=True):  # else what is registered would be nobody's
             try:
                 iov = DeviceIov(await memories.add(descriptor, offset, size), size, offset, descriptor)
                 handle = table.add(iov)
             finally:
-                await usher.run(os.close, descriptor)
+                await receiver.run(os.close, descriptor)
     return handle
 
 

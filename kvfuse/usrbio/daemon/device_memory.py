@@ -24,7 +24,7 @@ STAGING_PARTS = 32
 """of all clients: made with the first entry that needs one"""
 
 
-class Piece(NamedTuple):
+class DevicePiece(NamedTuple):
     """Bytes of the daemon's memory, and where they are to go. Sizes and offsets in bytes."""
 
     memory: Bytes
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 class DeviceMemory(Protocol):
     """Registered memory of a device. Event loop only."""
 
-    async def fill(self, pieces: Sequence[Piece], seconds: float) -> bool:
+    async def fill(self, pieces: Sequence[DevicePiece], seconds: float) -> bool:
         """Copy all pieces, in one list. False: some of them are not there; their places have any bytes.
 
         They are within the memory, and each has a byte at least. It takes ``seconds`` at most. When it has returned, or
@@ -86,7 +86,7 @@ class NoDeviceMemories:
         yield
 
 
-class Staging:
+class DeviceStaging:
     """The daemon's memory for bytes that are not in shared memory. Event loop only."""
 
     def __init__(self) -> None:

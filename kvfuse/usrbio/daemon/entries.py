@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
-from kvfuse.usrbio.daemon import reads
+from kvfuse.usrbio.daemon import ring_reads
 from kvfuse.usrbio.daemon.batch_finder import BatchFinder
-from kvfuse.usrbio.daemon.call import PIECE, Answer, Call, Entry, Refused, Ring, Short
-from kvfuse.usrbio.daemon.client_memory import SMALL, Bytes, Iov
+from kvfuse.usrbio.daemon.call import PIECE, Call, Completion, Entry, RefusedEntry, ServedRing, Short
+from kvfuse.usrbio.daemon.client_memory import SMALL, Bytes, MappedIov
+from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.columns import (
     COLUMNS_MIN,
     OFFSET_MAX,
@@ -35,8 +36,7 @@ from kvfuse.usrbio.daemon.lines import Lines
 from kvfuse.usrbio.daemon.penalty import MALFORMED
 from kvfuse.usrbio.daemon.put_batches import CALL_SIZE
 from kvfuse.usrbio.daemon.put_finder import PUTS_SIZE
-from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.daemon.weights import weight_of
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import (
@@ -80,11 +80,11 @@ def _measure(served: dict[Histogram, int], seconds: float) -> None:
 
 def _part(aux: Bytes, offset: int, length: int) -> Bytes:
     if length > len(aux) or offset > len(aux) - length:
-        raise Refused(errno.EINVAL)
+        raise RefusedEntry(errno.EINVAL)
     return aux[offset : offset + length]
 
 
-def _note_uses(asked: dict[Namespace, list[bytes]]) -> None:
+def _note_uses(asked: dict[NamespaceHandle, list[bytes]]) -> None:
     """Tell the caches, and forget it."""
     for namespace, names in asked.items():
         if namespace.uses is not None:
@@ -95,7 +95,7 @@ def _note_uses(asked: dict[Namespace, list[bytes]]) -> None:
 class EntryServer:
     """Serves the entries of one ring, whose thread owns it. ``op_mask``: bit n allows operation n."""
 
-    def __init__(self, ring: Ring, registered: Registered, aux: npt.NDArray[np.uint8], op_mask: int) -> None:
+    def __init__(self, ring: ServedRing, registered: ClientRegistry, aux: npt.NDArray[np.uint8], op_mask: int) -> None:
         self._ring = ring
         self._registered = registered
         self._aux_area = aux
@@ -106,7 +106,7 @@ class EntryServer:
         """entries that were taken and wait"""
         self._columns = ColumnReads(ring, registered)
         self._batches = BatchFinder(ring, registered, aux, op_mask)
-        self._asked: dict[Namespace, list[bytes]] = {}
+        self._asked: dict[NamespaceHandle, list[bytes]] = {}
         """names of blocks of caches that were asked for in the batch that is being served"""
         self._served: dict[Histogram, int] = {}
         """where reads and gets of the batch that is being served will be counted -> how many"""
@@ -140,7 +140,7 @@ class EntryServer:
         elif len(rows) > 1 and may_overlap(rows):
             rows = self._without_overlaps(rows)
         calls: list[Call] = []
-        done: list[tuple[int, Answer]] = []
+        done: list[tuple[int, Completion]] = []
         waiting: list[int] = []
         short: set[int] = set()
         """operations for which there is no room now"""
@@ -202,7 +202,7 @@ class EntryServer:
             _note_uses(self._asked)
         return True
 
-    def _pass_on(self, done: list[tuple[int, Answer]], calls: list[Call]) -> None:
+    def _pass_on(self, done: list[tuple[int, Completion]], calls: list[Call]) -> None:
         if done:
             self._completions.publish(done)
         if calls:
@@ -217,18 +217,18 @@ class EntryServer:
         self._completions.post(rows["user_data"][refused], np.full(len(refused), -errno.EINVAL))
         return np.delete(rows, refused)
 
-    def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
+    def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Completion | None:
         """As `_serve`; an error is an answer, too. Short."""
         try:
             return self._serve(entry, taken_at, calls)
-        except Refused as refusal:
+        except RefusedEntry as refusal:
             number = refusal.number
         except OSError as error:
             number = error.errno or errno.EIO
         self.bad_count += number in MALFORMED
-        return Answer(-number)
+        return Completion(-number)
 
-    def _serve(self, entry: Entry, taken_at: float, calls: list[Call]) -> Answer | None:
+    def _serve(self, entry: Entry, taken_at: float, calls: list[Call]) -> Completion | None:
         """The answer to an entry, or None: it is in ``calls``, or has no completion. Refused, OSError, Short."""
         op = entry.op
         if op == Op.RELEASE:
@@ -237,14 +237,14 @@ class EntryServer:
                 self._completions.release(entry.user_data)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
-            raise Refused(errno.EINVAL)
+            raise RefusedEntry(errno.EINVAL)
         if not self._op_mask >> op & 1 and op != Op.CANCEL:
-            raise Refused(errno.EPERM)
+            raise RefusedEntry(errno.EPERM)
         deadline = float("inf")
         if entry.timeout_us:
             deadline = taken_at + entry.timeout_us / 1e6
             if _is_late(entry, taken_at):
-                raise Refused(errno.ETIMEDOUT)
+                raise RefusedEntry(errno.ETIMEDOUT)
         if op == Op.GET:
             return self._serve_get(entry, deadline, calls)
         if op in FILE_OPS:
@@ -256,26 +256,26 @@ class EntryServer:
 
     # files
 
-    def _serve_file(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
+    def _serve_file(self, entry: Entry, deadline: float, calls: list[Call]) -> Completion | None:
         file = self._registered.files.get(entry.handle)
         if file is None:
-            raise Refused(errno.EBADF)
+            raise RefusedEntry(errno.EBADF)
         call = Call(self._ring, entry, deadline, file=file)
         if entry.op != Op.FSYNC:
             if entry.flags or entry.offset > OFFSET_MAX:
-                raise Refused(errno.EINVAL)
+                raise RefusedEntry(errno.EINVAL)
             device = self._registered.devices.get(entry.iov) if entry.op == Op.READ else None
             if device is not None and file.readable:
                 return self._to_device(call, device, calls)
             iov = call.iov = self._range(entry)
             if not (file.readable if entry.op == Op.READ else file.writable):
-                raise Refused(errno.EBADF)
+                raise RefusedEntry(errno.EBADF)
             if entry.op == Op.WRITE:
                 with self._reserved(call, entry.length):
                     self._copy(call, np.empty(entry.length, np.uint8), iov, iov.read)
             else:
                 if not iov.writable:
-                    raise Refused(errno.EACCES)
+                    raise RefusedEntry(errno.EACCES)
                 call.again = self._try_read
                 if not file.measures.limiters and (answer := self._try_read(call)) is not None:
                     times = file.measures.seconds["read"]
@@ -286,36 +286,36 @@ class EntryServer:
         calls.append(call)
         return None
 
-    def _read(self, content: ContentMap, offset: int, length: int, iov: Iov, iov_offset: int) -> int:
-        """`reads.read`, where others work meanwhile if it is much."""
+    def _read(self, content: ContentMap, offset: int, length: int, iov: MappedIov, iov_offset: int) -> int:
+        """`ring_reads.read`, where others work meanwhile if it is much."""
         if length <= SMALL and iov.holds_lock:
             began = time.perf_counter()
-            result = reads.read(content, offset, length, iov, iov_offset)
+            result = ring_reads.read(content, offset, length, iov, iov_offset)
             iov.note_copy(time.perf_counter() - began)
             return result
         with self._turns.copying(self._ring.seat):
-            return reads.read(content, offset, length, iov, iov_offset)
+            return ring_reads.read(content, offset, length, iov, iov_offset)
 
-    def _try_read(self, call: Call) -> Answer | None:
+    def _try_read(self, call: Call) -> Completion | None:
         """The answer to a READ; None: the event loop has to show what it reads, or to read. OSError."""
         entry, file, iov = call.entry, call.file, call.iov
         assert file is not None
         assert iov is not None
         result = self._read(file.map, entry.offset, entry.length, iov, entry.iov_offset)
-        if result == reads.ASK:
+        if result == ring_reads.ASK:
             return None
         if file.map.notes_reads:
             file.map.note_read()
         file.measures.read_bytes += result
-        return Answer(result)
+        return Completion(result)
 
-    def _range(self, entry: Entry) -> Iov:
+    def _range(self, entry: Entry) -> MappedIov:
         """The iov of an entry, whose range lies in it."""
         iov = self._registered.iovs.get(entry.iov)
         if iov is None or entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
-            raise Refused(errno.EFAULT)
+            raise RefusedEntry(errno.EFAULT)
         if entry.length > LENGTH_MAX:
-            raise Refused(errno.EINVAL)
+            raise RefusedEntry(errno.EINVAL)
         return iov
 
     def _reserve(self, call: Call, size: int) -> None:
@@ -337,7 +337,7 @@ class EntryServer:
             call.size = call.weight = 0
             raise
 
-    def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: Iov, read: Callable[[int, Bytes], T]) -> T:
+    def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: MappedIov, read: Callable[[int, Bytes], T]) -> T:
         """The bytes of an entry, which the client may change from now on. What ``read`` answers. OSError."""
         if len(buffer) <= SMALL and iov.holds_lock:
             began = time.perf_counter()
@@ -351,16 +351,16 @@ class EntryServer:
 
     # keys
 
-    def _namespace(self, entry: Entry) -> Namespace:
+    def _namespace(self, entry: Entry) -> NamespaceHandle:
         namespace = self._registered.namespaces.get(entry.handle)
         if namespace is None:
-            raise Refused(errno.EBADF)
+            raise RefusedEntry(errno.EBADF)
         return namespace
 
     def _name(self, entry: Entry) -> bytes:
         """The file name of the one key of an entry."""
         if not 1 <= entry.key_length <= KEY_SIZE_MAX or entry.flags & ~_VIEW:
-            raise Refused(errno.EINVAL)
+            raise RefusedEntry(errno.EINVAL)
         return file_name(_part(self._aux_area, entry.key_offset, entry.key_length).tobytes())
 
     def _call_of_put(self, entry: Entry, deadline: float) -> Call:
@@ -370,7 +370,7 @@ class EntryServer:
         iov = self._range(entry)
         call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
         if namespace.read_only:
-            raise Refused(errno.EROFS)
+            raise RefusedEntry(errno.EROFS)
         if namespace.may_copy:
             with self._reserved(call, entry.length):
                 self._copy_put(call)
@@ -390,13 +390,13 @@ class EntryServer:
         if block is not None:
             block.checksums, call.data = checksums, block
 
-    def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Answer | None:
+    def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Completion | None:
         namespace = self._namespace(entry)
         name = self._name(entry)
         device = self._registered.devices.get(entry.iov)
         iov = self._range(entry) if entry.length and device is None else None
         if iov is not None and not iov.writable:
-            raise Refused(errno.EACCES)
+            raise RefusedEntry(errno.EACCES)
         if namespace.uses is not None:
             self._asked.setdefault(namespace, []).append(name)
         if device is not None:
@@ -413,7 +413,7 @@ class EntryServer:
             self._served[times] = self._served.get(times, 0) + 1
         return answer
 
-    def _to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Answer | None:
+    def _to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Completion | None:
         """The answer to a GET or READ whose bytes are to go there, or None: it is in ``calls``. Refused, Short."""
         check_range(call.entry, device)
         call.device = device
@@ -425,7 +425,7 @@ class EntryServer:
         calls.append(call)
         return None
 
-    def _get(self, entry: Entry, namespace: Namespace, name: bytes, iov: Iov | None) -> Answer | None:
+    def _get(self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None) -> Completion | None:
         """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
         binding = namespace.bindings.get(name)
         if binding is None or not binding.valid or not namespace.is_checked:
@@ -442,12 +442,12 @@ class EntryServer:
         if pin:
             assert row is not None
             assert row.source is not None
-            answer = Answer(size, row.start, row.source.arena, pin)
+            answer = Completion(size, row.start, row.source.arena, pin)
             row.block.note_use()
         elif size > entry.length:
-            answer = Answer(-errno.EMSGSIZE, size)
+            answer = Completion(-errno.EMSGSIZE, size)
         elif iov is None or self._read(content, 0, size, iov, entry.iov_offset) == size:
-            answer = Answer(size)
+            answer = Completion(size)
         else:
             return None
         if content.version == version and binding.valid:
@@ -470,7 +470,7 @@ class EntryServer:
     def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
         namespace = self._namespace(entry)
         if entry.flags & ~_OF_KEYS or entry.length > min(entry.key_length, KEYS_MAX):
-            raise Refused(errno.EINVAL)
+            raise RefusedEntry(errno.EINVAL)
         _part(self._aux_area, entry.offset, entry.length)
         packed = _part(self._aux_area, entry.key_offset, entry.key_length)
         call = Call(self._ring, entry, deadline, namespace=namespace)
@@ -478,7 +478,7 @@ class EntryServer:
             try:
                 keys = unpack_keys(packed.tobytes(), entry.length)
             except ValueError:
-                raise Refused(errno.EINVAL) from None
+                raise RefusedEntry(errno.EINVAL) from None
             names: list[bytes] = []
             for start in range(0, len(keys), NAMES_PER_TURN):
                 names += file_names(keys[start : start + NAMES_PER_TURN])
@@ -486,11 +486,11 @@ class EntryServer:
         call.names = names
         return call
 
-    def _cancel(self, entry: Entry, deadline: float) -> Answer | None:
+    def _cancel(self, entry: Entry, deadline: float) -> Completion | None:
         """Take an entry out of the line; one that is with the event loop is cancelled there. Short."""
         if self.lines.remove(entry.offset):
             self._completions.post([entry.offset], [-errno.ECANCELED])
-            return Answer(0)
+            return Completion(0)
         call = Call(self._ring, entry, deadline)
         self._reserve(call, 0)
         self._registered.cancel(call)

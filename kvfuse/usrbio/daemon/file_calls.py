@@ -13,9 +13,9 @@ import numpy as np
 import trio
 
 from kvfuse import errors
-from kvfuse.usrbio.daemon.call import PIECE, Call, Done, Ring
-from kvfuse.usrbio.daemon.client_memory import Iov
-from kvfuse.usrbio.daemon.registry import OpenFile
+from kvfuse.usrbio.daemon.call import PIECE, Call, Done, ServedRing
+from kvfuse.usrbio.daemon.client_memory import MappedIov
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.volume.api import RingApi
 
 
@@ -29,7 +29,7 @@ class FileCalls:
 
     volume: RingApi
     finish: Callable[[Done], None]
-    drop_content: Callable[[Ring, int], None]
+    drop_content: Callable[[ServedRing, int], None]
     read_to_device: Callable[[Call, Any, int, int], Awaitable[None]]
 
     async def read(self, call: Call) -> None:
@@ -120,7 +120,7 @@ class FileCalls:
                     await self.volume.files.release(file.handle)
 
 
-def _copy(iov: Iov, offset: int, data: memoryview, call: Call) -> None:
+def _copy(iov: MappedIov, offset: int, data: memoryview, call: Call) -> None:
     """Write to a client's memory, which may have to wait for the client."""
     with call.ring.turns.copying(call.ring.seat):
         iov.write(offset, data)

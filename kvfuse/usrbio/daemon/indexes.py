@@ -12,12 +12,12 @@ from typing import NamedTuple
 import trio
 
 from kvfuse import errors, failing
-from kvfuse.usrbio.daemon.accounts import Account
-from kvfuse.usrbio.daemon.admission import Admission
-from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
+from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
+from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.volume.api import RingApi
-from kvfuse.volume.tier.resident import Touches
-from kvfuse.volume.tier.tier import ReadClass
+from kvfuse.volume.tier.resident_indexes import Touches
+from kvfuse.volume.tier.shared_tier import ReadClass
 
 INDEXES_MAX = 64
 """of one connection"""
@@ -30,14 +30,16 @@ class Indexes:
     """Of one connection. Event loop only."""
 
     volume: RingApi
-    admission: Admission
+    admission: NamespaceAccess
     nursery: trio.Nursery
     _opened: dict[ReadClass, Touches] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.peer = self.admission.peer
 
-    async def open(self, namespace: Namespace, number: int, account: Account) -> tuple[tuple[int, ...], list[int]]:
+    async def open(
+        self, namespace: NamespaceHandle, number: int, account: UserAccount
+    ) -> tuple[tuple[int, ...], list[int]]:
         """(size), and descriptors of an index and of the page for touches of it.
 
         ``number`` 0: that of the blocks that this client puts; from 1 on those of other owners and modes. NotFound:
@@ -64,7 +66,7 @@ class Indexes:
         self.nursery.start_soon(failing.once, "names of an index", self.volume.search.read_names, readers)
         return (touches.index.size,), [touches.index.descriptor(), os.dup(touches.descriptor)]
 
-    async def map_arena(self, arena: int, namespaces: Iterable[Namespace], *, is_viewed: bool) -> int:
+    async def map_arena(self, arena: int, namespaces: Iterable[NamespaceHandle], *, is_viewed: bool) -> int:
         """A descriptor of an arena that has blocks of which the client has a live index, or (``is_viewed``) a view.
 
         ``namespaces``: what the client has registered: one of them has to be the arena's directory, and to let the
@@ -81,7 +83,7 @@ class Indexes:
                     return tier.arena_descriptor(arena, namespace.ancestors)
         raise errors.PermissionDenied(f"the client has neither a view in arena {arena} nor an index of it, or may not")
 
-    def _may_map(self, namespace: Namespace, readers: ReadClass, is_retired: bool, *, is_viewed: bool) -> bool:
+    def _may_map(self, namespace: NamespaceHandle, readers: ReadClass, is_retired: bool, *, is_viewed: bool) -> bool:
         touches = self._opened.get(readers)
         has_index = touches is not None and not touches.index.has_ended and not is_retired
         return (is_viewed or has_index) and (namespace.has_token or self._may_read(readers))
@@ -91,12 +93,12 @@ class Indexes:
             self.volume.tier.residents.leave(touches)
         self._opened.clear()
 
-    async def _check(self, namespace: Namespace) -> None:
+    async def _check(self, namespace: NamespaceHandle) -> None:
         directory = await self.admission.directory(namespace)
         if namespace.is_absent or not (namespace.has_token or self.peer.may(directory, 5)):
             raise errors.PermissionDenied("the client's user may not list this folder")
 
-    def _read_class(self, namespace: Namespace, number: int) -> ReadClass:
+    def _read_class(self, namespace: NamespaceHandle, number: int) -> ReadClass:
         own = ReadClass(namespace.ino, self.peer.uid, namespace.group.gid, namespace.mode & 0o444)
         if not number:
             readers = [own]

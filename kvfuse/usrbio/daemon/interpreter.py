@@ -7,7 +7,7 @@ works, and gives it back when it has nothing more to do, or between two entries 
 * *One ring works in the interpreter at a time.* The threads of all others sleep, so the event loop waits for one thread
   at most. Large copies need no interpreter: others take the turn meanwhile. A user of whom ``COPIES_MAX`` copy
   has no turn until one of them ends, which may take as long as it likes: see `client_memory.HELD_SIZE`.
-  A thread that wakes wants the interpreter, too: see `doorman.py`.
+  A thread that wakes wants the interpreter, too: see `bell_watcher.py`.
 * *Users take turns.* The user that had least of the interpreter lately precedes all others; the ring that works notices
   after its present entry. So a user waits for one entry of another user, however many rings that one has. Looking for
   more work counts like work. Rings of one user follow each other after ``TURN_SECONDS``.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
-from kvfuse.usrbio.daemon.accounts import Accounts
-from kvfuse.usrbio.daemon.call_memory import Pool, UnderWay
+from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
+from kvfuse.usrbio.daemon.call_memory import SharedPool, UnderWay
+from kvfuse.usrbio.daemon.call_queue import CallQueue
 from kvfuse.usrbio.daemon.charges import Charges
-from kvfuse.usrbio.daemon.desk import Desk
-from kvfuse.usrbio.daemon.device_memory import DeviceMemories, NoDeviceMemories, Staging
-from kvfuse.usrbio.daemon.doorman import Doorman
-from kvfuse.usrbio.daemon.keeping import KeptFiles
+from kvfuse.usrbio.daemon.connection_keeping import KeptFiles
+from kvfuse.usrbio.daemon.device_memory import DeviceMemories, DeviceStaging, NoDeviceMemories
 from kvfuse.usrbio.daemon.pins import Pinned
+from kvfuse.usrbio.daemon.user_accounts import UserAccounts
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.kernel_cache import KernelCache
@@ -24,7 +24,7 @@ class Limits:
     """The shared state of one mount; the listener owns it. Event loop only, but for members that say otherwise."""
 
     def __init__(
-        self, volume: RingApi, kernel: KernelCache, device: int, doorman: Doorman, options: UsrbioOptions,
+        self, volume: RingApi, kernel: KernelCache, device: int, bell_watcher: BellWatcher, options: UsrbioOptions,
         device_memories: DeviceMemories | None = None, keeper: Keeper = NO_KEEPER,
     ) -> None:  # fmt: skip
         """``device``: st_dev of the mount's files. ``device_memories``: None: clients can register none.
@@ -37,12 +37,12 @@ class Limits:
         self.volume = volume
         self.kernel = kernel
         self.device = device
-        self.doorman = doorman
-        self.desk = Desk()
-        self.accounts = Accounts(options)
-        self.pool = Pool(MEMORY_SIZE)
+        self.bell_watcher = bell_watcher
+        self.call_queue = CallQueue()
+        self.accounts = UserAccounts(options)
+        self.pool = SharedPool(MEMORY_SIZE)
         self.under_way = UnderWay()
         self.pinned = Pinned(volume.tier.capacity)
         self.device_memories = device_memories or NoDeviceMemories()
-        self.device_staging = Staging()
+        self.device_staging = DeviceStaging()
         self.charges = Charges(options, lambda: volume.tier.statistics().used_bytes)

@@ -22,7 +22,7 @@ _PRIORITY_BITS = np.uint64(0xFF00)
 CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
 
 
-class _Waiting(NamedTuple):
+class _WaitingEntries(NamedTuple):
     """Entries that were taken together."""
 
     rows: Entries
@@ -37,7 +37,7 @@ class Lines:
 
     def __init__(self, serve: Callable[[Entries, float], Entries]) -> None:
         self._serve_entries = serve
-        self._waiting: dict[int, deque[_Waiting]] = {kind: deque() for kind in CLASSES}
+        self._waiting: dict[int, deque[_WaitingEntries]] = {kind: deque() for kind in CLASSES}
         self._all = tuple(self._waiting.values())
         self._turn = 0
         self._served_at = dict.fromkeys(reversed(CLASSES), 0)
@@ -53,13 +53,13 @@ class Lines:
         if not len(rows):
             return
         if not np.count_nonzero(as_words(rows)[:, 0] & _PRIORITY_BITS):
-            self._waiting[Priority.NORMAL].append(_Waiting(rows, taken_at))
+            self._waiting[Priority.NORMAL].append(_WaitingEntries(rows, taken_at))
             return
         priorities = rows["priority"]
         for kind in CLASSES:  # an unknown priority is refused later
             chosen = rows[priorities == kind if kind else ~np.isin(priorities, CLASSES[::2])]
             if len(chosen):
-                self._waiting[kind].append(_Waiting(chosen, taken_at))
+                self._waiting[kind].append(_WaitingEntries(chosen, taken_at))
 
     def serve(self, entries_max: int) -> bool:
         """Serve up to ``entries_max`` entries of the highest waiting priority. False: none waits, or no memory."""
@@ -74,7 +74,7 @@ class Lines:
                     return True
         return False
 
-    def _serve_first(self, line: deque[_Waiting], entries_max: int) -> bool:
+    def _serve_first(self, line: deque[_WaitingEntries], entries_max: int) -> bool:
         """Serve the first batch of a queue; entries that lack memory move to its end. False: all lack it."""
         rows, taken_at = line[0]
         count = min(len(rows), entries_max)
@@ -88,10 +88,10 @@ class Lines:
         if count == len(rows):
             line.popleft()
         else:
-            line[0] = _Waiting(rows[count:], taken_at)
+            line[0] = _WaitingEntries(rows[count:], taken_at)
         waiting = self._serve_entries(rows[:count], taken_at)
         if len(waiting):
-            line.append(_Waiting(waiting, taken_at))
+            line.append(_WaitingEntries(waiting, taken_at))
         return len(waiting) < count
 
     def remove(self, user_data: int) -> bool:
@@ -100,7 +100,7 @@ class Lines:
             for number, (rows, taken_at) in enumerate(line):
                 found = np.flatnonzero(rows["user_data"] == user_data)
                 if len(found):
-                    line[number] = _Waiting(np.delete(rows, found[0]), taken_at)
+                    line[number] = _WaitingEntries(np.delete(rows, found[0]), taken_at)
                     if not len(line[number].rows):
                         del line[number]
                     return True

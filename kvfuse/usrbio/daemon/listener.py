@@ -19,19 +19,19 @@ import trio
 from kvfuse import errors, failing
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
-from kvfuse.usrbio.daemon import adoption
-from kvfuse.usrbio.daemon.accounts import Account
+from kvfuse.usrbio.daemon import restored_connection
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
+from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call_memory import Share
+from kvfuse.usrbio.daemon.client_process import ClientProcess, credentials
 from kvfuse.usrbio.daemon.connection import Connection
+from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping, KeptConnection, find_left
+from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver, DescriptorReceivers, open_receivers, turn_away
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
-from kvfuse.usrbio.daemon.doorman import Doorman
 from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
-from kvfuse.usrbio.daemon.keeping import Arrivals, Keeping, Left, find_left
 from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
-from kvfuse.usrbio.daemon.passing import Usher, Ushers, open_ushers, turn_away
-from kvfuse.usrbio.daemon.peer import Peer, credentials
 from kvfuse.usrbio.daemon.ring_thread import THREAD_NAME
+from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.kernel_cache import KernelCache
 
@@ -70,17 +70,17 @@ async def serve_rings(
     clients; then it returns.
     """
     turns = Interpreter()
-    with listener.dup() as accepting, Doorman(turns) as doorman, watched_loop(turns), ExitStack() as undo:
+    with listener.dup() as accepting, BellWatcher(turns) as bell_watcher, watched_loop(turns), ExitStack() as undo:
         accepting.setblocking(False)
-        limits = Limits(volume, kernel, device, doorman, options or UsrbioOptions(), device_memories, keeper)
+        limits = Limits(volume, kernel, device, bell_watcher, options or UsrbioOptions(), device_memories, keeper)
         files, movers = volume.left_open.ring_files, volume.left_open.movers
         left, arrivals = find_left(keeper, volume.tier, files)
-        adoption.give_up_files(volume, set(files).difference(*[one.files for one in left]))
+        restored_connection.give_up_files(volume, set(files).difference(*[one.files for one in left]))
         movers.add(limits.kept_files.moved)
         undo.callback(movers.discard, limits.kept_files.moved)
-        async with open_ushers() as ushers, limits.device_memories.serving(), trio.open_nursery() as nursery:
-            clients = Clients(limits, ushers, nursery)
-            nursery.start_soon(failing.vital_task, limits.desk.run)
+        async with open_receivers() as receivers, limits.device_memories.serving(), trio.open_nursery() as nursery:
+            clients = Clients(limits, receivers, nursery)
+            nursery.start_soon(failing.vital_task, limits.call_queue.run)
             if handing_over is not None:
                 nursery.start_soon(failing.vital_task, clients.hand_over, handing_over)
             for one in left:
@@ -115,12 +115,12 @@ async def _accept(listener: socket.socket, clients: Clients) -> None:
 class Clients:
     """All that are connected; the listener's task owns it."""
 
-    def __init__(self, limits: Limits, ushers: Ushers, nursery: trio.Nursery) -> None:
+    def __init__(self, limits: Limits, receivers: DescriptorReceivers, nursery: trio.Nursery) -> None:
         """``nursery``: of tasks that end with it."""
         self.limits = limits
-        self._ushers = ushers
+        self._receivers = receivers
         self._nursery = nursery
-        self._audiences = Audiences(limits.desk, nursery)
+        self._audiences = Audiences(limits.call_queue, nursery)
         self._unproven = 0
         self._unproven_threads = trio.CapacityLimiter(UNPROVEN_THREADS)
         self._warned_at = -WARNING_SECONDS
@@ -146,7 +146,7 @@ class Clients:
         name = self._arrivals.keep(client, name)
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client), None, name)
 
-    def go_on(self, left: Left) -> None:
+    def go_on(self, left: KeptConnection) -> None:
         """Serve a client of the daemon before this one."""
         stream = socket.socket(fileno=left.socket)
         stream.setblocking(False)
@@ -169,35 +169,35 @@ class Clients:
             self._warned_at = time.monotonic()
             log.warning("refused a client: %s", reason)
 
-    async def _find_peer(self, stream: trio.socket.SocketType) -> Peer:
+    async def _find_peer(self, stream: trio.socket.SocketType) -> ClientProcess:
         self._unproven += 1
         try:
-            return await Peer.of(stream, self._unproven_threads)
+            return await ClientProcess.of(stream, self._unproven_threads)
         finally:
             self._unproven -= 1
 
-    async def _serve(self, stream: trio.socket.SocketType, left: Left | None = None, name: str = "") -> None:
+    async def _serve(self, stream: trio.socket.SocketType, left: KeptConnection | None = None, name: str = "") -> None:
         """One client, until it is gone and its socket is closed. It counts for its user until then."""
         with stream, self._kept(name):
             try:
                 peer = await self._find_peer(stream) if left is None else left.peer
                 user = (peer.uid, peer.is_unlimited)
-                usher = self._ushers.of(user, stream)
+                receiver = self._receivers.of(user, stream)
                 with closing(self.limits.accounts.open(peer)) as account:
                     try:
                         account.take("user_connections")
                         async with self._audiences.of(user) as audience:
                             if left is None:
                                 await audience.turn(stream, CONNECT_COST)
-                            await self._serve_peer(stream, peer, account, audience, usher, left, name)
+                            await self._serve_peer(stream, peer, account, audience, receiver, left, name)
                     finally:
                         if not self.limits.hands_over:
                             if left is not None:
                                 left.pins.clear()  # where nobody has come to take them over
-                                adoption.give_up_files(self.limits.volume, left.files)
+                                restored_connection.give_up_files(self.limits.volume, left.files)
                                 if not left.page.is_closed:
-                                    Keeping(self.limits.keeper, left).close()
-                            await usher.empty()
+                                    ConnectionKeeping(self.limits.keeper, left).close()
+                            await receiver.empty()
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
                 self._warn(group.exceptions[0])
             except* OSError as group:
@@ -216,14 +216,14 @@ class Clients:
                 self._arrivals.drop(name)
 
     async def _serve_peer(
-        self, stream: trio.socket.SocketType, peer: Peer, account: Account, audience: Audience, usher: Usher,
-        left: Left | None, name: str,
+        self, stream: trio.socket.SocketType, peer: ClientProcess, account: UserAccount, audience: Audience,
+        receiver: DescriptorReceiver, left: KeptConnection | None, name: str,
     ) -> None:  # fmt: skip
         with closing(
             Share(self.limits.pool, account.key, self.limits.under_way)
         ) as share:  # when no task of the client's is left
             async with trio.open_nursery() as nursery:
-                connection = Connection(self.limits, stream, peer, account, audience, usher, nursery, share, left)
+                connection = Connection(self.limits, stream, peer, account, audience, receiver, nursery, share, left)
                 if name:
                     connection.registered.keeping.arrived(name)
                 self._connections.add(connection)

@@ -22,21 +22,21 @@ import trio
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
-from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
-from kvfuse.usrbio.daemon.call import Call, Done, Ring
+from kvfuse.usrbio.daemon.call import Call, Done, ServedRing
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.client_memory import MappedIov
+from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.deadlines import Deadlines
 from kvfuse.usrbio.daemon.device_calls import DeviceCalls
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
-from kvfuse.usrbio.daemon.device_memory import Staging
+from kvfuse.usrbio.daemon.device_memory import DeviceStaging
 from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.indexes import Indexes
-from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
 from kvfuse.usrbio.daemon.put_batches import PutBatch, PutBatches, complete
-from kvfuse.usrbio.daemon.registry import OpenFile
-from kvfuse.usrbio.daemon.write_batches import Batch, WriteBatches
+from kvfuse.usrbio.daemon.registered_things import OpenFile
+from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.kernel_cache import KernelCache
@@ -66,21 +66,21 @@ class Calls:
 
     volume: RingApi
     kernel: KernelCache
-    peer: Peer
+    peer: ClientProcess
     nursery: trio.Nursery
     share: Share
-    queued: Callable[[Ring], Iterable[Call]] = lambda ring: ()
+    queued: Callable[[ServedRing], Iterable[Call]] = lambda ring: ()
     """calls of a ring that are queued for `start`"""
-    staging: Staging = field(default_factory=Staging)
-    _under_way: dict[tuple[Ring, int], list[Call]] = field(default_factory=dict)
+    staging: DeviceStaging = field(default_factory=DeviceStaging)
+    _under_way: dict[tuple[ServedRing, int], list[Call]] = field(default_factory=dict)
     """by ring and user_data, oldest first"""
     _puts: deque[Call] = field(default_factory=deque)
     """not yet begun"""
     _runner: _Runner | None = None
     """the task that does them"""
-    _done: dict[Ring, deque[Done]] = field(default_factory=dict)
+    _done: dict[ServedRing, deque[Done]] = field(default_factory=dict)
     """calls for which the kernel must drop cached data before they are completed"""
-    _kept: dict[Ring, deque[Done]] | None = None
+    _kept: dict[ServedRing, deque[Done]] | None = None
     """those of ``_done`` that no ring's thread has yet, while puts are done one after the other without a wait"""
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Calls:
         self.batches = WriteBatches(
             files, self.nursery, self.share, lambda ino: self._drop(self.kernel.drop_content, ino)
         )
-        self.admission = Admission(self.volume, self.peer)
+        self.admission = NamespaceAccess(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission, self.nursery)
         blocks = self._blocks = BlockCalls(
             self.volume, self.admission, self._finish, files.read_here, devices.answer_found
@@ -251,23 +251,23 @@ class Calls:
         found[0].cancel()
         completions.give_up(found[0], errno.ECANCELED, partial(completions.complete, call, 0))
 
-    async def settled(self, ring: Ring, iov: Iov | DeviceIov) -> None:
+    async def settled(self, ring: ServedRing, iov: MappedIov | DeviceIov) -> None:
         """Return when nothing that is under way for a ring can write into the iov any more, but for an adapter."""
         await ring.jobs.ask(lambda: True)  # what the thread served before is a call of ours now
-        if isinstance(iov, Iov):
+        if isinstance(iov, MappedIov):
             self.batches.let_go(ring, iov)
         for call in self._of(ring):
             if iov in (call.iov, call.device):
                 call.cancel()
                 ring.completions.give_up(call, errno.ECANCELED)
         for call in self.queued(ring):
-            if call.iov is iov and isinstance(call, Batch):
+            if call.iov is iov and isinstance(call, WriteBatch):
                 call.cancel()
             elif iov in (call.iov, call.device):
                 ring.completions.give_up(call, errno.ECANCELED)
         await ring.jobs.ask(lambda: True)  # and it is not at one of those any more
 
-    def end(self, ring: Ring) -> None:
+    def end(self, ring: ServedRing) -> None:
         """Cancel what is under way for a ring that has stopped."""
         self.batches.let_go(ring)
         for call in self._of(ring):
@@ -280,7 +280,7 @@ class Calls:
         self._puts.clear()
         self._done.clear()
 
-    def _of(self, ring: Ring) -> list[Call]:
+    def _of(self, ring: ServedRing) -> list[Call]:
         return [call for (other, _), calls in self._under_way.items() if other is ring for call in calls]
 
     async def _run(self, call: Call) -> None:
@@ -328,7 +328,7 @@ class Calls:
         else:
             self._off_loop(ring, partial(self._tell_kernel, ring, queue))
 
-    def _tell_kernel(self, ring: Ring, queue: deque[Done]) -> None:
+    def _tell_kernel(self, ring: ServedRing, queue: deque[Done]) -> None:
         """Have the kernel drop what queued calls changed, then complete them. May block: not in the event loop."""
         rows = []
         while queue:
@@ -364,10 +364,10 @@ class Calls:
         except errors.KvfuseError as error:
             log.warning("%s", error)
 
-    def _drop_content(self, ring: Ring, ino: int) -> None:
+    def _drop_content(self, ring: ServedRing, ino: int) -> None:
         self._off_loop(ring, partial(self._drop, self.kernel.drop_content, ino))
 
-    def _off_loop(self, ring: Ring, job: Callable[[], None]) -> None:
+    def _off_loop(self, ring: ServedRing, job: Callable[[], None]) -> None:
         """Call ``job``, which may wait for the kernel, in the ring's thread; in any other one if that has ended."""
         if not ring.jobs.run_here(job):
             self.nursery.start_soon(_in_any_thread, job)

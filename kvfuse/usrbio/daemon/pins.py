@@ -10,9 +10,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
 
-from kvfuse.usrbio.daemon.keeping import Keeping
+from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
 from kvfuse.volume.tier.arenas import Arena
-from kvfuse.volume.tier.tier import ARENAS_MAX, TierBlock
+from kvfuse.volume.tier.shared_tier import ARENAS_MAX, TierBlock
 
 PART = 0.75
 """of the tier that others leave: so much of it one user may hold"""
@@ -67,7 +67,7 @@ class Pins:
     """Up to ``count_max`` blocks that one connection of a user holds, by pin. Any thread may call it."""
 
     def __init__(
-        self, count_max: int, pinned: Pinned, user: Hashable = None, keeping: Keeping | None = None,
+        self, count_max: int, pinned: Pinned, user: Hashable = None, keeping: ConnectionKeeping | None = None,
         left: dict[int, TierBlock] | None = None,
     ) -> None:  # fmt: skip
         """``keeping``: tells the next daemon. ``left``: what the connection held in the daemon before this one;

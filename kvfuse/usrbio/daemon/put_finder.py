@@ -9,15 +9,15 @@ import numpy as np
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
 from kvfuse.keys import KEY_SIZE_MAX, file_names
 from kvfuse.native.rowcopier import copy_rows
-from kvfuse.usrbio.daemon.call import Entry, Ring
-from kvfuse.usrbio.daemon.client_memory import Bytes, Iov
+from kvfuse.usrbio.daemon.call import Entry, ServedRing
+from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
+from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.columns import TIMEOUT_US_MAX, as_words
 from kvfuse.usrbio.daemon.put_batches import CALL_SIZE, PutBatch
-from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.registry import Namespace
+from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Priority
-from kvfuse.volume.tier.tier import TierBlock
+from kvfuse.volume.tier.shared_tier import TierBlock
 
 PUTS_SIZE = 4 << 20
 """Bytes of puts that are passed on together: to begin with the first ones wins more than to do all at once."""
@@ -29,7 +29,7 @@ _HIGH_HALF = np.uint64(32)
 class PutFinder:
     """Takes puts out of a ring's entries that may be done as batches. The ring's thread owns it."""
 
-    def __init__(self, ring: Ring, registered: Registered, aux: Bytes) -> None:
+    def __init__(self, ring: ServedRing, registered: ClientRegistry, aux: Bytes) -> None:
         self._ring = ring
         self._registered = registered
         self._aux = aux
@@ -76,7 +76,7 @@ class PutFinder:
         batches.clear()
         return 0
 
-    def _are_plain(self, rows: Entries, iov: Iov) -> bool:
+    def _are_plain(self, rows: Entries, iov: MappedIov) -> bool:
         """All their ranges lie in the iov and the aux area, and none is empty."""
         words = as_words(rows)
         key_lengths, iov_offsets, lengths, key_offsets = (
@@ -99,7 +99,13 @@ class PutFinder:
         )
 
     def _make(
-        self, rows: Entries, size: int, taken_at: float, namespace: Namespace, iov: Iov, batches: list[PutBatch]
+        self,
+        rows: Entries,
+        size: int,
+        taken_at: float,
+        namespace: NamespaceHandle,
+        iov: MappedIov,
+        batches: list[PutBatch],
     ) -> int:
         """Add a batch of as many of the entries as could be copied: how many."""
         deadline = float("inf")
@@ -142,7 +148,7 @@ class PutFinder:
             keys = [text[start - first : start - first + length] for start, length in zip(starts, lengths, strict=True)]
         return file_names(keys)
 
-    def _copy(self, rows: Entries, namespace: Namespace, iov: Iov, copied: list[Bytes | TierBlock]) -> None:
+    def _copy(self, rows: Entries, namespace: NamespaceHandle, iov: MappedIov, copied: list[Bytes | TierBlock]) -> None:
         """Copy the bytes of each, into the tier where that has room. OSError: those before it are in ``copied``."""
         offsets, lengths = rows["iov_offset"].tolist(), rows["length"].tolist()
         blocks = self._registered.allocate_many(namespace, lengths)
@@ -163,7 +169,7 @@ class PutFinder:
             copied.append(target)
 
     def _copy_together(
-        self, iov: Iov, offsets: list[int], targets: list[Bytes | TierBlock], lengths: list[int]
+        self, iov: MappedIov, offsets: list[int], targets: list[Bytes | TierBlock], lengths: list[int]
     ) -> None:
         """From memory that is all there, and stays."""
         memory = iov.bytes  # keeps the mapping

@@ -18,14 +18,14 @@ import numpy as np
 
 from kvfuse.usrbio.daemon.call import Completions
 from kvfuse.usrbio.daemon.charges import Charge
+from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.entries import EntryServer
 from kvfuse.usrbio.daemon.interpreter import Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
-from kvfuse.usrbio.daemon.journal import Journal
-from kvfuse.usrbio.daemon.kept import KeptRing
+from kvfuse.usrbio.daemon.kept_records import KeptRing
 from kvfuse.usrbio.daemon.lines import TURN_ENTRIES
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
-from kvfuse.usrbio.daemon.registered import Registered
+from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import SQE, Layout, Op, Word, own_id
 
@@ -47,14 +47,20 @@ class RingThread:
     """
 
     def __init__(
-        self, registered: Registered, memory: RingMemory, sq_bell: int, cq_bell: int, op_mask: int, journal: Journal
+        self,
+        registered: ClientRegistry,
+        memory: RingMemory,
+        sq_bell: int,
+        cq_bell: int,
+        op_mask: int,
+        journal: RingJournal,
     ) -> None:
         self._registered = registered
         self._memory = memory
         self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
         self.completions = Completions(memory, cq_bell, registered.pins.give, journal)
         self.jobs = Jobs(registered.in_loop)
-        self.turns = registered.doorman.interpreter
+        self.turns = registered.bell_watcher.interpreter
         self.seat = Seat(registered.user)
         self.server = EntryServer(self, registered, memory.aux, op_mask)
         self._single: tuple[bytearray, float] | None = None
@@ -63,7 +69,7 @@ class RingThread:
         self._poll = select.epoll()
         for descriptor in (sq_bell, self.jobs.wake):  # neither is ever read, which the client could make wait
             self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
-        registered.doorman.add(self._poll.fileno())
+        registered.bell_watcher.add(self._poll.fileno())
         self._rests = 0.0
         self._full_seconds = FULL_SECONDS
         self._is_short = False
@@ -88,7 +94,7 @@ class RingThread:
         self.server.close()
         self.completions.close(hands_over=hands_over)
         del self._memory, self._own_bell
-        self._registered.doorman.remove(self._poll.fileno())
+        self._registered.bell_watcher.remove(self._poll.fileno())
         self._poll.close()
         self.jobs.close()
 
@@ -158,7 +164,7 @@ class RingThread:
             self.turns.give(self.seat)
 
     def serve_copied(self, rows: Entries, taken_at: float) -> None:
-        """Serve entries again, which were counted before; see `call.Ring`."""
+        """Serve entries again, which were counted before; see `call.ServedRing`."""
         self.server.count -= len(rows)
         self.server.lines.add(self.server.serve(rows, taken_at, in_place=False), taken_at)
 
@@ -251,7 +257,7 @@ class RingThread:
                 self._poll.poll()
                 self.turns.woke_alone(self.seat.user)
             else:
-                self._registered.doorman.watch(self._poll.fileno(), self.seat)
+                self._registered.bell_watcher.watch(self._poll.fileno(), self.seat)
                 self.turns.sleep(self.seat)
                 self._poll.poll(0)
             has_slept = True
@@ -299,7 +305,7 @@ class OwnedRing:
     """
 
     def __init__(
-        self, registered: Registered, layout: Layout, op_mask: int, descriptors: list[int], charge: Charge, *,
+        self, registered: ClientRegistry, layout: Layout, op_mask: int, descriptors: list[int], charge: Charge, *,
         is_left: bool = False,
     ) -> None:  # fmt: skip
         self.size = layout.size
@@ -313,13 +319,13 @@ class OwnedRing:
             undo.enter_context(charge.having_ring(memory_descriptor, layout.size, is_left=is_left))
             memory = RingMemory(memory_descriptor, layout)
             memory.sign(own_id())
-            journal = Journal(journal_descriptor, layout.entries)
+            journal = RingJournal(journal_descriptor, layout.entries)
             self.loop = RingThread(registered, memory, bell, client_bell, op_mask, journal)
             self._end = undo.pop_all()
 
     @classmethod
     def create(
-        cls, registered: Registered, layout: Layout, op_mask: int, shown: list[int], charge: Charge
+        cls, registered: ClientRegistry, layout: Layout, op_mask: int, shown: list[int], charge: Charge
     ) -> OwnedRing:  # fmt: skip
         """A new one, whose thread runs. ``shown``: the client's descriptors, and the journal's; to be closed once they
         were sent, and kept."""
@@ -333,7 +339,7 @@ class OwnedRing:
             undo.callback(ours.close)
             shown.append(theirs.detach())
             ours.shutdown(socket.SHUT_RD)  # else what the client sends would lie there until the daemon closes it
-            _, journal_descriptor = Journal.create(layout.entries)
+            _, journal_descriptor = RingJournal.create(layout.entries)
             shown.append(journal_descriptor)
             undo.pop_all()
         ring = cls(registered, layout, op_mask, [descriptor, journal_descriptor, bell, ours.detach()], charge)

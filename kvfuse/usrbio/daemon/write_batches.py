@@ -23,12 +23,12 @@ import trio
 
 from kvfuse.errnos import errno_of
 from kvfuse.native.rowwriter import write_rows
-from kvfuse.usrbio.daemon.call import Call, Ring
+from kvfuse.usrbio.daemon.call import Call, ServedRing
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_memory import Iov
+from kvfuse.usrbio.daemon.client_memory import MappedIov
 from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.volume.api import Places
+from kvfuse.volume.api import WritePlaces
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(eq=False, slots=True)
-class Batch(Call):
+class WriteBatch(Call):
     """Writes of one file from one iov. ``entry``: the first, as long as all. ``deadline``: of the most urgent one."""
 
     rows: Entries = field(kw_only=True)
@@ -63,9 +63,9 @@ class WriteBatches:
     nursery: trio.Nursery
     share: Share
     drop_content: Callable[[int], None]
-    _under_way: set[Batch] = field(default_factory=set)
+    _under_way: set[WriteBatch] = field(default_factory=set)
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: WriteBatch) -> None:
         if batch.ring.completions.stopped:
             self.share.give(batch.size, batch.weight)
         else:
@@ -81,13 +81,13 @@ class WriteBatches:
                 return True
         return False
 
-    def let_go(self, ring: Ring, iov: Iov | None = None) -> None:
+    def let_go(self, ring: ServedRing, iov: MappedIov | None = None) -> None:
         """Cancel batches of a ring that did not begin to write, all or those from ``iov``."""
         for batch in self._under_way:
             if batch.ring is ring and (iov is None or batch.iov is iov):
                 batch.cancel()
 
-    async def _run(self, batch: Batch) -> None:
+    async def _run(self, batch: WriteBatch) -> None:
         assert batch.scope is not None
         assert batch.file is not None
         if batch.deadline < float("inf"):
@@ -107,7 +107,7 @@ class WriteBatches:
         if not batch.done.all():
             batch.ring.jobs.run_in_turn(partial(batch.ring.serve_copied, batch.rows[~batch.done], batch.taken_at))
 
-    def _answer_cancels(self, batch: Batch) -> None:
+    def _answer_cancels(self, batch: WriteBatch) -> None:
         completions = batch.ring.completions
         for call in batch.cancels:
             found = np.flatnonzero((batch.rows["user_data"] == call.entry.offset) & ~batch.done)[:1]
@@ -116,13 +116,13 @@ class WriteBatches:
                 completions.post([call.entry.offset], [-errno.ECANCELED])
             completions.complete(call, 0 if len(found) else -errno.ENOENT)
 
-    async def _write(self, batch: Batch, places: Places) -> None:
+    async def _write(self, batch: WriteBatch, places: WritePlaces) -> None:
         """Have the ring's thread write; the kernel and the client hear of it soon."""
         await trio.lowlevel.checkpoint_if_cancelled()  # from here on nobody can stop it
         with trio.CancelScope(shield=True):
             await batch.ring.jobs.ask(partial(self._write_now, batch, places))
 
-    def _write_now(self, batch: Batch, places: Places) -> bool:
+    def _write_now(self, batch: WriteBatch, places: WritePlaces) -> bool:
         """In the ring's thread. Nothing is done where the client punched out memory meanwhile."""
         ring, numbers = batch.ring, places.numbers
         results = batch.columns()[2][numbers]
@@ -138,14 +138,14 @@ class WriteBatches:
         batch.done[numbers] = True
         return ring.jobs.run_here(partial(self._complete, batch, numbers, results))
 
-    def _complete(self, batch: Batch, numbers: Numbers, results: Numbers) -> None:
+    def _complete(self, batch: WriteBatch, numbers: Numbers, results: Numbers) -> None:
         """In the ring's thread, which may wait for the kernel; the event loop may go on."""
         assert batch.file is not None
         self.drop_content(batch.file.ino)
         batch.ring.completions.post(batch.rows["user_data"][numbers], results)
 
 
-def _write_rows(batch: Batch, places: Places) -> tuple[int, int]:
+def _write_rows(batch: WriteBatch, places: WritePlaces) -> tuple[int, int]:
     """As `rowwriter.write_rows`, to these places; with the errno that clients get."""
     assert batch.iov is not None
     _, iov_offsets, lengths = batch.columns()
@@ -172,7 +172,7 @@ def _errno(error: Exception) -> int:
     return number or errno.EIO
 
 
-def _fail(batch: Batch, error: Exception) -> None:
+def _fail(batch: WriteBatch, error: Exception) -> None:
     """Complete with the error what is not completed."""
     if not isinstance(error, OSError) and errno_of(error) is None:
         log.error("a batch of writes failed", exc_info=error)

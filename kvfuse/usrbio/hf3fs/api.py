@@ -33,8 +33,8 @@ from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client import Client, Priority
 from kvfuse.usrbio.client.iov import Iov, new_memory
 from kvfuse.usrbio.client.session import find_mount
-from kvfuse.usrbio.hf3fs.link import Kept, with_link
-from kvfuse.usrbio.hf3fs.ring import Registration, ioring, registered
+from kvfuse.usrbio.hf3fs.mount_link import SharedThing, with_link
+from kvfuse.usrbio.hf3fs.ring import RegisteredDescriptor, ioring, registered
 from kvfuse.usrbio.hf3fs.slices import iovec
 
 __all__ = [
@@ -94,9 +94,9 @@ def register_fd(fd: int, flags: int = 0) -> None:
     mount_point = extract_mount_point(os.readlink(f"/proc/self/fd/{fd}"))
     if mount_point is None or os.stat(mount_point).st_dev != os.fstat(fd).st_dev:
         raise OSError(EBADF, f"descriptor {fd} is not one of a file in a kvfuse mount")
-    file = Kept(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), lambda client, own: client.file(own, access))
+    file = SharedThing(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), lambda client, own: client.file(own, access))
     with_link(mount_point, file.on)
-    registered[fd] = Registration(file, "r" in access, "w" in access)
+    registered[fd] = RegisteredDescriptor(file, "r" in access, "w" in access)
 
 
 def deregister_fd(fd: int) -> None:
@@ -155,7 +155,7 @@ def make_iovec(
 
 def _make_iovec(descriptor: int, mount_point: str) -> iovec:
     """Takes the descriptor over."""
-    memory = Kept[Iov](descriptor, Client.wrap)
+    memory = SharedThing[Iov](descriptor, Client.wrap)
     return iovec.of(with_link(mount_point, memory.on).array, memory)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client import File, Op, Priority, Ring
-from kvfuse.usrbio.hf3fs.link import Kept, Link, with_link
+from kvfuse.usrbio.hf3fs.mount_link import MountLink, SharedThing, with_link
 from kvfuse.usrbio.hf3fs.slices import iovec
 from kvfuse.usrbio.protocol.wire import ENTRIES_MAX, Layout
 
@@ -27,31 +27,31 @@ CANCEL = (1 << 64) - 1
 """what the cancels themselves are numbered; their completions tell nothing"""
 
 
-class Registration(NamedTuple):
+class RegisteredDescriptor(NamedTuple):
     """What `hf3fs.register_fd` knows of a descriptor."""
 
-    file: Kept[File]
+    file: SharedThing[File]
     readable: bool
     writable: bool
 
 
-registered: dict[int, Registration] = {}
+registered: dict[int, RegisteredDescriptor] = {}
 """by the number of the descriptor"""
 
 
-class Operation(NamedTuple):
+class HeldOperation(NamedTuple):
     slice: iovec
-    file: Kept[File]
+    file: SharedThing[File]
     offset: int
     """in the file"""
     userdata: Any
 
 
-class Ledger:
+class InFlight:
     """Operations from submission to return, numbered in that order. One that is done waits for all before it."""
 
     def __init__(self) -> None:
-        self._open: deque[Operation] = deque()
+        self._open: deque[HeldOperation] = deque()
         self._results: dict[int, int] = {}
         """number -> result, of open ones that are done"""
         self.first = 0
@@ -78,7 +78,7 @@ class Ledger:
         """Numbers of open ones that are not done."""
         return (number for number in range(self._ready_until, self.end) if number not in self._results)
 
-    def add(self, operations: Iterable[Operation]) -> None:
+    def add(self, operations: Iterable[HeldOperation]) -> None:
         self._open.extend(operations)
 
     def complete(self, numbers: Iterable[int], results: Iterable[int]) -> None:
@@ -133,18 +133,18 @@ class ioring:
         self._lock = threading.Lock()
         """of all below; never held while waiting"""
         self._submitted = threading.Condition(self._lock)
-        self._prepared: list[Operation] = []
-        self._ledger = Ledger()
-        self._unsent: deque[Operation] = deque()
+        self._prepared: list[HeldOperation] = []
+        self._ledger = InFlight()
+        self._unsent: deque[HeldOperation] = deque()
         """the last ones of the ledger, for which the daemon's ring has no room yet"""
         self._given_up: set[int] = set()
         """numbers of those that the daemon has still, but that do not return"""
         self._late_until = 0
         """those before this number were not done when a wait for them ended"""
-        self._link: Link | None = None
+        self._link: MountLink | None = None
         self._ring: Ring | None = None
 
-    def _attach(self, link: Link) -> None:
+    def _attach(self, link: MountLink) -> None:
         op = Op.READ if self._for_read else Op.WRITE
         self._ring = link.request(lambda client: client.ring(_ring_size(self.entries), ops=[op]))
         self._link = link
@@ -184,7 +184,7 @@ class ioring:
                 self._guarded(self._give_up_late)
             if len(self._prepared) + self._ledger.end - self._ledger.first >= self.entries:
                 raise BlockingIOError(EAGAIN, f"all {self.entries} entries of the ring are in use")
-            self._prepared.append(Operation(iov, known.file, off, userdata))
+            self._prepared.append(HeldOperation(iov, known.file, off, userdata))
         return self
 
     def submit(self) -> ioring:
@@ -230,7 +230,7 @@ class ioring:
                 self._ledger.complete(range(number, number + len(run)), repeat(-(error.errno or EIO)))
         ring.submit()
 
-    def _next_run(self, count_max: int) -> list[Operation]:
+    def _next_run(self, count_max: int) -> list[HeldOperation]:
         """Takes what is next and concerns one memory and one file."""
         unsent, run = self._unsent, [self._unsent.popleft()]
         memory, file = run[0].slice.memory, run[0].file
@@ -238,7 +238,7 @@ class ioring:
             run.append(unsent.popleft())
         return run
 
-    def _place(self, ring: Ring, number: int, run: list[Operation]) -> None:
+    def _place(self, ring: Ring, number: int, run: list[HeldOperation]) -> None:
         """Prepare a run; ``number``: of its first operation. OSError, Disconnected."""
         first, link = run[0], self._link
         assert first.slice.memory is not None, "prepare takes only parts of an iovec"

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from kvfuse.usrbio.client.iov import Iov
-from kvfuse.usrbio.hf3fs.link import Kept
+from kvfuse.usrbio.hf3fs.mount_link import SharedThing
 
 
 class iovec(np.ndarray[Any, np.dtype[np.uint8]]):
     """Shared memory that rings read into and write from: what `hf3fs.make_iovec` makes, and each slice of it."""
 
-    memory: Kept[Iov] | None = None
+    memory: SharedThing[Iov] | None = None
     """what it is a part of. None of arrays that numpy made out of it: rings take no such thing"""
     base_off = 0
     """where it begins in the memory, bytes"""
@@ -28,7 +28,7 @@ class iovec(np.ndarray[Any, np.dtype[np.uint8]]):
     """that of the last operation that came back"""
 
     @classmethod
-    def of(cls, array: np.ndarray[Any, np.dtype[np.uint8]], memory: Kept[Iov]) -> iovec:
+    def of(cls, array: np.ndarray[Any, np.dtype[np.uint8]], memory: SharedThing[Iov]) -> iovec:
         """All of the memory, which ``array`` is a mapping of."""
         whole = array.view(cls)
         whole.memory = memory

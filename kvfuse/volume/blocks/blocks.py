@@ -24,7 +24,7 @@ from kvfuse.volume.blocks.own_search import OwnSearch
 from kvfuse.volume.blocks.promotion import Promotion
 from kvfuse.volume.blocks.ready_puts import BlockCounters, ReadyPuts
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.content.left_copies import read_class
+from kvfuse.volume.content.kept_copies import read_class
 from kvfuse.volume.content.mapper import Mapper
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.inodes.chunk import Chunk, Staged
@@ -40,11 +40,11 @@ from kvfuse.volume.names.plans import Plan
 from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.flusher import Flusher
-from kvfuse.volume.slots.space import RoomWait, Space
+from kvfuse.volume.slots.space import RoomFinder, RoomWait
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.tier.arena_pool import NO_REGIME
-from kvfuse.volume.tier.tier import TierBlock
+from kvfuse.volume.tier.shared_tier import TierBlock
 from kvfuse.volume.views.content_map import SIZE_UNKNOWN
 from kvfuse.volume.views.handover import DECIDED
 from kvfuse.volume.views.news import Watch
@@ -66,7 +66,7 @@ class Blocks:
     core: Core
     journal: Journal
     flusher: Flusher
-    space: Space
+    space: RoomFinder
     lookup: Lookup
     names: Names
     reader: Reader

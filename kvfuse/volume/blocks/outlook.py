@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.measures.speeds import Tier, worth_reading
-from kvfuse.volume.namespaces.registry import Namespace
+from kvfuse.volume.namespaces.namespace_registry import Namespace
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 

@@ -18,8 +18,8 @@ from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages
 from kvfuse.volume.tier.name_filter import NAMES_MAX
-from kvfuse.volume.tier.resident import BlockIndex, Touches
-from kvfuse.volume.tier.tier import ReadClass
+from kvfuse.volume.tier.resident_indexes import BlockIndex, Touches
+from kvfuse.volume.tier.shared_tier import ReadClass
 from kvfuse.volume.views.ancestors import Ancestors
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.volume.api import Binding
-from kvfuse.volume.content.left_copies import LeftCopies, read_class
+from kvfuse.volume.content.kept_copies import KeptCopies, read_class
 from kvfuse.volume.content.nearby import Nearby, wanted_of
 from kvfuse.volume.content.reader import Reader
-from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk.copies import GranuleRun
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.tier.tier import TierBlock
+from kvfuse.volume.tier.shared_tier import TierBlock
 from kvfuse.volume.views.neighbours import Neighbours, Wanted
 
 TOGETHER_BYTES = 32 << 20
@@ -52,7 +52,7 @@ class Promotion:
     bind: Callable[[int, bytes], Awaitable[Binding | None]]
 
     def __post_init__(self) -> None:
-        self._left = LeftCopies(self.core, self.reader.chunks)
+        self._left = KeptCopies(self.core, self.reader.chunks)
         self._coming: dict[int, trio.Event] = {}
         """inodes that are being read -> set when that has ended"""
 
@@ -178,7 +178,7 @@ def _wanted(neighbours: Neighbours, node: Node) -> list[Wanted] | None:
         for extent in chunk.extents:
             if extent.packing or not extent.checksums or not neighbours.may_have(extent.addr):
                 return None
-            wanted.append(wanted_of(node, base, Stretch.around(extent, 0, extent.length)))
+            wanted.append(wanted_of(node, base, GranuleRun.around(extent, 0, extent.length)))
             base += extent.length
         if base != min(node.size, (index + 1) * node.chunk_size):
             return None  # the rest are zeros

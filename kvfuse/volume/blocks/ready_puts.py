@@ -25,7 +25,7 @@ from kvfuse.volume.names.changes import Names
 from kvfuse.volume.namespaces.accounts import files_left
 from kvfuse.volume.namespaces.cache import stored_new
 from kvfuse.volume.slots.flusher import Flusher
-from kvfuse.volume.tier.tier import ReadClass, TierBlock
+from kvfuse.volume.tier.shared_tier import ReadClass, TierBlock
 from kvfuse.volume.views import clock
 
 Row = tuple[bytes, memoryview | TierBlock]

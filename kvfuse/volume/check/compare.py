@@ -15,7 +15,7 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.evidence import Evidence
-from kvfuse.volume.opening.format import read_header
+from kvfuse.volume.opening.formatting import read_header
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound
 

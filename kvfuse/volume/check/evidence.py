@@ -20,8 +20,8 @@ from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import PATH_DEPTH_MAX
 from kvfuse.volume.namespaces.grants import Grants
+from kvfuse.volume.namespaces.namespace_uses import NOTHING
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.namespaces.uses import NOTHING
 from kvfuse.volume.store import schema
 
 MALFORMED = (ValueError, struct.error)
@@ -41,7 +41,7 @@ class Problem:
 
 
 @dataclass
-class Report:
+class CheckReport:
     """The result of a check."""
 
     problems: list[Problem] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Evidence:
     """the caller writes ``head_mends`` at the end"""
     head_mends: list[Transfer] = field(default_factory=list)
     """what rewrites the heads that only notes are about"""
-    report: Report = field(default_factory=Report)
+    report: CheckReport = field(default_factory=CheckReport)
     slabs: Allocator = field(init=False)
     inodes: dict[int, Inode] = field(default_factory=dict)
     inline: set[int] = field(default_factory=set)

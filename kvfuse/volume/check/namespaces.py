@@ -14,8 +14,8 @@ from kvfuse.volume.check.evidence import Evidence
 from kvfuse.volume.check.reading import RecordReader
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
 from kvfuse.volume.namespaces.grants import Grants, decode_grants, encode_grants, is_over
+from kvfuse.volume.namespaces.namespace_uses import NO_USE, NOTHING, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.namespaces.uses import NO_USE, NOTHING, Use
 from kvfuse.volume.store import schema
 
 OWN_CLIENT = 0
@@ -105,7 +105,7 @@ def _compare_grants(check: Evidence) -> None:
             check.problem(f"namespace {number} {text}", {key: encode_grants(wanted)})
 
 
-def _difference(wanted: Grants, grants: Grants | None, uses: dict[int, Use]) -> str | None:
+def _difference(wanted: Grants, grants: Grants | None, uses: dict[int, NamespaceUse]) -> str | None:
     """What is wrong with the record of a namespace, if anything."""
     if grants is None:
         return "has quotas, of which no client has a part"
@@ -123,14 +123,14 @@ def _difference(wanted: Grants, grants: Grants | None, uses: dict[int, Use]) -> 
     return None
 
 
-def _uses_within(check: Evidence, number: int) -> dict[int, Use]:
+def _uses_within(check: Evidence, number: int) -> dict[int, NamespaceUse]:
     """Client -> its recorded use of a namespace and those in it."""
-    uses: dict[int, Use] = {}
+    uses: dict[int, NamespaceUse] = {}
     for inner, clients in check.namespaces.uses.items():
         if number in _chain(check, inner):
             for client, counts in clients.items():
                 use = uses.get(client, NO_USE)
-                uses[client] = Use(use.size + (counts.size or 0), use.files + counts.inodes)
+                uses[client] = NamespaceUse(use.size + (counts.size or 0), use.files + counts.inodes)
     return uses
 
 

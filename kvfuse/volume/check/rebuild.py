@@ -31,7 +31,7 @@ from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
 from kvfuse.volume.check.evidence import Progress, directory_record
 from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import growth
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.slots.heads import Description, decode_description
 from kvfuse.volume.store import codec, schema, sealed
 from kvfuse.volume.store.member import FencedRecords, membership
@@ -40,7 +40,7 @@ LOST_FOUND = b"lost+found"
 COMMIT_ROWS = 1000
 
 
-class _Piece(NamedTuple):
+class _SpokenSlot(NamedTuple):
     """One slot that a valid header speaks for, and what that says."""
 
     generation: int
@@ -57,7 +57,7 @@ class _Piece(NamedTuple):
     descriptor_place: int
 
     @classmethod
-    def of(cls, header: np.void, addr: int) -> _Piece:
+    def of(cls, header: np.void, addr: int) -> _SpokenSlot:
         rest = [int(header[name]) for name in cls._fields[3:]]
         return cls(int(header["generation"]), addr, int(header["slot_pages"]) * layout.PAGE_SIZE, *rest)
 
@@ -104,19 +104,19 @@ async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport
     path = options.volume_path
     if not path.is_dir():
         raise VolumeError(f"{path} is no folder")
-    with format.locked(path):
+    with formatting.locked(path):
         async with engines.open_segments(options, read_only=True) as segments:
             try:
-                superblock = format.read_superblock(path)
+                superblock = formatting.read_superblock(path)
             except VolumeError as error:
                 superblock = await _find_superblock(error, segments)
             work = await _collect(superblock, segments, progress)
         work.report.records_kept = _move_aside(options.records_path)
-        format.write_superblock(path, superblock)
+        formatting.write_superblock(path, superblock)
         options.records_path.mkdir(parents=True)
         async with engines.open_records(options) as plain_records:
             records = sealed.as_formatted(plain_records, superblock)
-            await records.commit(format.first_records(options), durable=True)
+            await records.commit(formatting.first_records(options), durable=True)
             await work.write(records)
     return work.report
 
@@ -124,7 +124,7 @@ async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport
 async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport:
     title = options.title
     async with engines.open_records(options) as records, membership(records, options.client.lease, title) as member:
-        if not await format.is_vacant(records):
+        if not await formatting.is_vacant(records):
             raise VolumeError(
                 f"{title} still has records, which a rebuild replaces: keep a copy if they may be of use, then"
                 f" 'etcdctl del --prefix {options.key_prefix}' and rebuild"
@@ -133,9 +133,9 @@ async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport
             superblock = await _find_superblock(VolumeError(f"{title} has no superblock"), segments)
             work = await _collect(superblock, segments, progress)
         records = sealed.as_formatted(records, superblock)
-        await records.commit(format.first_records(options), durable=True)
+        await records.commit(formatting.first_records(options), durable=True)
         await work.write(FencedRecords(records, member))
-        await format.write_shared_superblock(records, superblock, member)
+        await formatting.write_shared_superblock(records, superblock, member)
     return work.report
 
 
@@ -153,7 +153,7 @@ async def _find_superblock(error: VolumeError, segments: SegmentStore) -> Superb
     for info in await segments.list():
         if info.size >= layout.SUPERBLOCK_SIZE:
             with suppress(VolumeError, MediumError):
-                found = await format.read_header(segments, info.segment)
+                found = await formatting.read_header(segments, info.segment)
                 return dataclasses.replace(found, segment=layout.NO_SEGMENT)
     raise VolumeError(f"{error}; and no segment has a copy of it")
 
@@ -176,7 +176,7 @@ class _Rebuild:
         self.sizes: dict[int, int] = {}
         """of the segments that are there, in bytes"""
         self.report = RebuildReport()
-        self.pieces: dict[int, list[_Piece]] = defaultdict(list)
+        self.pieces: dict[int, list[_SpokenSlot]] = defaultdict(list)
         """inode -> its slots"""
         self.slot_sizes: dict[int, int] = {}
         """slab -> bytes of a slot"""
@@ -204,7 +204,7 @@ class _Rebuild:
         rows, offsets = layout.find_headers(table, geometry)
         live = rows["state"] != layout.STATE_FREE
         addrs = (slab * geometry.slab_size + offsets[live]).tolist()
-        found = list(map(_Piece.of, rows[live], addrs))
+        found = list(map(_SpokenSlot.of, rows[live], addrs))
         if found:
             # A slab that changed its class may show old headers: the latest one says what it is now.
             slot_size = self.slot_sizes[slab] = max(found).slot_size
@@ -225,7 +225,7 @@ class _Rebuild:
 
     # -- files ---------------------------------------------------------------------------------------
 
-    async def choose_file(self, ino: int, pieces: list[_Piece]) -> None:
+    async def choose_file(self, ino: int, pieces: list[_SpokenSlot]) -> None:
         """Find an inode's newest pieces, its description, and whether it is whole."""
         chunks = _newest(pieces)
         description = await self._description(chunks)
@@ -248,7 +248,7 @@ class _Rebuild:
         if path not in self.files or self.files[path].generation <= generation:  # the later one took the name
             self.files[path] = _File(_inode(ino, description, extents), extents, generation)
 
-    async def _description(self, chunks: dict[int, list[_Piece]]) -> Description | None:
+    async def _description(self, chunks: dict[int, list[_SpokenSlot]]) -> Description | None:
         """The newest that can be read, of the first pieces of all chunks; that of the first chunk before all others."""
         heads = [chunk[0] for chunk in chunks.values()]
         for piece in sorted(heads, key=lambda piece: (piece.chunk == 0, piece.time, -piece.chunk), reverse=True):
@@ -267,7 +267,7 @@ class _Rebuild:
                 return description
         return None
 
-    async def _verified(self, piece: _Piece) -> schema.ExtentRecord | None:
+    async def _verified(self, piece: _SpokenSlot) -> schema.ExtentRecord | None:
         """The extent in a slot; None where its bytes are not what its header says."""
         checksums = packing = b""
         if piece.state in (layout.STATE_SEALED, layout.STATE_PACKED):
@@ -307,7 +307,7 @@ class _Rebuild:
                     self.report.bytes += extent.length
             if len(puts) >= COMMIT_ROWS:
                 size += growth(puts, (), {})
-                await format.commit_in_parts(records, puts)
+                await formatting.commit_in_parts(records, puts)
                 puts = {}
         puts.update(_directory_records(directories))
         puts.update(self._slab_records(slots))
@@ -315,7 +315,7 @@ class _Rebuild:
         puts[schema.COUNTER_GENERATION] = schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)
         size += growth(puts, (), {})
         puts[schema.COUNTER_FILES] = schema.encode_counts(len(self.files) + len(directories), size)
-        await format.commit_in_parts(records, puts)
+        await formatting.commit_in_parts(records, puts)
         await records.commit({}, durable=True)
 
     def _slab_records(self, slots: dict[int, list[int]]) -> Iterator[tuple[bytes, bytes]]:
@@ -329,9 +329,9 @@ class _Rebuild:
             yield schema.slab_key(slab), schema.encode_slab(slot_size, bytes(bitmap))
 
 
-def _newest(pieces: list[_Piece]) -> dict[int, list[_Piece]]:
+def _newest(pieces: list[_SpokenSlot]) -> dict[int, list[_SpokenSlot]]:
     """chunk -> its pieces in order: of each chunk the latest set that fits together."""
-    chunks: dict[int, list[_Piece]] = {}
+    chunks: dict[int, list[_SpokenSlot]] = {}
     for index in sorted({piece.chunk for piece in pieces}):
         of_chunk = sorted((piece for piece in pieces if piece.chunk == index), reverse=True)
         # Pieces of one write have consecutive generations, the last piece the highest.

@@ -26,7 +26,7 @@ from kvfuse.remote.records.api import Record
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.volume.check.evidence import Named, extents_in
-from kvfuse.volume.check.heads import differences, head_of
+from kvfuse.volume.check.head_check import differences, head_of
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.opening import engines

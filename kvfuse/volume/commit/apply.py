@@ -12,11 +12,11 @@ from kvfuse.errors import EngineError
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.batch import NOTHING, Batch, Draft
 from kvfuse.volume.commit.planner import Planner
-from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.disk.disk_tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, FRESH, RESTED, Extent
 from kvfuse.volume.inodes.dentries import settle_all
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.namespaces.uses import changes_of
+from kvfuse.volume.namespaces.namespace_uses import changes_of
 from kvfuse.volume.store import schema
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, USE_RECORD_SIZE, Changes
+from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, USE_RECORD_SIZE, WriteSet
 from kvfuse.volume.commit.late import Late
 from kvfuse.volume.commit.pending import Vanishing
 from kvfuse.volume.inodes.chunk import Chunk, Extent
@@ -148,7 +148,7 @@ class Taken(NamedTuple):
 
 
 @dataclass
-class Batch(Changes):
+class Batch(WriteSet):
     """One commit, and what is settled in memory when it is stored."""
 
     freed: list[Extent] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Batch(Changes):
     too_large: bool = False
     """it is one unit that is larger than a commit may be: it is sent in several"""
 
-    def parts(self, limits: RecordLimits) -> Iterator[Changes]:
+    def parts(self, limits: RecordLimits) -> Iterator[WriteSet]:
         """Split it into several commits: slab records first, then puts, deletes, and f records of others' slots.
 
         In a shared volume this happens only if many inodes with many chunk records each belong together: the freed
@@ -188,14 +188,14 @@ class Batch(Changes):
         guards = {key: version for key, version in self.draft.expect.items() if key[:1] == schema.CLEARED_PREFIX}
         operations_max = limits.commit_operations_max - RESERVED_OPERATIONS - len(guards) - len(self.uses)
         bytes_max = limits.commit_bytes_max - RESERVED_BYTES - sum(map(len, guards)) - USE_RECORD_SIZE * len(self.uses)
-        part, size = Changes(expect=guards), 0
+        part, size = WriteSet(expect=guards), 0
         for key in keys:
             row_size = len(key) + len(self.puts.get(key, b""))
             count = len(part.puts) + len(part.deletes)
             if count and (count >= operations_max or size + row_size > bytes_max):
                 part.size = growth(part.puts, part.deletes, self.draft.before)
                 yield part
-                part, size = Changes(expect=guards), 0
+                part, size = WriteSet(expect=guards), 0
             size += row_size
             if key in self.puts:
                 part.puts[key] = self.puts[key]

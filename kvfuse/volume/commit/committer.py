@@ -16,7 +16,7 @@ import trio
 
 from kvfuse.errors import EngineError, KvfuseError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore, Versioned
-from kvfuse.volume.namespaces.uses import NOTHING, OwnUses
+from kvfuse.volume.namespaces.namespace_uses import NOTHING, OwnUses
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.store.sealed import get_marked
@@ -36,7 +36,7 @@ SECONDS_MAX = 0.05
 
 
 @dataclass
-class Changes:
+class WriteSet:
     """Puts, deletes and expected versions of one commit; like `Transaction`, but mutable."""
 
     puts: dict[bytes, bytes] = field(default_factory=dict)
@@ -75,13 +75,13 @@ class _Waiting:
 class _Group:
     """One commit: a batch, or none, and transactions, which touch different records."""
 
-    def __init__(self, batch: Changes | None, limits: RecordLimits, sequence: Sequence | None) -> None:
-        begun = batch or Changes()
+    def __init__(self, batch: WriteSet | None, limits: RecordLimits, sequence: Sequence | None) -> None:
+        begun = batch or WriteSet()
         self.batch = batch
         self.files, self.size = begun.files, begun.size
         self.uses = dict(begun.uses)
         self.members: list[_Waiting] = []
-        self.changes = Changes(dict(begun.puts), set(begun.deletes), dict(begun.expect))
+        self.changes = WriteSet(dict(begun.puts), set(begun.deletes), dict(begun.expect))
         if sequence is not None:
             self.changes.puts[sequence.key] = sequence.value
             self.changes.expect[sequence.key] = sequence.version
@@ -153,7 +153,7 @@ class Gathering:
         """duration of the last commit, at most `SECONDS_MAX`"""
         self._complete = trio.Event()
 
-    def came(self) -> None:
+    def add_caller(self) -> None:
         """One more caller waits."""
         if sum(map(len, self.queues)) >= self._peers:
             self._complete.set()
@@ -198,7 +198,7 @@ class UseRecords:
     uses: OwnUses
     client: int
 
-    def put(self, more: Mapping[int, Counts], changes: Changes) -> None:
+    def put(self, more: Mapping[int, Counts], changes: WriteSet) -> None:
         """In the same commit, so that a crash cannot separate them."""
         for number, value in self.uses.values(more).items():
             key = schema.use_key(number, self.client)
@@ -265,7 +265,7 @@ class Committer:
         waiting = _Waiting(transaction)
         self._waiting.append(waiting)
         self._work.set()
-        self.gathering.came()
+        self.gathering.add_caller()
         try:
             await waiting.done.wait()
         finally:
@@ -326,7 +326,7 @@ class Committer:
     # -- sending -------------------------------------------------------------------------------------
 
     async def send(
-        self, batch: Changes | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
+        self, batch: WriteSet | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
     ) -> Outcome:
         """With the turn: commit a batch, and transactions beside it. EngineError: it may have happened; see `resolve`.
 
@@ -366,7 +366,7 @@ class Committer:
                 return Outcome(0, {key: row for key, row in found.items() if key in batch.expect})
         return Outcome(0, {})
 
-    def _gather(self, batch: Changes | None) -> _Group:
+    def _gather(self, batch: WriteSet | None) -> _Group:
         """The batch and as many waiting transactions as fit beside it, in order of arrival."""
         group = _Group(batch, self.records.limits, self._sequence)
         for _ in range(len(self._waiting)):
@@ -431,7 +431,7 @@ class Committer:
     async def resolve(self) -> None:
         """With the turn: find out whether the last commit happened. EngineError: the store does not say yet.
 
-        If it did, sets `Changes.version` of its batch, and applies its transactions.
+        If it did, sets `WriteSet.version` of its batch, and applies its transactions.
         """
         group, sequence = self._unknown, self._sequence
         if group is None or sequence is None:

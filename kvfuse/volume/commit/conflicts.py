@@ -235,7 +235,7 @@ class Conflicts:
         if change.node is None and change.moved is not None and entry is not None and entry.ino != change.moved.ino:
             self._give_up(parent, name, change)
             return
-        self.refusals.stays(change)  # another host renamed or removed it
+        self.refusals.keep_inode(change)  # another host renamed or removed it
         change.stored, change.version = row is not None, row.version if row is not None else 0
         ours = change.node
         if isinstance(entry, schema.InodeRecord) and row is not None and (ours is None or entry.ino != ours.ino):
@@ -256,7 +256,7 @@ class Conflicts:
 
     def _give_up(self, parent: int, name: bytes, change: NameChange) -> None:
         node = change.node
-        self.refusals.stays(change)
+        self.refusals.keep_inode(change)
         self.pending.forget_change(parent, name)
         if node is not None:
             self.refusals.lost(node)

@@ -51,7 +51,7 @@ CHUNK_MAX = 4096
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
+class CommitWaiter:
     """One caller that waits for a commit."""
 
     nodes: tuple[Node, ...]
@@ -67,22 +67,22 @@ class Waiters:
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
-        self.waiting: list[Waiter] = []
+        self.waiting: list[CommitWaiter] = []
         """always the same list: `Gathering` counts it"""
         self._has_stopped = False
 
-    def add(self, nodes: tuple[Node, ...], durable: bool) -> Waiter:
+    def add(self, nodes: tuple[Node, ...], durable: bool) -> CommitWaiter:
         """Add a waiter and have a commit start at once. EngineError after `stop`."""
         if self._has_stopped:
             raise EngineError("the volume is being unmounted, or lost its lease: nothing is committed any more")
-        waiter = Waiter(nodes, durable, self._pending.serial)
+        waiter = CommitWaiter(nodes, durable, self._pending.serial)
         if nodes:
             self.force([waiter])
         self.waiting.append(waiter)
         self._pending.load.hurry()
         return waiter
 
-    def force(self, waiters: Iterable[Waiter]) -> None:
+    def force(self, waiters: Iterable[CommitWaiter]) -> None:
         """Have their inodes, and those tied to them, in the next commit even while they are open for writing."""
         nodes = [settler for waiter in waiters for node in waiter.nodes for settler in settlers(node)]
         for member in self._pending.ties.closure(nodes):
@@ -90,7 +90,7 @@ class Waiters:
                 member.forced = True
                 self._pending.reconsider(member)
 
-    def served_by(self, late: Late, left_serial: int | None, early: list[Waiter]) -> list[Waiter]:
+    def served_by(self, late: Late, left_serial: int | None, early: list[CommitWaiter]) -> list[CommitWaiter]:
         """Waiters whose changes are in the new batch. The others get the next commit at once.
 
         ``late``: inodes that are not in it. ``left_serial``: the oldest change for which it had no room.
@@ -115,7 +115,7 @@ class Waiters:
             self._pending.load.hurry()
         return served
 
-    def release(self, waiters: list[Waiter], error: KvfuseError | None = None) -> None:
+    def release(self, waiters: list[CommitWaiter], error: KvfuseError | None = None) -> None:
         """End the wait of these, with an error or none."""
         released = set(waiters)
         self.waiting[:] = [waiter for waiter in self.waiting if waiter not in released]
@@ -177,7 +177,7 @@ class Journal:
             return
         durable = durable and not self.settling.is_always_durable
         waiter = self.waiters.add(nodes, durable)
-        self.committer.gathering.came()
+        self.committer.gathering.add_caller()
         await waiter.done.wait()
         if waiter.error is not None:
             raise waiter.error
@@ -391,7 +391,7 @@ class Journal:
         if not self.core.doubt.is_any:
             self.core.health.worked(SYNC)
 
-    async def _send(self, batch: Batch, waiters: Collection[Waiter] = (), began: float | None = None) -> bool:
+    async def _send(self, batch: Batch, waiters: Collection[CommitWaiter] = (), began: float | None = None) -> bool:
         """With the committer's turn: commit and settle ``_sent``. EngineError: it is kept and sent again.
 
         False: another host changed the same records first. Conflicts were resolved; the next commit has the changes.

@@ -101,7 +101,7 @@ class Planner:
     def _draft_dead(self, draft: Draft, extents: list[Extent]) -> None:
         """Draft the freeing of slots: in our slabs by the slabs' records, in others' by f records for their holders."""
         draft.puts.update(self.core.sharing.freed(extents))
-        self._draft_slabs(draft, self.core.sharing.mine(extents))
+        self._draft_slabs(draft, self.core.sharing.own_extents(extents))
 
     def _draft_slabs(self, draft: Draft, extents: list[Extent]) -> None:
         """Draft the records of slabs in which slots become durable or are freed."""

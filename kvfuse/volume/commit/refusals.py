@@ -121,7 +121,7 @@ class Refusals:
         """Drop the changes of an inode that another host removed, as if it had been unlinked while it was open."""
         self.pending.counters.lost_inodes += 1
         for change in self.pending.changes_of(node):
-            self.stays(change)
+            self.keep_inode(change)
             self.pending.forget_change(change.parent, change.name)
         if not node.version and node.nlink:
             self.core.file_count -= 1  # it was never stored
@@ -139,7 +139,7 @@ class Refusals:
             self.pending.forget(node)
             node.dead = []
 
-    def stays(self, change: NameChange) -> None:
+    def keep_inode(self, change: NameChange) -> None:
         """Do not remove the inode that would have lost its last name by the change: another host renamed or removed it.
 
         Memory has it in the state in which it was removed here, so it is read again.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume.api import Numbers, Places, SlotSource
+from kvfuse.volume.api import Numbers, SlotSource, WritePlaces
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.chunk import FRESH, Chunk
 from kvfuse.volume.inodes.core import Core
@@ -70,7 +70,7 @@ class InPlaceWriter:
                 self.journal.pending.touch(node)
                 if callable(source):
                     self._keep()  # who writes answers for it, too
-                    await source(Places(numbers, segments, places, targets))
+                    await source(WritePlaces(numbers, segments, places, targets))
                 else:
                     rows = zip(segments.tolist(), places.tolist(), numbers.tolist(), strict=True)
                     await self.core.segments.write([Transfer(*row[:2], source[row[2]]) for row in rows])

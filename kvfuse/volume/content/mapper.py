@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvfuse.errors import Stale
 from kvfuse.volume.content.access_times import AccessTimes
 from kvfuse.volume.content.chunks import Chunks
-from kvfuse.volume.content.left_copies import LeftCopies
+from kvfuse.volume.content.kept_copies import KeptCopies
 from kvfuse.volume.content.reader import Extents
 from kvfuse.volume.inodes.chunk import DISCARDED, Chunk
 from kvfuse.volume.inodes.core import Core
@@ -25,7 +25,7 @@ class Mapper:
     extents: Extents
 
     def __post_init__(self) -> None:
-        self.left = LeftCopies(self.core, self.chunks)
+        self.left = KeptCopies(self.core, self.chunks)
 
     def map_of(self, node: Node) -> ContentMap:
         """The inode's map. Stale for one that was removed."""

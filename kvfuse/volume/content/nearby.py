@@ -10,7 +10,7 @@ import numpy as np
 import trio
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
-from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk.copies import GranuleRun
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -27,7 +27,7 @@ def base_of(extent: Extent, offset: int) -> int:
     return NO_BASE if extent.packing else offset
 
 
-def wanted_of(node: Node, base: int, stretch: Stretch) -> Wanted:
+def wanted_of(node: Node, base: int, stretch: GranuleRun) -> Wanted:
     first, last = stretch.low // GRANULE_SIZE, -(-stretch.high // GRANULE_SIZE)
     checksums = stretch.checksums[first * CHECKSUM_SIZE : last * CHECKSUM_SIZE]
     return Wanted(node.ino, base, stretch.addr, stretch.generation, stretch.low, stretch.high, checksums)
@@ -73,7 +73,7 @@ class Nearby:
         view = block.buffer[start:end].data
         return view if granule_checksums(view) == wanted.checksums else None
 
-    def is_with_others(self, stretch: Stretch) -> bool:
+    def is_with_others(self, stretch: GranuleRun) -> bool:
         """Another host can be asked, which most likely has it."""
         neighbours = self.core.reads.neighbours
         return neighbours is not None and neighbours.may_have(stretch.addr)
@@ -84,7 +84,7 @@ class Nearby:
         return max(HEDGE_FACTOR * min(neighbours.expect(wanted), engine), engine, HEDGE_MIN)
 
     async def read(
-        self, node: Node, base: int, stretch: Stretch, engine: Engine, target: memoryview | None = None,
+        self, node: Node, base: int, stretch: GranuleRun, engine: Engine, target: memoryview | None = None,
         *, lasts: bool = True,
     ) -> memoryview | None:  # fmt: skip
         """All bytes of a stretch, verified: from the disk tier, from other hosts, or else as ``engine`` answers.
@@ -140,7 +140,7 @@ class Nearby:
             raise failed[0]
         return found[0]
 
-    def offer(self, node: Node, stretch: Stretch, data: memoryview, seconds: float) -> None:
+    def offer(self, node: Node, stretch: GranuleRun, data: memoryview, seconds: float) -> None:
         """The engine gave these bytes, in so many seconds; they are right, and do not change any more."""
         if self.core.disk is not None:
             self.core.disk.offer(stretch, data, seconds, wanted=self._may_keep(node))

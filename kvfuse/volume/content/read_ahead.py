@@ -23,7 +23,7 @@ from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, granule_checksums
 from kvfuse.errors import KvfuseError
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.content.nearby import Nearby, base_of
-from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk.copies import GranuleRun
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -225,7 +225,7 @@ class Fetcher:
     async def _read_nearest(self, extent: Extent, window: _Window, index: int, part: _Part) -> bool:
         """From what is nearer than the engine, if that has the bytes. Whether they are right. EngineError."""
         start, target = window.low + index * PART_SIZE, window.bytes[index * PART_SIZE : (index + 1) * PART_SIZE]
-        stretch = Stretch.around(extent, start, start + len(target))
+        stretch = GranuleRun.around(extent, start, start + len(target))
         if stretch.checksums != window.checksums:
             await self._read(extent, start, target)
             return window.is_intact(index, target)

@@ -23,7 +23,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import codec, schema
 from kvfuse.volume.store.extents import find_frames
-from kvfuse.volume.views.content_map import MapRow, Source
+from kvfuse.volume.views.content_map import MappedSource, MapRow
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class OwnExtents(Extents):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, MappedSource] = {}
         """of segments that can be mapped: each is mapped once"""
 
     async def read(
@@ -188,7 +188,7 @@ class OwnExtents(Extents):
         segment, start = self.core.locate(extent.addr)
         source = self._sources.get(segment)
         if source is None and (found := self.core.segments.source(segment)) is not None:
-            source = self._sources[segment] = Source(found[0], found[1], guard=found[2])
+            source = self._sources[segment] = MappedSource(found[0], found[1], guard=found[2])
         if source is None or not source.is_intact():
             return None
         return MapRow(source, start, extent.length, extent.checksums, extent.verified)

@@ -13,7 +13,7 @@ from kvfuse.errors import Corrupt
 from kvfuse.volume.content.nearby import Nearby, base_of
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.reader import Extents, Reads, is_current
-from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk.copies import GranuleRun
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -67,7 +67,7 @@ class SharedExtents(Extents):
         """As `read_verified`, from where the bytes are there soonest. ``target``: for whole granules."""
         if not (self.nearby.is_there and extent.checksums):
             return await self.read_verified(node, extent, start, length, is_same)
-        stretch = Stretch.around(extent, start, start + length)
+        stretch = GranuleRun.around(extent, start, start + length)
         low = stretch.low
 
         async def engine(*, is_beside: bool) -> memoryview | None:
@@ -105,9 +105,9 @@ class SharedExtents(Extents):
             raise errors[0]
 
 
-def _whole_granules(extent: Extent, start: int, length: int) -> Stretch | None:
+def _whole_granules(extent: Extent, start: int, length: int) -> GranuleRun | None:
     """These bytes, where they are granules of a sealed extent, and no part of one."""
     if not extent.checksums:
         return None
-    stretch = Stretch.around(extent, start, start + length)
+    stretch = GranuleRun.around(extent, start, start + length)
     return stretch if (stretch.low, stretch.high) == (start, start + length) else None

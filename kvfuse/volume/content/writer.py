@@ -27,7 +27,7 @@ from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node, locked
 from kvfuse.volume.slots.flusher import Flusher
-from kvfuse.volume.slots.space import RoomWait, Space
+from kvfuse.volume.slots.space import RoomFinder, RoomWait
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 
@@ -127,7 +127,7 @@ class Writer:
     core: Core
     journal: Journal
     flusher: Flusher
-    space: Space
+    space: RoomFinder
     reader: Reader
     staging: Staging
     in_place: InPlaceWriter

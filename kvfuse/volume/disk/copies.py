@@ -45,7 +45,7 @@ class SealedExtent(Protocol):
     checksums: bytes
 
 
-class Stretch(NamedTuple):
+class GranuleRun(NamedTuple):
     """Neighbouring granules of one sealed extent: all fields but the last two are of its record. Sizes in bytes."""
 
     addr: int

@@ -5,9 +5,9 @@ expects and moves. So every number that any host has got by then is smaller, and
 Whatever has a smaller number is there for nobody who has heard of the clear; a sweep removes it (`shared_sweeping`).
 
 No file gets a name that was cleared before. Each commit that gives a file a name expects the e record of its namespace
-as its host has heard of it (`SharedTerms`, `names.name_change.Draft`); the store refuses it after a clear that the host
-has not heard of. What the host had in memory of files with smaller numbers is dropped then, before the next commit is
-built (`Conflicts.drop_cleared`): a file that was about to be stored during a clear is a miss. So once a scan of all
+as its host has heard of it (`SharedTerms`, `names.name_change.PlanDraft`); the store refuses it after a clear that the
+host has not heard of. What the host had in memory of files with smaller numbers is dropped then, before the next commit
+is built (`Conflicts.drop_cleared`): a file that was about to be stored during a clear is a miss. So once a scan of all
 names has found no such file, there will never be one. The record is marked as swept, and stays: a commit of a host that
 was cut off for long must not find it as it was before the clear. Nobody filters any more.
 

@@ -50,7 +50,7 @@ READ_PAUSE_SECONDS = 2.0
 """at least between two times"""
 
 
-class Leaving(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """A candidate that a commit is to remove."""
 
     candidate: Candidate
@@ -105,7 +105,7 @@ class SharedEviction:
 
     # -- books -----------------------------------------------------------------------------------------
 
-    async def read_what_came(self) -> None:
+    async def read_new_slabs(self) -> None:
         """Put the blocks of slabs on the books that came from other hosts. EngineError: later."""
         unread = any(not cache.before.is_known for cache in self.core.caches.values())
         namespaces = self.core.namespaces
@@ -113,12 +113,12 @@ class SharedEviction:
             for cache in self.core.caches.values():
                 cache.before.end()
             unread = False
-        if not (namespaces.slabs_came or unread) or trio.current_time() < self._read_at:
+        if not (namespaces.new_slabs or unread) or trio.current_time() < self._read_at:
             return
-        began, came = trio.current_time(), set(namespaces.slabs_came)
+        began, came = trio.current_time(), set(namespaces.new_slabs)
         holds, is_first = self.core.slabs.holds, unread
         await read_blocks(self.core, list(self.core.caches), lambda slab: holds(slab) and (is_first or slab in came))
-        namespaces.slabs_came -= came
+        namespaces.new_slabs -= came
         now = trio.current_time()
         self._read_at = now + max(READ_SHARE * (now - began), READ_PAUSE_SECONDS)
 
@@ -225,9 +225,9 @@ class SharedEviction:
 
     def _sort(
         self, cache: Cache, found: Sequence[tuple[Candidate, Record]]
-    ) -> tuple[list[Leaving], list[tuple[Candidate, Record]]]:
+    ) -> tuple[list[EvictionCandidate], list[tuple[Candidate, Record]]]:
         """Files that a commit may remove; and those that are to be unlinked as users do it, if they may go at all."""
-        going: list[Leaving] = []
+        going: list[EvictionCandidate] = []
         others: list[tuple[Candidate, Record]] = []
         for candidate, row in found:
             if is_back(cache, candidate):
@@ -239,7 +239,7 @@ class SharedEviction:
             elif (slab := self.core.first_slab(record)) is not None and not self.core.slabs.holds(slab):
                 cache.absent([candidate])  # another host has put its own file there
             else:
-                going.append(Leaving(candidate, Going(row, record)))
+                going.append(EvictionCandidate(candidate, Going(row, record)))
         return going, others
 
     def _is_changing(self, row: Record, record: schema.InodeRecord) -> bool:
@@ -250,7 +250,7 @@ class SharedEviction:
             directory, name
         ).change is not None
 
-    async def _commit(self, cache: Cache, leaving: Sequence[Leaving], reason: str) -> bool:
+    async def _commit(self, cache: Cache, leaving: Sequence[EvictionCandidate], reason: str) -> bool:
         """As `BulkRemoval.commit`."""
         candidates = {one.file.row.key: one.candidate for one in leaving}
 

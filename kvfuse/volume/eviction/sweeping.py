@@ -20,7 +20,7 @@ from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
-from kvfuse.volume.names.plans import End, Place, Plan
+from kvfuse.volume.names.plans import End, NamePlace, Plan
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_sound, last_key, scan_page
 
@@ -100,7 +100,7 @@ class Sweeper:
         if found.cleared is None:
             return
         with suppress(errors.NotFound):
-            await self.names.memory.plan_later([Place(directory, name, is_entered=False)], _plan_nothing)
+            await self.names.memory.plan_later([NamePlace(directory, name, is_entered=False)], _plan_nothing)
         self._reap(found.cleared)
 
     def _reap(self, node: Node) -> None:

@@ -28,7 +28,7 @@ class Shares:
     _partly_free: dict[int, int] = field(default_factory=dict)
     """slabs that could be given back at the last look -> bytes that were free in them"""
     _owed_since: float | None = None
-    came_at: float = -math.inf
+    slabs_at: float = -math.inf
     """when this client last got slabs"""
     asked: bool = False
     """this client told the others lately that it lacks room"""
@@ -59,10 +59,10 @@ class Shares:
                 left -= free
         return given
 
-    def came(self) -> None:
+    def note_slabs(self) -> None:
         """This client got slabs: more may follow."""
         self._owed_since = None
-        self.came_at = trio.current_time()
+        self.slabs_at = trio.current_time()
 
     def is_owed(self) -> bool:
         """Others have more than their part, and are about to give some of it back."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import trio
 
 from kvfuse.errors import EngineError, OperationError
-from kvfuse.volume.eviction.eviction import Evictor
+from kvfuse.volume.eviction.evictor import Evictor
 from kvfuse.volume.eviction.shared_eviction import SharedEviction
 from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.slab_leases import SlabLeases

@@ -31,7 +31,7 @@ from kvfuse.volume.hosts.freed_slots import FreedSlots, JournalPart
 from kvfuse.volume.hosts.slab_view import Seen, SlabView
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.schema import NOBODY, Holder
+from kvfuse.volume.store.schema import NOBODY, SlabHolder
 from kvfuse.volume.store.sealed import get_page
 from kvfuse.volume.store.transaction import Transaction
 
@@ -130,7 +130,7 @@ class HeldSlabs:
             grace = max(min(self.core.grace.seconds, ADOPTION_GRACE_MAX), self.core.segments.limits.quarantine)
         for slab, (holder, version) in found.items():
             expect[schema.holder_key(slab)] = version
-            puts[schema.holder_key(slab)] = schema.encode_holder(Holder(self.core.client, holder.epoch + 1))
+            puts[schema.holder_key(slab)] = schema.encode_holder(SlabHolder(self.core.client, holder.epoch + 1))
             if holder.client != NOBODY:
                 expect[schema.member_key(holder.client)] = ABSENT
 
@@ -184,14 +184,14 @@ class HeldSlabs:
             self.grant_count += 1
             self.granted()
             if state.slot_size:
-                self.core.namespaces.slab_came(state.slab)
+                self.core.namespaces.add_slab(state.slab)
 
     async def give_back(self, slabs: Sequence[int]) -> None:
         """Slabs in which this client allocates no more are nobody's. After an EngineError: to be tried again."""
         for part in self._pieces(slabs):
             expect = {schema.holder_key(slab): self.slabs[slab].version for slab in part}
             puts = {
-                schema.holder_key(slab): schema.encode_holder(Holder(NOBODY, self.slabs[slab].holder.epoch))
+                schema.holder_key(slab): schema.encode_holder(SlabHolder(NOBODY, self.slabs[slab].holder.epoch))
                 for slab in part
             }
 

@@ -71,7 +71,7 @@ class Reports:
     def __post_init__(self) -> None:
         self._elsewhere = self.core.namespaces.elsewhere
         self._elsewhere.is_there = self.core.is_there
-        self.others: dict[int, schema.Report] = {}
+        self.others: dict[int, schema.HostReport] = {}
         """client -> its last report"""
         self.is_asked = trio.Event()
         """set when another host said that it lacks room"""
@@ -96,7 +96,7 @@ class Reports:
         now, own = trio.current_time(), self.evictable
         if self.core.is_alone() or not any(one.evictable > own for one in self.others.values()):
             return False
-        last = max(self._asked_since or -PAUSE_SECONDS, self.shares.came_at)
+        last = max(self._asked_since or -PAUSE_SECONDS, self.shares.slabs_at)
         if self._asked_since is None or now > self._asked_since + self._patience + PAUSE_SECONDS:
             self._asked_since = last = now
         if now > last + self._patience:
@@ -132,7 +132,7 @@ class Reports:
         if not is_news or self.core.is_alone():
             return
         uses = tuple([(namespace, schema.encode_u64s(keys)) for namespace, keys in chains])
-        report = schema.encode_report(schema.Report(uses, wanted, own))
+        report = schema.encode_report(schema.HostReport(uses, wanted, own))
         try:
             await self.records.commit({schema.report_key(self.member.client): report}, lease=self.member.lease)
         except EngineError as error:

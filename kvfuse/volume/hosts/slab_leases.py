@@ -25,7 +25,7 @@ from kvfuse.volume.hosts.freed_slots import FreedSlots, JournalPart
 from kvfuse.volume.hosts.held_slabs import HeldSlabs
 from kvfuse.volume.hosts.slab_supply import SlabSupply
 from kvfuse.volume.hosts.slab_view import SlabView
-from kvfuse.volume.inodes.core import Core, Part
+from kvfuse.volume.inodes.core import CacheShare, Core
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.numbers import SharedNumberRange
 from kvfuse.volume.store.schema import NOBODY
@@ -61,7 +61,7 @@ class SlabLeases:
         self.inheritance = Inheritance(core, journal, self.view, self.heir, free_later)
         self.shares = Shares(core, self.view)
         fence = self.inheritance.fence
-        self.held = HeldSlabs(core, journal, self.view, self.freed, fence, self._wake, self.shares.came)
+        self.held = HeldSlabs(core, journal, self.view, self.freed, fence, self._wake, self.shares.note_slabs)
         self.supply = SlabSupply(core, self.view, self.held, self.shares)
         self._gone_since: dict[int, float] = {}
         self._turn = trio.Lock()
@@ -95,12 +95,12 @@ class SlabLeases:
         inodes = view.counts_beside(self.core.client).inodes + self.core.file_count
         return free, max(inodes, 1)
 
-    def _part(self) -> Part:
+    def _part(self) -> CacheShare:
         """What this client holds, and an equal part of what nobody does."""
         slabs, held_size = self.core.slabs, self.core.slabs.slab_count * self.core.geometry.slab_size
         unheld = max(self.view.unheld_free_bytes, 0) // max(len(self.view.members), 1)
         used = held_size - slabs.free_bytes - slabs.pending_bytes - self._resting_size()
-        return Part(held_size + unheld, max(used, 0))
+        return CacheShare(held_size + unheld, max(used, 0))
 
     def _is_alone(self) -> bool:
         return self.view.ready.is_set() and self.view.members == {self.core.client}

@@ -19,7 +19,7 @@ from kvfuse.remote.records.api import ABSENT, Change, RecordStore
 from kvfuse.slab.image import SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.schema import NOBODY, Counts, Holder
+from kvfuse.volume.store.schema import NOBODY, Counts, SlabHolder
 from kvfuse.volume.store.sealed import ScanPages, get_page
 
 KINDS = (b"m", b"l", b"s", b"f", b"q", schema.COUNTER_FILES)
@@ -33,19 +33,19 @@ log = logging.getLogger(__name__)
 class Seen(NamedTuple):
     """An l record as it was seen; version ABSENT: there was none."""
 
-    holder: Holder
+    holder: SlabHolder
     version: int
 
 
-class Use(NamedTuple):
+class SlabUse(NamedTuple):
     """An s record: how many of a slab's slots are durable."""
 
     slot_size: int
     slots_used: int
 
 
-NEVER_HELD = Seen(Holder(NOBODY, 0), ABSENT)
-UNUSED = Use(0, 0)
+NEVER_HELD = Seen(SlabHolder(NOBODY, 0), ABSENT)
+UNUSED = SlabUse(0, 0)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class SlabView:
         self.members: set[int] = set()
         """clients that are alive"""
         self.holders: dict[int, Seen] = {}
-        self.uses: dict[int, Use] = {}
+        self.uses: dict[int, SlabUse] = {}
         self._unclear: set[int] = set()
         """slabs whose holder's record is damaged"""
         self.counts: dict[int, Counts] = {}
@@ -91,7 +91,7 @@ class SlabView:
     def seen(self, slab: int) -> Seen:
         return self.holders.get(slab, NEVER_HELD)
 
-    def use(self, slab: int) -> Use:
+    def use(self, slab: int) -> SlabUse:
         return self.uses.get(slab, UNUSED)
 
     def slots_free(self, slab: int) -> int:
@@ -252,7 +252,7 @@ class SlabView:
         if value is not None:
             state = SlabState(slab, *schema.decode_slab(value))
             if state.slot_size:
-                use = Use(state.slot_size, int(durable_slots(state, self.geometry).sum()))
+                use = SlabUse(state.slot_size, int(durable_slots(state, self.geometry).sum()))
         before = self.uses.pop(slab, UNUSED)
         added = use.slot_size * use.slots_used - before.slot_size * before.slots_used
         self.used_bytes += added

@@ -20,26 +20,26 @@ from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE, ReadingThread
-from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.disk.disk_tier import DiskTier
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
 from kvfuse.volume.inodes.doubt import Doubt
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.kept_unstored import KeptUnstored
 from kvfuse.volume.inodes.kernel_link import KernelLink
+from kvfuse.volume.inodes.known_inodes import KnownInodes
 from kvfuse.volume.inodes.metadata_budget import Metadata
 from kvfuse.volume.inodes.node import Node, Nodes
-from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.sharing import Alone, Shared
 from kvfuse.volume.measures.demand import Demand
 from kvfuse.volume.measures.speeds import Speeds
 from kvfuse.volume.namespaces.cache import Cache
-from kvfuse.volume.namespaces.registry import Namespaces
-from kvfuse.volume.namespaces.uses import Use
-from kvfuse.volume.store.left import NOTHING, Left
+from kvfuse.volume.namespaces.namespace_registry import Namespaces
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
+from kvfuse.volume.store.kept_membership import NOTHING, KeptMembership
 from kvfuse.volume.store.numbers import NumberRange
 from kvfuse.volume.store.schema import InodeRecord
-from kvfuse.volume.tier.tier import SharedTier
+from kvfuse.volume.tier.shared_tier import SharedTier
 from kvfuse.volume.views.health import Health
 from kvfuse.volume.views.neighbours import Neighbours
 
@@ -119,7 +119,7 @@ class ReadEpochs:
             self._retired.popleft()
 
 
-class Part(NamedTuple):
+class CacheShare(NamedTuple):
     """What of the volume this host's caches may fill."""
 
     size: int
@@ -144,7 +144,7 @@ class CoreCounters:
 
 @dataclass
 class Core:
-    """The state of one membership of a volume. Other threads than the event loop's may call `Places.known` alone.
+    """The state of one membership of a volume. Other threads than the event loop's may call `KnownInodes.known` alone.
 
     `succeed` takes over ``tier``, which is thread-safe, and ``reads.threads``: both live as long as the mount.
     """
@@ -169,17 +169,17 @@ class Core:
     namespaces: Namespaces
     client: int = 0
     """number of this client in a shared volume"""
-    left: Left = NOTHING
+    left: KeptMembership = NOTHING
     """what the daemon before this one left, if that was the same client"""
     grace: Grace = field(default_factory=lambda: Grace(0.0))
     """of freed slots of a shared volume"""
     is_alone: Callable[[], bool] = field(default=lambda: False)
     """no other client of a shared volume is known from the watch"""
-    shared_part: Callable[[], Part] | None = None
+    shared_part: Callable[[], CacheShare] | None = None
     """of a shared volume: see `part`"""
     more_slabs: Callable[[], Awaitable[bool]] | None = None
     """takes slabs of a shared volume that nobody holds: whether there are any. EngineError"""
-    places: Places = field(default_factory=Places)
+    places: KnownInodes = field(default_factory=KnownInodes)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
     kernel: KernelLink = field(default_factory=KernelLink)
@@ -198,7 +198,7 @@ class Core:
         self.caches = self.namespaces.caches
         """namespace -> books of those that are caches; empty where no file is ever evicted"""
         self.slabs.ledger = self.namespaces.accounts
-        self.namespaces.accounts.use_of_all = lambda: Use(self.slabs.used_bytes, self.file_count - 1)
+        self.namespaces.accounts.use_of_all = lambda: NamespaceUse(self.slabs.used_bytes, self.file_count - 1)
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)
@@ -371,12 +371,12 @@ class Core:
         has_room = part.used + size <= part.size * self.namespaces.low_water
         return has_room and self.namespaces.accounts.has_spare_room(namespace, size)
 
-    def part(self) -> Part:
+    def part(self) -> CacheShare:
         """The part of the volume that this host's caches may fill: all of it, where it is the only host."""
         if self.shared_part is not None:
             return self.shared_part()
         size, slabs = self.geometry.data_size, self.slabs
-        return Part(size, size - slabs.free_bytes - slabs.pending_bytes)
+        return CacheShare(size, size - slabs.free_bytes - slabs.pending_bytes)
 
     # -- inodes --------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.stored_names import StoredNames
 from kvfuse.volume.inodes.vanishing import VanishingNames
 from kvfuse.volume.store import schema
-from kvfuse.volume.tier.resident import Residents
+from kvfuse.volume.tier.resident_indexes import Residents
 from kvfuse.volume.views.content_map import ContentMap
 
 NAMES_MAX = 32_768

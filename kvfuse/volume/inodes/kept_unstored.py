@@ -45,9 +45,9 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.kept.log import KeptLog
 from kvfuse.volume.inodes.chunk import COMMITTED
 from kvfuse.volume.inodes.dentries import Dentries
+from kvfuse.volume.inodes.known_inodes import KnownInodes
 from kvfuse.volume.inodes.node import Node, Nodes
-from kvfuse.volume.inodes.places import Places
-from kvfuse.volume.inodes.staged_copies import Copies, Copy
+from kvfuse.volume.inodes.staged_copies import StagedCopies, StagedCopy
 from kvfuse.volume.inodes.unstored_states import (
     LOST,
     ChunkState,
@@ -68,7 +68,7 @@ class _Kept:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.chunks: dict[int, Copy | None] = {}
+        self.chunks: dict[int, StagedCopy | None] = {}
 
 
 class KeptUnstored:
@@ -76,7 +76,7 @@ class KeptUnstored:
 
     is_on = True
 
-    def __init__(self, kept: KeptLog, nodes: Nodes, dentries: Dentries, places: Places) -> None:
+    def __init__(self, kept: KeptLog, nodes: Nodes, dentries: Dentries, places: KnownInodes) -> None:
         self._log = kept
         self._all_nodes, self._dentries, self._places = nodes, dentries, places
         self._nodes: dict[Node, set[int] | None] = {}
@@ -89,7 +89,7 @@ class KeptUnstored:
         self._kept_names: set[tuple[int, bytes]] = set()
         self._kept_times: dict[int, Node] = {}
         self._kept_attributes: dict[bytes, bytes | None] = {}
-        self._copies = Copies(kept)
+        self._copies = StagedCopies(kept)
         self._newly_lost: list[Node] = []
 
     def begin(self, keeper: Keeper, name: str, content: bytes) -> None:
@@ -263,7 +263,7 @@ class KeptUnstored:
         if staged is None:
             kept.chunks[index] = None
             return ChunkState(node.ino, index, extents)
-        copy = kept.chunks[index] = former or Copy(staged)
+        copy = kept.chunks[index] = former or StagedCopy(staged)
         self._copies.fill(copy)
         if copy.is_lost:
             if not node.unsaved:

@@ -26,7 +26,7 @@ from kvfuse.volume.views.handover import Handover
 
 if TYPE_CHECKING:
     from kvfuse.volume.inodes.unstored import Unstored
-    from kvfuse.volume.tier.tier import SharedTier
+    from kvfuse.volume.tier.shared_tier import SharedTier
 
 EVICTION_LOOKS = 4
 """Nodes considered for eviction when one is added above the bound: more than one, as some are busy or recent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Protocol
 
-from kvfuse.volume.namespaces.registry import Namespaces
+from kvfuse.volume.namespaces.namespace_registry import Namespaces
 from kvfuse.volume.tier.arena_pool import REGIME_SIZE
 
 

@@ -34,7 +34,7 @@ class Sharing(ABC):
         """The extent of a record of an inode in a namespace."""
 
     @abstractmethod
-    def mine(self, extents: list[Extent]) -> list[Extent]:
+    def own_extents(self, extents: list[Extent]) -> list[Extent]:
         """Those whose slots this host frees itself."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Alone(Sharing):
             addr, slot_size, record.length, record.generation, record.checksums, state, namespace, record.packing
         )
 
-    def mine(self, extents: list[Extent]) -> list[Extent]:
+    def own_extents(self, extents: list[Extent]) -> list[Extent]:
         return extents
 
     def freed(self, extents: Iterable[Extent]) -> dict[bytes, bytes]:
@@ -108,7 +108,7 @@ class Shared(Sharing):
             record.packing,
         )
 
-    def mine(self, extents: list[Extent]) -> list[Extent]:
+    def own_extents(self, extents: list[Extent]) -> list[Extent]:
         return [extent for extent in extents if self._slabs.holds(self._geometry.slab_of(extent.addr))]
 
     def freed(self, extents: Iterable[Extent]) -> dict[bytes, bytes]:
@@ -123,7 +123,7 @@ class Shared(Sharing):
     def release(self, dead: list[Extent], born: set[int]) -> list[Extent]:
         """Skips slots that are released already, because another host gave up the extent, too."""
         released = []
-        for extent in self.mine(dead):
+        for extent in self.own_extents(dead):
             if self._slabs.is_durable(extent.addr) and extent.addr not in born:
                 extent.slot_size = self._slabs.slot_size(extent.addr)
                 self._slabs.release([extent.slot])

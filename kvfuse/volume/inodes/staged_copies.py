@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvfuse.volume.inodes.chunk import Staged
 
 
-class Copy:
+class StagedCopy:
     """The copy of what is staged of a chunk."""
 
     __slots__ = ("is_lost", "pieces", "size", "staged")
@@ -23,7 +23,7 @@ class Copy:
         self.is_lost = False
 
 
-class Copies:
+class StagedCopies:
     """Makes and frees them, in the room of a log."""
 
     def __init__(self, kept: KeptLog) -> None:
@@ -31,7 +31,7 @@ class Copies:
         self._freed: list[Piece] = []
         """pieces to which the next frame does not refer"""
 
-    def drop(self, copies: Iterable[Copy | None]) -> None:
+    def drop(self, copies: Iterable[StagedCopy | None]) -> None:
         """The next frame does not refer to these."""
         for copy in copies:
             if copy is not None:
@@ -43,7 +43,7 @@ class Copies:
             self._log.give(self._freed)
             self._freed = []
 
-    def fill(self, copy: Copy) -> None:
+    def fill(self, copy: StagedCopy) -> None:
         """Have a copy of all bytes that are staged."""
         staged = copy.staged
         if copy.size < staged.length:
@@ -61,7 +61,7 @@ class Copies:
             staged.patches.clear()
             staged.kept_end = staged.length
 
-    def _copy_part(self, copy: Copy, start: int, end: int) -> None:
+    def _copy_part(self, copy: StagedCopy, start: int, end: int) -> None:
         base = 0
         for offset, size in copy.pieces:
             low, high = max(start, base), min(end, base + size)

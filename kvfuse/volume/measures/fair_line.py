@@ -18,7 +18,7 @@ from typing import Any
 import trio
 
 
-class Kind(IntEnum):
+class WaitKind(IntEnum):
     """Of what a caller waits to do; the lowest number first."""
 
     READ = 0
@@ -26,32 +26,32 @@ class Kind(IntEnum):
     PREFETCH = 2
 
 
-PASSED_MAX = {Kind.WRITE: 8, Kind.PREFETCH: 64}
+PASSED_MAX = {WaitKind.WRITE: 8, WaitKind.PREFETCH: 64}
 """how many callers of higher kinds are served before one of this kind that waits"""
 
 
-class Place:
+class LinePlace:
     """Of one caller, for ``owner`` if the line is of several. ``go``: where the caller waits in a task, set when it may
     look whether it can go on; it makes it anew before it waits again."""
 
     __slots__ = ("go", "kind", "number", "owner", "start")
 
-    def __init__(self, start: float, number: int, kind: Kind, owner: object) -> None:
+    def __init__(self, start: float, number: int, kind: WaitKind, owner: object) -> None:
         self.start = start
         self.number = number
         self.kind = kind
         self.owner: Any = owner
         self.go: trio.Event | None = None
 
-    def __lt__(self, other: Place) -> bool:
+    def __lt__(self, other: LinePlace) -> bool:
         return (self.start, self.number) < (other.start, other.number)
 
 
 class FairLine:
     """The waiting callers, first one first. It has no lock."""
 
-    def __init__(self, kind: Kind = Kind.WRITE) -> None:
-        self.places: list[Place] = []
+    def __init__(self, kind: WaitKind = WaitKind.WRITE) -> None:
+        self.places: list[LinePlace] = []
         self._kind = kind
         self._time = 0.0
         """virtual: the start of the place that was served last"""
@@ -59,16 +59,16 @@ class FairLine:
         """namespace -> virtual time at which it has had all that it asked for, since the line was empty"""
         self._count = 0
 
-    def enter(self, namespace: Hashable, size: float, weight: float, owner: object = None) -> Place:
+    def enter(self, namespace: Hashable, size: float, weight: float, owner: object = None) -> LinePlace:
         """A caller of a namespace waits for ``size`` bytes."""
         start = max(self._time, self._ends.get(namespace, 0.0))
         self._ends[namespace] = start + size / weight
         self._count += 1
-        place = Place(start, self._count, self._kind, owner)
+        place = LinePlace(start, self._count, self._kind, owner)
         insort(self.places, place)
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: LinePlace) -> None:
         """A caller has what it waited for, or gives up. The next one may look."""
         self._time = max(self._time, place.start) if place is self.places[0] else self._time
         self.places.remove(place)
@@ -92,17 +92,17 @@ class PriorityLine:
     """A fair line for each kind of callers. It has no lock."""
 
     def __init__(self) -> None:
-        self._lines = [FairLine(kind) for kind in Kind]
-        self._passed = dict.fromkeys(Kind, 0)
+        self._lines = [FairLine(kind) for kind in WaitKind]
+        self._passed = dict.fromkeys(WaitKind, 0)
         """callers of higher kinds that were served while one of this kind waited"""
 
-    def enter(self, kind: Kind, namespace: Hashable, size: float, weight: float, owner: object) -> None:
+    def enter(self, kind: WaitKind, namespace: Hashable, size: float, weight: float, owner: object) -> None:
         """``owner`` waits for its turn."""
         self._lines[kind].enter(namespace, size, weight, owner)
 
     def take(self) -> Any:
         """The owner whose turn it is; it leaves the line, in which somebody waits."""
-        waiting = [kind for kind in Kind if self._lines[kind].places]
+        waiting = [kind for kind in WaitKind if self._lines[kind].places]
         overdue = [kind for kind in waiting if self._passed[kind] >= PASSED_MAX.get(kind, 1 << 62)]
         chosen = overdue[-1] if overdue else waiting[0]
         for kind in waiting:

@@ -17,8 +17,8 @@ from kvfuse.volume.inodes.core import Core, put_directory
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.nameless import Nameless
-from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, tell_decision
-from kvfuse.volume.slots.space import Space
+from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, tell_decision
+from kvfuse.volume.slots.space import RoomFinder
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.handover import DECIDED
 
@@ -29,14 +29,14 @@ class ApplyFirst:
 
     core: Core
     journal: Journal
-    space: Space
+    space: RoomFinder
     lookup: Lookup
     nameless: Nameless
-    unlink_cleared: Callable[[Place], Awaitable[None]] | None = None
+    unlink_cleared: Callable[[NamePlace], Awaitable[None]] | None = None
     """of a shared volume: unlinks a file with several names that was cleared, in the store"""
 
     async def carry_out(
-        self, places: Sequence[Place], planning: Planning, fits: Fits = never, node: Node | None = None
+        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
     ) -> Plan:
         """Plan a change of these places, and make it so. NoSpace, where there is no room for the records.
 
@@ -46,7 +46,7 @@ class ApplyFirst:
         self.apply(plan)
         return plan
 
-    async def plan_later(self, places: Sequence[Place], planning: Planning) -> Plan:
+    async def plan_later(self, places: Sequence[NamePlace], planning: Planning) -> Plan:
         """Make a plan, with room for its records, that is valid until the next await. Errors of the plan; NoSpace."""
         nodes, dentries, pending = self.core.nodes, self.core.dentries, self.journal.pending
         while True:
@@ -83,7 +83,7 @@ class ApplyFirst:
                 continue
             tied = self.journal.to_untie([node])
             if self.unlink_cleared is not None and node.own_record:
-                await self.unlink_cleared(Place(end.directory.ino, end.name, is_entered=False))
+                await self.unlink_cleared(NamePlace(end.directory.ino, end.name, is_entered=False))
             elif self.nameless.needs_loading(node):
                 await self.nameless.load(node)
             elif tied is not None:
@@ -94,7 +94,7 @@ class ApplyFirst:
             return True
         return False
 
-    async def _look_above(self, places: Sequence[Place], ends: list[End]) -> None:
+    async def _look_above(self, places: Sequence[NamePlace], ends: list[End]) -> None:
         """Look up the directories above one to which another is moved."""
         for here, there in ((0, 1), (1, 0)):
             coming = ends[there].found.node

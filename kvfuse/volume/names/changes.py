@@ -24,7 +24,7 @@ from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.folders import Folders
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.nameless import Nameless
-from kvfuse.volume.names.plans import End, NewInode, Place, Plan
+from kvfuse.volume.names.plans import End, NamePlace, NewInode, Plan
 from kvfuse.volume.store import schema
 from kvfuse.volume.views import clock
 
@@ -75,7 +75,9 @@ class Names:
         """(directory, new inode) of any type; not yet published. The inode is counted as looked up."""
         self._check_crowd(caller.uid)
         planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make)
-        plan = await self.executor.carry_out([Place(parent, name)], planning, _always if S_ISREG(mode) else plans.never)
+        plan = await self.executor.carry_out(
+            [NamePlace(parent, name)], planning, _always if S_ISREG(mode) else plans.never
+        )
         return plan.ends[0].directory, self.lookup.count_lookup(plan.node)
 
     def _make(self, end: End, new: NewInode) -> Node:
@@ -102,7 +104,7 @@ class Names:
         self._check_crowd(caller.uid)
         new = NewInode(caller, S_IFREG | S_IMODE(mode))
         planning = partial(plans.plan_replacement, new=new, make=self._make)
-        return await self.executor.plan_later([Place(parent, name)], planning)
+        return await self.executor.plan_later([NamePlace(parent, name)], planning)
 
     def goes_first(self, plan: Plan) -> bool:
         """The name's file is unlinked first (a miss for a moment), as other hosts may change its other names."""
@@ -118,26 +120,26 @@ class Names:
         node = await self.lookup.current(ino)
         self._check_crowd(node.uid)
         planning = partial(plans.plan_link, node=node)
-        plan = await self.executor.carry_out([Place(parent, name)], planning, node=node)
+        plan = await self.executor.carry_out([NamePlace(parent, name)], planning, node=node)
         return plan.ends[0].directory, self.lookup.count_lookup(node)
 
     # -- removing and renaming -----------------------------------------------------------------------
 
     async def unlink(self, parent: int, name: bytes) -> tuple[Node, Node]:
         """(directory, inode) after the name is gone; not yet published."""
-        plan = await self.executor.carry_out([Place(parent, name, is_entered=False)], plans.plan_unlink, _is_plain)
+        plan = await self.executor.carry_out([NamePlace(parent, name, is_entered=False)], plans.plan_unlink, _is_plain)
         self.core.counters.removes += 1
         return plan.ends[0].directory, plan.node
 
     async def remove_directory(self, parent: int, name: bytes) -> tuple[Node, Node]:
         """(directory, inode) after the name is gone; not yet published."""
-        plan = await self.executor.carry_out([Place(parent, name)], plans.plan_rmdir)
+        plan = await self.executor.carry_out([NamePlace(parent, name)], plans.plan_rmdir)
         self.core.counters.removes += 1
         return plan.ends[0].directory, plan.node
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> tuple[Node, Node]:
         """(directory, inode); not yet published. The directory is the stricter one."""
-        places = [Place(parent, name, is_entered=flags == RENAME_EXCHANGE), Place(new_parent, new_name)]
+        places = [NamePlace(parent, name, is_entered=flags == RENAME_EXCHANGE), NamePlace(new_parent, new_name)]
         fits = plans.never if flags else _is_new
         plan = await self.executor.carry_out(places, partial(plans.plan_rename, flags=flags), fits)
         self.core.counters.renames += 1

@@ -12,7 +12,7 @@ from kvfuse.remote.records.api import Record
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.bulk_removal import BulkRemoval, Going
-from kvfuse.volume.names.plans import Place
+from kvfuse.volume.names.plans import NamePlace
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, get_sound
 
@@ -29,7 +29,7 @@ class ClearedFiles:
 
     core: Core
     removal: BulkRemoval
-    unlink: Callable[[Place], Awaitable[None]]
+    unlink: Callable[[NamePlace], Awaitable[None]]
 
     async def remove_in(self, directory: int | None) -> int:
         """Of one directory, or (None) of all. Returns how many are left. EngineError."""
@@ -60,7 +60,7 @@ class ClearedFiles:
             raise failures[0]
         for row in others:
             directory, _, name = schema.split_entry_key(row.key)
-            await self.unlink(Place(directory, name, is_entered=False))
+            await self.unlink(NamePlace(directory, name, is_entered=False))
         return sum(counts) + (await self._count([row.key for row in others]) if others else 0)
 
     async def _remove_part(self, going: list[Going]) -> int:

@@ -35,11 +35,11 @@ from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.bulk_removal import BulkRemoval
 from kvfuse.volume.names.cleared_files import ClearedFiles
 from kvfuse.volume.names.lookup import Found
-from kvfuse.volume.names.name_change import Draft
+from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
-from kvfuse.volume.names.plans import End, Fits, Place, Plan, Planning, never, plan_unlink_cleared, tell_decision
+from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, plan_unlink_cleared, tell_decision
 from kvfuse.volume.names.shared_lookup import SharedLookup, check_name, expected_names_max
-from kvfuse.volume.slots.space import Space
+from kvfuse.volume.slots.space import RoomFinder
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.views import clock
@@ -60,7 +60,7 @@ class CommitFirst:
 
     core: Core
     journal: Journal
-    space: Space
+    space: RoomFinder
     lookup: SharedLookup
     later: ApplyFirst
 
@@ -70,7 +70,7 @@ class CommitFirst:
         self.cleared = ClearedFiles(self.core, removal, self.unlink_cleared)
 
     async def carry_out(
-        self, places: Sequence[Place], planning: Planning, fits: Fits = never, node: Node | None = None
+        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
     ) -> Plan:
         """Plan a change and execute it. ``fits``: in relaxed folders the journal may publish it later, see `Fits`."""
 
@@ -95,13 +95,13 @@ class CommitFirst:
         if directory in nodes:  # its own attributes
             await outlive_beliefs()
 
-    async def plan_later(self, places: Sequence[Place], planning: Planning) -> Plan:
+    async def plan_later(self, places: Sequence[NamePlace], planning: Planning) -> Plan:
         """Make a plan, in a relaxed folder, that is valid until the next await; see `ApplyFirst.plan_later`."""
         for place in places:
             await self._directory(place, is_fresh=False)
         return await self.later.plan_later(places, planning)
 
-    async def _are_relaxed(self, places: Sequence[Place]) -> bool:
+    async def _are_relaxed(self, places: Sequence[NamePlace]) -> bool:
         for place in {place.parent: place for place in places}.values():
             if self.lookup.is_strict(await self._directory(place, is_fresh=False)):
                 return False
@@ -114,7 +114,7 @@ class CommitFirst:
 
     # -- planning ------------------------------------------------------------------------------------
 
-    async def _attempt(self, places: Sequence[Place], planning: Planning, node: Node | None) -> Plan:
+    async def _attempt(self, places: Sequence[NamePlace], planning: Planning, node: Node | None) -> Plan:
         """Plan a change and commit it, until it is not refused. EngineError after `ATTEMPTS_MAX`."""
         for attempt in range(ATTEMPTS_MAX):
             try:
@@ -133,8 +133,8 @@ class CommitFirst:
         raise errors.EngineError(f"{places[0].name!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
 
     async def _draft(
-        self, places: Sequence[Place], planning: Planning, node: Node | None, *, is_fresh: bool
-    ) -> tuple[Plan, Draft]:
+        self, places: Sequence[NamePlace], planning: Planning, node: Node | None, *, is_fresh: bool
+    ) -> tuple[Plan, PlanDraft]:
         """Draft a change. ``is_fresh``: read all that it depends on from the store."""
         if is_fresh:
             await self._hear_clears(places)
@@ -160,7 +160,7 @@ class CommitFirst:
         draft.add(plan, clock.now())
         return plan, draft
 
-    async def _look_at(self, places: Sequence[Place], draft: Draft, is_fresh: bool) -> list[End]:
+    async def _look_at(self, places: Sequence[NamePlace], draft: PlanDraft, is_fresh: bool) -> list[End]:
         """Look up the places. Expects the directories above the target of a moved directory, so that none moves."""
         directories = [await self._directory(place, is_fresh) for place in places]
         ends = []
@@ -175,7 +175,7 @@ class CommitFirst:
                 ends[number].above = await self._above(directories[number], draft, is_fresh)
         return ends
 
-    async def _above(self, directory: Node, draft: Draft, is_fresh: bool) -> list[Node]:
+    async def _above(self, directory: Node, draft: PlanDraft, is_fresh: bool) -> list[Node]:
         above: list[Node] = []
         most = expected_names_max(self.core.records.limits)
         while directory.ino != ROOT_INODE:
@@ -200,7 +200,7 @@ class CommitFirst:
         if changed:
             await self.journal.commit(*changed)
 
-    async def _directory(self, place: Place, is_fresh: bool) -> Node:
+    async def _directory(self, place: NamePlace, is_fresh: bool) -> Node:
         """The directory of a place. NotFound: it was removed, and a name is to be added."""
         ino = place.parent
         directory = await self.lookup.directory(ino)
@@ -233,10 +233,10 @@ class CommitFirst:
             if found.change is None:
                 return found
 
-    def _begin_draft(self) -> Draft:
-        return Draft(self.core.client, self.core.namespaces.cleared.versions)
+    def _begin_draft(self) -> PlanDraft:
+        return PlanDraft(self.core.client, self.core.namespaces.cleared.versions)
 
-    async def _hear_clears(self, places: Sequence[Place]) -> None:
+    async def _hear_clears(self, places: Sequence[NamePlace]) -> None:
         """Read whether the namespaces of these places were cleared: the watch may not have told yet. EngineError."""
         directories = [self.core.nodes.get(place.parent) for place in places]
         numbers = sorted({directory.namespace for directory in directories if directory is not None})
@@ -245,7 +245,7 @@ class CommitFirst:
             value, version = row if row is not None else (None, ABSENT)
             self.core.namespaces.cleared.hear(number, value, version)
 
-    async def unlink_cleared(self, place: Place) -> None:
+    async def unlink_cleared(self, place: NamePlace) -> None:
         """Remove a name from a file that was cleared, if it still has it. EngineError."""
         with suppress(errors.NotFound, errors.Stale, errors.NotADirectory):
             await self._attempt([place], plan_unlink_cleared, None)
@@ -290,7 +290,7 @@ class CommitFirst:
 
     # -- committing ----------------------------------------------------------------------------------
 
-    async def _commit(self, plan: Plan, draft: Draft) -> bool:
+    async def _commit(self, plan: Plan, draft: PlanDraft) -> bool:
         """Commit the draft. False: it was refused. NoSpace: there is no room for the records. EngineError."""
         made, is_done = plan.made, False
         give_back = await self._reserve_file(made)
@@ -327,7 +327,7 @@ class CommitFirst:
 
         return give_back
 
-    def _applied(self, plan: Plan, draft: Draft, version: int) -> None:
+    def _applied(self, plan: Plan, draft: PlanDraft, version: int) -> None:
         """Apply the stored change to memory."""
         core, made = self.core, plan.made
         if made is not None:

@@ -64,7 +64,7 @@ class InodeChange:
             node.flags = node.flags & ~schema.FLAG_LEAVING | record.flags & schema.FLAG_LEAVING
 
 
-class Draft:
+class PlanDraft:
     """The records of one plan; each attempt makes its own, before it looks anything up.
 
     ``client``: the remover, in orphan records. ``cleared``: `Cleared.versions`, as they are.

@@ -9,7 +9,7 @@ from kvfuse import errors
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup, check_uncleared
-from kvfuse.volume.names.path_beliefs import Link, Moved
+from kvfuse.volume.names.path_beliefs import Moved, PathStep
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
 
@@ -57,7 +57,7 @@ class SharedOpened(Opened):
         if not name:
             return None
         if not (self.lookups.asks(parent) or self.lookups.paths.is_contested(parent, name)):
-            self.lookups.paths.lose(Link(parent, name, ino))
+            self.lookups.paths.lose(PathStep(parent, name, ino))
             return None
         (row,) = await self.lookups.core.records.get([schema.orphan_key(ino)])
         if row is None or self.lookups.core.nodes.get(ino) is not None:
@@ -75,7 +75,7 @@ class SharedOpened(Opened):
             except errors.Stale:
                 if node.handles:
                     return node  # a descriptor goes with the inode, whatever its names are
-                self.lookups.paths.lose(Link(node.parent, node.name, ino))
+                self.lookups.paths.lose(PathStep(node.parent, node.name, ino))
                 raise Moved(f"{node.name!r} in directory {node.parent} is not inode {ino} any more") from None
             except errors.EngineError as error:
                 log.info("inode %d is opened as it is known here: %s", ino, error)

@@ -31,7 +31,7 @@ SHELVED_MAX = NAMES_MAX // 4
 
 
 @dataclass
-class _Page:
+class _DirectoryPage:
     """A page that is being read."""
 
     done: trio.Event = field(default_factory=trio.Event)
@@ -49,7 +49,7 @@ class Learning:
     keep: Callable[[int, list[Record], set[bytes]], None] = lambda directory, rows, changed: None
 
     def __post_init__(self) -> None:
-        self._pages: dict[int, _Page] = {}
+        self._pages: dict[int, _DirectoryPage] = {}
         """by directory"""
 
     async def read_page(self, directory: int, row_count: int = LEARN_ROWS) -> None:
@@ -70,7 +70,7 @@ class Learning:
         if stored.complete:
             return
         prefix, row_count = schema.entry_prefix(directory), max(row_count, min(len(stored.hashes), self.rows_max))
-        page = self._pages[directory] = _Page()
+        page = self._pages[directory] = _DirectoryPage()
         try:
             with dentries.reading(directory) as changed:
                 rows, damaged = await scan_page(self.core.records, prefix, stored.after, row_count)

@@ -56,7 +56,7 @@ class Moved(errors.Stale):
     """A name on the path has another inode than was assumed: the kernel must walk the path again."""
 
 
-class Link(NamedTuple):
+class PathStep(NamedTuple):
     """A name, and the inode that it was assumed to have."""
 
     parent: int
@@ -84,7 +84,7 @@ class Paths:
         """directory that is known there -> until when its name need not be asked for; trio's time"""
         self._all_sure_until = -math.inf
         """the same of all directories: what others changed was heard of"""
-        self._doubtful: dict[int, Link] = {}
+        self._doubtful: dict[int, PathStep] = {}
         """any other inode -> name that was believed to mean it: not checked yet"""
         self._warned: Place | None = None
         """the last name whose look ended with `Moved`, and may be looked at once more in the same walk"""
@@ -107,7 +107,7 @@ class Paths:
         """Note that the watch has reported all changes of other hosts from before ``asked_at``."""
         self._all_sure_until = asked_at + BELIEF_SECONDS
 
-    def came(self, node: Node, parent: int, name: bytes, *, asked_at: float | None) -> None:
+    def note_found(self, node: Node, parent: int, name: bytes, *, asked_at: float | None) -> None:
         """Note that the kernel gets the inode of a name. ``asked_at``: None if that is unchecked."""
         if node.is_directory:
             self._directories[node.ino] = (parent, name)
@@ -116,14 +116,14 @@ class Paths:
         elif asked_at is not None:
             self._doubtful.pop(node.ino, None)
         else:
-            self._doubtful[node.ino] = Link(parent, name, node.ino)
+            self._doubtful[node.ino] = PathStep(parent, name, node.ino)
 
     def moved(self, node: Node, parent: int, name: bytes) -> None:
         """The kernel itself renamed the inode."""
         if node.ino in self._directories:
             self._directories[node.ino] = (parent, name)
         elif node.ino in self._doubtful:
-            self._doubtful[node.ino] = Link(parent, name, node.ino)
+            self._doubtful[node.ino] = PathStep(parent, name, node.ino)
 
     def forget(self, ino: int) -> None:
         """The kernel does not know the inode any more."""
@@ -133,23 +133,23 @@ class Paths:
 
     # -- what is to be checked -----------------------------------------------------------------------
 
-    def doubt(self, ino: int) -> Link | None:
+    def doubt(self, ino: int) -> PathStep | None:
         """The unchecked name by which the kernel reached an inode that is not a directory; None for none."""
         return self._doubtful.get(ino)
 
-    def settle(self, doubt: Link) -> None:
+    def settle(self, doubt: PathStep) -> None:
         """Note that the name was checked. A later unchecked lookup of it needs its own check."""
         if self._doubtful.get(doubt.ino) is doubt:
             del self._doubtful[doubt.ino]
 
-    def above(self, directory: int) -> list[Link]:
+    def above(self, directory: int) -> list[PathStep]:
         """The names that lead to a directory, its own first, as far up as they are known."""
-        links: list[Link] = []
+        links: list[PathStep] = []
         while directory != ROOT_INODE and len(links) < DEPTH_MAX:
             parent, name = self._place(directory)
             if not name:
                 break
-            links.append(Link(parent, name, directory))
+            links.append(PathStep(parent, name, directory))
             directory = parent
         return links
 
@@ -159,7 +159,7 @@ class Paths:
             place = (node.parent, node.name)
         return place or self._core.places.get(ino) or NOWHERE
 
-    def expected(self, links: Sequence[Link]) -> dict[bytes, int] | None:
+    def expected(self, links: Sequence[PathStep]) -> dict[bytes, int] | None:
         """Key -> version of the records that say so; None where one of them is not known."""
         versions: dict[bytes, int] = {}
         for link in links:
@@ -171,7 +171,7 @@ class Paths:
 
     def check(
         self,
-        links: Sequence[Link],
+        links: Sequence[PathStep],
         rows: Mapping[bytes, Versioned | None],
         asked_at: float,
         remembered: Place | None = None,
@@ -194,7 +194,7 @@ class Paths:
             if link.ino in self._directories:
                 self._sure_until[link.ino] = asked_at + BELIEF_SECONDS
 
-    def lose(self, link: Link) -> None:
+    def lose(self, link: PathStep) -> None:
         """Forget a name that has another inode."""
         self._core.dentries.forget(link.parent, link.name)
         if len(self._contested) >= CONTESTED_MAX:
@@ -204,7 +204,7 @@ class Paths:
         if doubt is None and self._place(link.ino) == (link.parent, link.name):
             self._directories[link.ino] = NOWHERE
 
-    def _holds(self, link: Link, row: Versioned | None) -> bool:
+    def _holds(self, link: PathStep, row: Versioned | None) -> bool:
         if row is None:
             return False
         entry = schema.decode_entry(row.value)

@@ -18,7 +18,7 @@ from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.views.handover import DECIDED
 
 
-class Place(msgspec.Struct, frozen=True, eq=False):
+class NamePlace(msgspec.Struct, frozen=True, eq=False):
     """A name to change. ``is_entered``: the directory must exist, or its number of directories changes."""
 
     parent: int
@@ -71,7 +71,7 @@ class Plan(msgspec.Struct, eq=False):
 
 
 Planning = Callable[..., Plan]
-"""makes a plan of an `End` for each `Place`, without waiting, and raises the errors of the change"""
+"""makes a plan of an `End` for each `NamePlace`, without waiting, and raises the errors of the change"""
 Make = Callable[[End, NewInode], Node]
 """makes a node that no table has yet"""
 Fits = Callable[..., bool]

@@ -25,7 +25,7 @@ from kvfuse.volume.inodes.chunk import COMMITTED, Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node, locked
 from kvfuse.volume.names.lookup import Lookup
-from kvfuse.volume.slots.space import RoomWait, Space
+from kvfuse.volume.slots.space import RoomFinder, RoomWait
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages
 from kvfuse.volume.views.health import SYNC
@@ -45,7 +45,7 @@ class Rewriter:
     lookup: Lookup
     reader: Reader
     staging: Staging
-    space: Space
+    space: RoomFinder
 
     async def rewrite(self, node: Node) -> None:
         """Have the bytes of a file that are in doubt staged again: the next commit of it has them.

@@ -23,7 +23,7 @@ from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup, but_cleared, check_uncleared
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
-from kvfuse.volume.names.path_beliefs import Link, Paths
+from kvfuse.volume.names.path_beliefs import Paths, PathStep
 from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
@@ -90,7 +90,7 @@ class SharedLookup(Lookup):
             above = self.paths.above(parent) if asks else ()
             found = await self.find_shared(parent, name, is_fresh=asks, above=above)
         if found.node is not None:
-            self.paths.came(found.node, parent, name, asked_at=None if is_believed else asked_at)
+            self.paths.note_found(found.node, parent, name, asked_at=None if is_believed else asked_at)
         return found
 
     def _believes(self, parent: int, name: bytes, found: Found) -> bool:
@@ -118,7 +118,7 @@ class SharedLookup(Lookup):
             check_uncleared(self.core, node)
         return node
 
-    async def _check(self, doubt: Link) -> None:
+    async def _check(self, doubt: PathStep) -> None:
         """Bring a file up to what the store says, if it says something. NotCaughtUp; Moved, where the name does not
         mean the file any more.
         """
@@ -182,7 +182,7 @@ class SharedLookup(Lookup):
                 await self.check_path(above)
         return await self.directory(ino)
 
-    async def check_path(self, above: Sequence[Link]) -> None:
+    async def check_path(self, above: Sequence[PathStep]) -> None:
         """Check names that were used unchecked. Moved: one of them has another inode."""
         keys = [link.key for link in above]
         asked_at = trio.current_time()
@@ -241,7 +241,7 @@ class SharedLookup(Lookup):
             return None  # it was renamed elsewhere, and the news of this name are still to come
         return Found(node, True, None, epoch, dentry.version if node.own_record else node.version)
 
-    async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[Link] = ()) -> Found:
+    async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[PathStep] = ()) -> Found:
         """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
 
         A name that was changed here while the store was asked is looked for again. ``above``: names that the answer
@@ -269,7 +269,7 @@ class SharedLookup(Lookup):
             if asked is not None:
                 return asked
 
-    async def _ask(self, parent: int, name: bytes, above: Sequence[Link]) -> Found | None:
+    async def _ask(self, parent: int, name: bytes, above: Sequence[PathStep]) -> Found | None:
         """The inode of a name in the store; None if it was changed here meanwhile, or between two reads.
 
         An inode with a record of its own costs a second question, unless it is known which one it is.

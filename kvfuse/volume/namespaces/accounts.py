@@ -20,8 +20,8 @@ from typing import Literal
 
 from kvfuse.errors import QuotaExceeded
 from kvfuse.volume.measures.limiter import Limiter
+from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse, NamespaceUsesElsewhere, OwnUses
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.namespaces.uses import NO_USE, OwnUses, Use, UsesElsewhere
 from kvfuse.volume.store.schema import Counts
 
 UNBOUNDED = 1 << 62
@@ -49,17 +49,17 @@ class Account:
     """its settings were read; else what it has counts towards no other one yet"""
     is_gone: bool = False
     """the namespace was removed, and not all of its slots are free yet"""
-    bound: Use | None = None
+    bound: NamespaceUse | None = None
     """what this client may have of it, where many hosts have the volume (`grants`); None: as much as its quotas"""
-    lack: Use = NO_USE
+    lack: NamespaceUse = NO_USE
     """what was missing for the last call that was refused"""
 
     @property
-    def most(self) -> Use:
+    def most(self) -> NamespaceUse:
         """What this client may have of it."""
         if self.bound is not None:
             return self.bound
-        return Use(self.settings.capacity or UNBOUNDED, self.settings.blocks or UNBOUNDED)
+        return NamespaceUse(self.settings.capacity or UNBOUNDED, self.settings.blocks or UNBOUNDED)
 
     def excess(self, share: float, more_size: int = 0, more_files: int = 0) -> int:
         """Bytes above a share of its quotas, if it had so much more; not above 0: there are none.
@@ -80,7 +80,7 @@ class Accounts:
     def __init__(self) -> None:
         self.all: dict[int, Account] = {}
         """by number; empty where nothing is counted"""
-        self.use_of_all: Callable[[], Use] = lambda: Use(0, 0)
+        self.use_of_all: Callable[[], NamespaceUse] = lambda: NamespaceUse(0, 0)
         """of the volume; its inodes count as files, folders and links among them"""
         self._root = Settings()
         self.root_blocks = 0
@@ -88,7 +88,7 @@ class Accounts:
         self.limiters: dict[int, Limiter] = {}
         """of those namespaces that have limits a second"""
         self.records = OwnUses(self._has_records)
-        self.elsewhere = UsesElsewhere()
+        self.elsewhere = NamespaceUsesElsewhere()
         self.keeps_unknown = False
         """other hosts make namespaces: one may be charged before it was heard of"""
         self._dropped: set[int] = set()
@@ -168,7 +168,7 @@ class Accounts:
         for account in self._chain(owner, meets=True):
             lack = account.size + size - account.most.size
             if size > 0 and lack > 0:
-                account.lack = Use(lack, 0)
+                account.lack = NamespaceUse(lack, 0)
                 used = account.size + account.size_elsewhere
                 what = f"{used} of {account.settings.capacity} bytes are used"
                 raise QuotaExceeded(f"namespace {account.number}: no room for {size} bytes: {what}", account.number)
@@ -187,7 +187,7 @@ class Accounts:
         """QuotaExceeded where `is_full`."""
         for account in self._chain(owner, meets=True):
             if account.files >= account.most.files:
-                account.lack = Use(0, account.files + 1 - account.most.files)
+                account.lack = NamespaceUse(0, account.files + 1 - account.most.files)
                 count = account.files + account.files_elsewhere
                 text = f"namespace {account.number} may have {account.settings.blocks} files, and has {count}"
                 raise QuotaExceeded(text, account.number)
@@ -203,17 +203,17 @@ class Accounts:
         account = self.all.get(number)
         return account.returned if account is not None else 0
 
-    def use(self, number: int) -> Use:
+    def use(self, number: int) -> NamespaceUse:
         """Of a namespace and those in it, by this host."""
         account = self.all.get(number)
-        return Use(account.size, account.files) if account is not None else Use(0, 0)
+        return NamespaceUse(account.size, account.files) if account is not None else NamespaceUse(0, 0)
 
-    def use_of_hosts(self, number: int) -> Use:
+    def use_of_hosts(self, number: int) -> NamespaceUse:
         """Of a namespace and those in it, by all hosts."""
         account = self.all.get(number)
         if account is None:
-            return Use(0, 0)
-        return Use(account.size + account.size_elsewhere, account.files + account.files_elsewhere)
+            return NamespaceUse(0, 0)
+        return NamespaceUse(account.size + account.size_elsewhere, account.files + account.files_elsewhere)
 
     def limit(self, number: int, quota: Literal["capacity", "blocks"]) -> int:
         """The least quota of a namespace and those that it is in; 0: none has one."""

@@ -22,7 +22,7 @@ from kvfuse.volume.measures.measures import AGE_BOUNDS, Histogram
 from kvfuse.volume.measures.uses import UsesElsewhere
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.store.schema import name_hash
-from kvfuse.volume.views.news import Change, News
+from kvfuse.volume.views.news import NameEvent, News
 
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -155,7 +155,7 @@ def stored_new(
         cache.estimate.stored(key)
         cache._asked.discard(key)  # as in `stored`
         if cache.news.watches:
-            cache.news.tell(directory, Change.STORED, name)
+            cache.news.tell(directory, NameEvent.STORED, name)
 
 
 class Cache:
@@ -222,7 +222,7 @@ class Cache:
         self._evicted.pop(key, None)
         self.estimate.stored(key)
         if self.news.watches:
-            self.news.tell(directory, Change.STORED, name)
+            self.news.tell(directory, NameEvent.STORED, name)
         self._asked.discard(key)  # who asked before did not find it: a read is another use
 
     def gone(self, directory: int, name: bytes, *, is_told: bool = True) -> None:
@@ -236,7 +236,7 @@ class Cache:
         self.policy.removed(key)
         self._leaving.discard(key)
         if is_told and self.news.watches:
-            self.news.tell(directory, Change.REMOVED, name)
+            self.news.tell(directory, NameEvent.REMOVED, name)
         self.before.gone(key)
 
     def asked(

@@ -34,7 +34,7 @@ import trio
 from msgspec.structs import replace
 
 from kvfuse.volume.namespaces.accounts import UNBOUNDED, Accounts
-from kvfuse.volume.namespaces.uses import NO_USE, Use
+from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import Counts
 
@@ -49,36 +49,38 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
 
     capacity: int = 0
     blocks: int = 0
-    parts: dict[int, Use] = {}
+    parts: dict[int, NamespaceUse] = {}
     """client -> what it may have; absent: nothing"""
     awaited: tuple[int, ...] = ()
     """clients that have not said yet what they use"""
-    lacks: dict[int, Use] = {}
+    lacks: dict[int, NamespaceUse] = {}
     """client -> what it would need more: others give back what they do not use"""
 
     @property
-    def quotas(self) -> Use:
-        return Use(_limit_of(self.capacity), _limit_of(self.blocks))
+    def quotas(self) -> NamespaceUse:
+        return NamespaceUse(_limit_of(self.capacity), _limit_of(self.blocks))
 
     @property
-    def total(self) -> Use:
+    def total(self) -> NamespaceUse:
         """All parts together."""
-        return Use(*map(sum, zip(*self.parts.values(), strict=True))) if self.parts else NO_USE
+        return NamespaceUse(*map(sum, zip(*self.parts.values(), strict=True))) if self.parts else NO_USE
 
     @property
-    def free(self) -> Use:
+    def free(self) -> NamespaceUse:
         """What a client may take."""
         if self.awaited:
             return NO_USE
-        return Use(*[max(quota - total, 0) for quota, total in zip(self.quotas, self.total, strict=True)])
+        return NamespaceUse(*[max(quota - total, 0) for quota, total in zip(self.quotas, self.total, strict=True)])
 
-    def part(self, client: int) -> Use:
+    def part(self, client: int) -> NamespaceUse:
         return self.parts.get(client, NO_USE)
 
-    def bound(self, client: int) -> Use:
+    def bound(self, client: int) -> NamespaceUse:
         """What a client may use, which is not awaited; `UNBOUNDED` where there is no quota."""
         rows = zip(self.quotas, self.total, self.part(client), strict=True)
-        return Use(*[part - max(total - quota, 0) if quota < UNBOUNDED else UNBOUNDED for quota, total, part in rows])
+        return NamespaceUse(
+            *[part - max(total - quota, 0) if quota < UNBOUNDED else UNBOUNDED for quota, total, part in rows]
+        )
 
     def is_tighter(self, capacity: int, blocks: int) -> bool:
         """These quotas allow less than the present ones."""
@@ -90,11 +92,11 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
 
     # -- changes -----------------------------------------------------------------------------------------
 
-    def with_part(self, client: int, part: Use) -> Grants:
+    def with_part(self, client: int, part: NamespaceUse) -> Grants:
         parts = {**self.parts, client: part}
         return replace(self, parts={one: of for one, of in parts.items() if of != NO_USE})
 
-    def taken(self, client: int, lack: Use, share: int) -> Grants | None:
+    def taken(self, client: int, lack: NamespaceUse, share: int) -> Grants | None:
         """A client takes what it lacks, or one part in ``share`` of what is free. None: that is too few."""
         free, part = self.free, self.part(client)
         if free.size < lack.size or free.files < lack.files:
@@ -103,9 +105,9 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
             min(have, max(need, have // share)) if quota < UNBOUNDED else 0
             for quota, have, need in zip(self.quotas, free, lack, strict=True)
         ]
-        return self.with_lack(client, NO_USE).with_part(client, Use(part.size + more[0], part.files + more[1]))
+        return self.with_lack(client, NO_USE).with_part(client, NamespaceUse(part.size + more[0], part.files + more[1]))
 
-    def given(self, client: int, use: Use) -> Grants | None:
+    def given(self, client: int, use: NamespaceUse) -> Grants | None:
         """A client that uses so much gives back some of the rest: what others lack, or half. None: it has none.
 
         All of it, where there was more than the quotas allow.
@@ -116,32 +118,32 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
         given = [min(slack[at], max(wanted[at], halves[at])) if wanted[at] else 0 for at in range(2)]
         if not any(given):
             return None
-        return self.with_part(client, Use(part.size - given[0], part.files - given[1]))
+        return self.with_part(client, NamespaceUse(part.size - given[0], part.files - given[1]))
 
-    def wanted_by_others(self, client: int) -> Use:
+    def wanted_by_others(self, client: int) -> NamespaceUse:
         """What clients but this one lack, and is not free."""
         lacks = [lack for one, lack in self.lacks.items() if one != client]
-        return Use(*[max(sum([lack[at] for lack in lacks]) - self.free[at], 0) for at in range(2)])
+        return NamespaceUse(*[max(sum([lack[at] for lack in lacks]) - self.free[at], 0) for at in range(2)])
 
-    def with_lack(self, client: int, lack: Use) -> Grants:
+    def with_lack(self, client: int, lack: NamespaceUse) -> Grants:
         """A client lacks so much."""
         lacks = {**self.lacks, client: lack}
         return replace(self, lacks={one: of for one, of in lacks.items() if of != NO_USE})
 
-    def entered(self, client: int, use: Use) -> Grants:
+    def entered(self, client: int, use: NamespaceUse) -> Grants:
         """A client that was awaited uses so much."""
         awaited = tuple([one for one in self.awaited if one != client])
         return replace(self, awaited=awaited).with_part(client, use)
 
-    def left(self, client: int, use: Use) -> Grants:
+    def left(self, client: int, use: NamespaceUse) -> Grants:
         """A client is gone, and its records say so much."""
         return self.entered(client, use).with_lack(client, NO_USE)
 
-    def moved(self, client: int, use: Use) -> Grants:
+    def moved(self, client: int, use: NamespaceUse) -> Grants:
         """So much of a client's use is client 0's."""
         part, departed = self.part(client), self.part(DEPARTED)
-        moved = self.with_part(client, Use(part.size - use.size, part.files - use.files))
-        return moved.with_part(DEPARTED, Use(departed.size + use.size, departed.files + use.files))
+        moved = self.with_part(client, NamespaceUse(part.size - use.size, part.files - use.files))
+        return moved.with_part(DEPARTED, NamespaceUse(departed.size + use.size, departed.files + use.files))
 
     def tightened(self, capacity: int, blocks: int, clients: Collection[int]) -> Grants:
         """Quotas of which at least one is smaller. Where the parts do not fit, these clients are awaited."""
@@ -181,7 +183,7 @@ def decode_grants(value: bytes) -> Grants:
 
 def moved_part(value: bytes, client: int, counts: Counts) -> bytes:
     """A record, after so much of a client's stored use became client 0's. Malformed."""
-    return encode_grants(decode_grants(value).moved(client, Use(counts.size or 0, counts.inodes)))
+    return encode_grants(decode_grants(value).moved(client, NamespaceUse(counts.size or 0, counts.inodes)))
 
 
 class GrantBook:
@@ -192,7 +194,7 @@ class GrantBook:
         self._client = client
         self.heard: dict[int, Grants] = {}
         """namespace -> its record"""
-        self._held: dict[int, Use] = {}
+        self._held: dict[int, NamespaceUse] = {}
         """namespace -> what the client keeps to, while it tells others that it gives the rest back"""
         self.is_ready = trio.Event()
         """all records were read once"""
@@ -216,12 +218,12 @@ class GrantBook:
         self.changed.set()
         self.changed = trio.Event()
 
-    def hold(self, number: int, part: Use) -> None:
+    def hold(self, number: int, part: NamespaceUse) -> None:
         """Keep to this part from now on, if it is smaller: a transaction that says so is about to be sent."""
         grants = self.heard[number]
         if self._client not in grants.awaited:
-            part = Use(*map(min, part, grants.part(self._client)))
-        self._held[number] = Use(*map(min, part, self._held.get(number, part)))
+            part = NamespaceUse(*map(min, part, grants.part(self._client)))
+        self._held[number] = NamespaceUse(*map(min, part, self._held.get(number, part)))
         self.settle(number)
 
     def release(self, number: int) -> None:
@@ -235,7 +237,7 @@ class GrantBook:
         if account is not None:
             account.bound = self._bound(number) if self.is_ready.is_set() and account.is_known else NO_USE
 
-    def _bound(self, number: int) -> Use | None:
+    def _bound(self, number: int) -> NamespaceUse | None:
         grants = self.heard.get(number)
         if grants is None:
             settings = self._accounts.all[number].settings
@@ -246,22 +248,24 @@ class GrantBook:
             bound = grants.bound(self._client)
             held = self._held.get(number, bound)
         rows = zip(grants.quotas, bound, held, strict=True)
-        return Use(*[min(one, most) if quota < UNBOUNDED else quota for quota, one, most in rows])
+        return NamespaceUse(*[min(one, most) if quota < UNBOUNDED else quota for quota, one, most in rows])
 
-    def room_elsewhere(self, number: int) -> Use:
+    def room_elsewhere(self, number: int) -> NamespaceUse:
         """What is free, and what other clients could give back, as far as their records say."""
         grants = self.heard.get(number, Grants())
         uses = self.stored_uses(number)
         others = (grants.parts.keys() | uses.keys()) - {self._client, DEPARTED}
         slack = [(grants.part(client), uses.get(client, NO_USE)) for client in others]
-        return Use(*[grants.free[at] + sum([max(part[at] - use[at], 0) for part, use in slack]) for at in range(2)])
+        return NamespaceUse(
+            *[grants.free[at] + sum([max(part[at] - use[at], 0) for part, use in slack]) for at in range(2)]
+        )
 
-    def stored_uses(self, number: int) -> Mapping[int, Use]:
+    def stored_uses(self, number: int) -> Mapping[int, NamespaceUse]:
         """Other clients' stored use of a namespace and those in it."""
-        uses: dict[int, Use] = {}
+        uses: dict[int, NamespaceUse] = {}
         for inner in self._accounts.all:
             if self._accounts.is_within(inner, number):
                 for client, counts in self._accounts.elsewhere.of(inner).items():
                     use = uses.get(client, NO_USE)
-                    uses[client] = Use(use.size + (counts.size or 0), use.files + counts.inodes)
+                    uses[client] = NamespaceUse(use.size + (counts.size or 0), use.files + counts.inodes)
         return uses

@@ -97,14 +97,14 @@ async def _open_files(
 
 async def _open_rados(options: Options, rados: RadosOptions, *_: object) -> RadosSegments:
     """ConfigError where others may read the key."""
-    from kvfuse.remote.segments.rados.librados import Place
+    from kvfuse.remote.segments.rados.librados import PoolPlace
     from kvfuse.remote.segments.rados.store import RadosSegments
 
     if rados.pool is None:
         raise ConfigError("segments.pool is not set")
     if rados.keyring is not None:
         check_private(rados.keyring, "segments.keyring")
-    return await RadosSegments.open(Place(rados, rados.pool, rados.namespace or options.volume.name))
+    return await RadosSegments.open(PoolPlace(rados, rados.pool, rados.namespace or options.volume.name))
 
 
 async def _open_devices(

@@ -26,24 +26,24 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.doubt import Doubt, kept_page
 from kvfuse.volume.inodes.grace import Grace
+from kvfuse.volume.inodes.known_inodes import KnownInodes
 from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
 from kvfuse.volume.inodes.node import Nodes
-from kvfuse.volume.inodes.places import Places
 from kvfuse.volume.inodes.regime import regime_of
-from kvfuse.volume.namespaces.registry import Namespaces
+from kvfuse.volume.namespaces.namespace_registry import Namespaces
+from kvfuse.volume.namespaces.namespace_uses import NO_USE
 from kvfuse.volume.namespaces.settings import Settings, decode_settings
-from kvfuse.volume.namespaces.uses import NO_USE
-from kvfuse.volume.opening.format import read_header
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.formatting import read_header
+from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.left import NOTHING, read_left, read_own_uses
+from kvfuse.volume.store.kept_membership import NOTHING, read_left, read_own_uses
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
 from kvfuse.volume.tier.arena_pool import NO_REGIME
-from kvfuse.volume.tier.left_arenas import LeftArena, check_volume, find_left
+from kvfuse.volume.tier.kept_arenas import KeptArena, check_volume, find_left
 from kvfuse.volume.tier.placement import checked_placement
-from kvfuse.volume.tier.tier import ReadClass, SharedTier
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier
 from kvfuse.volume.views.handover import Handover
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,9 @@ REUSE_SECONDS_MIN = 1.0
 """for which a freed slot of a shared volume rests; twice the longer of the engines' deadlines, where that is more"""
 
 
-async def load_core(options: Options, held: Held, keeper: Keeper = NO_KEEPER, handover: Handover | None = None) -> Core:
+async def load_core(
+    options: Options, held: HeldVolume, keeper: Keeper = NO_KEEPER, handover: Handover | None = None
+) -> Core:
     """The state of a volume from its records. ``keeper``: has the tier of a daemon before this one.
 
     ``handover``: has its open files.
@@ -109,7 +111,7 @@ async def _shared(core: Core, member: Member) -> Core:
 
 
 async def _load_values(
-    options: Options, held: Held, values: list[bytes], metadata_limit: int, keeper: Keeper, handover: Handover
+    options: Options, held: HeldVolume, values: list[bytes], metadata_limit: int, keeper: Keeper, handover: Handover
 ) -> Core:
     """``values``: of the counters, the root directory, the exact sizes."""
     superblock, records, segments, member, _ = held
@@ -151,7 +153,7 @@ async def _load_values(
         segments=segments,
         slabs=slabs,
         nodes=Nodes(options.cache.nodes, tier, handover),
-        places=Places(handover),
+        places=KnownInodes(handover),
         tier=tier,
         chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
         strict=options.publish_mode == "strict",
@@ -167,7 +169,7 @@ async def _load_values(
 
 async def _adopt(
     tier: SharedTier,
-    found: list[LeftArena],
+    found: list[KeptArena],
     records: RecordStore,
     namespaces: Namespaces,
     began: float,

@@ -22,8 +22,8 @@ from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.disk.copies import Stretch
-from kvfuse.volume.disk.tier import DiskTier
+from kvfuse.volume.disk.copies import GranuleRun
+from kvfuse.volume.disk.disk_tier import DiskTier
 from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -458,6 +458,6 @@ def _keep_copies(disk: DiskTier, item: Item) -> None:
     for extent in item.extents:
         low = 0
         for part in [views[0][start : start + extent.length]] if len(views) == 1 else views:
-            disk.keep(Stretch.around(extent, low, low + len(part)), part)
+            disk.keep(GranuleRun.around(extent, low, low + len(part)), part)
             low += len(part)
         start += extent.length

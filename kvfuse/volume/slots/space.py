@@ -1,7 +1,7 @@
 """Finding room on a full volume, and the contract of the sources of room.
 
-A call that finds no slot, or no room for a record, asks `Space` for more, and then tries again. `Space` asks its
-sources in their order, until one gives up some room. That may be too little, or another call may take it first.
+A call that finds no slot, or no room for a record, asks `RoomFinder` for more, and then tries again. `RoomFinder` asks
+its sources in their order, until one gives up some room. That may be too little, or another call may take it first.
 So the call asks again until it has what it needs, no source has any room, or its time
 is over.
 """
@@ -31,7 +31,7 @@ UNLUCKY_ROUNDS = 2
 """Rounds in which others took what became free, after which a call has caches give up files first."""
 
 
-class Source(Protocol):
+class RoomSource(Protocol):
     """A method that gives up slots or records. Several calls may use it at the same time."""
 
     def __call__(self, deadline: float, namespace: int | None, /) -> Awaitable[bool]:
@@ -43,11 +43,11 @@ class Source(Protocol):
         """
 
 
-class Evictor(Protocol):
+class FileEvictor(Protocol):
     """Gives up files of caches, when it is asked and ahead of it."""
 
     async def make_room(self, deadline: float, namespace: int | None, /) -> bool:
-        """A `Source`."""
+        """A `RoomSource`."""
 
     async def run(self) -> None:
         """Keep some room free, until cancelled or `stop`."""
@@ -72,27 +72,27 @@ class RoomWait:
 
 
 @dataclass
-class Space:
+class RoomFinder:
     """Asks the sources of room. Each membership has one."""
 
     core: Core
-    sources: Sequence[Source]
+    sources: Sequence[RoomSource]
     """of slots"""
-    record_sources: Sequence[Source]
+    record_sources: Sequence[RoomSource]
     """sources of room for records of names, inodes and attributes"""
     store_changes: Callable[[], Awaitable[None]]
     """commits all pending changes, and so frees the room of the records that they delete"""
-    evictors: list[Evictor] = field(default_factory=list)
+    evictors: list[FileEvictor] = field(default_factory=list)
     """those that give up files of caches, for slots and records: they are asked last, but by unlucky calls"""
-    elsewhere: Sequence[Source] = ()
+    elsewhere: Sequence[RoomSource] = ()
     """of slots that other hosts are about to give up: these are asked after all others, and it takes a grace more"""
 
     async def wait_for_room(self, wait: RoomWait | None, namespace: int | None = None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
 
-        ``wait``: None at first. ``namespace``: see `Source`; its files count as room, too. Returns None if no source
-        has room, or the caller's time is over. EngineError: an engine does not answer. EngineTimeout: its time is over
-        where caches have files to give, so that there is room by and by.
+        ``wait``: None at first. ``namespace``: see `RoomSource`; its files count as room, too. Returns None if no
+        source has room, or the caller's time is over. EngineError: an engine does not answer. EngineTimeout: its time
+        is over where caches have files to give, so that there is room by and by.
         """
         wait = wait or self._begin_wait()
         evictors = [evictor.make_room for evictor in self.evictors]
@@ -146,7 +146,7 @@ class Space:
         return RoomWait(trio.current_time() + seconds, seconds)
 
 
-async def _ask(sources: Sequence[Source], wait: RoomWait, namespace: int | None = None) -> bool:
+async def _ask(sources: Sequence[RoomSource], wait: RoomWait, namespace: int | None = None) -> bool:
     """One round. True: a source gave up room. False: none has any, or the call's time is over."""
     wait.round_count += 1
     deadline = wait.deadline if wait.round_count > ROOM_ROUNDS_MIN else math.inf

@@ -108,7 +108,7 @@ class Member:
         """of the member record: a commit that expects it is refused once the lease has ended"""
         self.before = before
         """a daemon before this one was this client, and left it so"""
-        self.stays = False
+        self.goes_on = False
         """the end of this process is not the client's: its lease is not given back"""
         self._rests = False
         """see `let_run_out`"""
@@ -257,11 +257,11 @@ class Member:
 
     def stay(self) -> None:
         """The next daemon goes on as this client: the end of this one leaves the lease as it is."""
-        self.stays = not self.lost.is_set()
+        self.goes_on = not self.lost.is_set()
 
     def hand_over(self, resting: Sequence[int]) -> None:
         """After `stay`, and after the last write and commit. ``resting``: as of `Standing`."""
-        if self.stays and len(resting) <= RESTING_MAX:
+        if self.goes_on and len(resting) <= RESTING_MAX:
             Standing(self.client, self.lease.identity, tuple(resting)).keep(self._keeper)
 
     def let_run_out(self) -> None:
@@ -271,7 +271,7 @@ class Member:
     async def leave(self) -> None:
         """Stop renewing and give the lease back, so that nobody waits for it to run out. Not if the client stays."""
         self._renewing.cancel()
-        if self.stays:
+        if self.goes_on:
             return
         self._keeper.drop(KEPT)
         if self.lost.is_set():

@@ -96,7 +96,7 @@ class SharedNumberRange(NumberRange):
         self._reserve: range | None = None
         self._floor = 0
         """numbers below are given only as long as there are no others"""
-        self._came = trio.Event()
+        self._arrived = trio.Event()
         """set, and made anew, with each range"""
         self.wanted: Callable[[], object] = lambda: None
         """called when the reserve is in use: see `fill`"""
@@ -130,7 +130,7 @@ class SharedNumberRange(NumberRange):
         """As of a volume that nobody else has; the caller gave `leave` the bound. EngineTimeout."""
         with trio.move_on_after(REACH_SECONDS):
             while self._next < bound and not self._has_fresh:
-                await self._came.wait()
+                await self._arrived.wait()
             return
         raise EngineTimeout(f"no number is left for {self.key[1:].decode()}: the record store does not answer")
 
@@ -161,5 +161,5 @@ class SharedNumberRange(NumberRange):
         """A commit has moved the counter over a range: it is this client's."""
         if self._reserve is None or taken.start > self._reserve.start:
             self._reserve = taken
-        self._came.set()
-        self._came = trio.Event()
+        self._arrived.set()
+        self._arrived = trio.Event()

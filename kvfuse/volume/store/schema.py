@@ -151,7 +151,7 @@ def is_file(record: InodeRecord) -> bool:
     return S_ISREG(record.mode)
 
 
-class Holder(NamedTuple):
+class SlabHolder(NamedTuple):
     """The holder of a slab. ``epoch`` counts its holders: it never goes back, also while ``client`` is NOBODY."""
 
     client: int
@@ -193,7 +193,7 @@ class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
     """empty: a command, such as fsck"""
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True):
+class HostReport(msgspec.Struct, array_like=True, frozen=True):
     """What a client tells the others now and then."""
 
     uses: tuple[tuple[int, bytes], ...] = ()
@@ -410,13 +410,13 @@ encode_usage: Callable[[int, int], bytes] = _USAGE.pack
 encode_inode: Callable[[InodeRecord], bytes] = _encode
 encode_chunk: Callable[[tuple[ExtentRecord, ...]], bytes] = _encode
 encode_member: Callable[[MemberRecord], bytes] = _encode
-encode_report: Callable[[Report], bytes] = _encode
+encode_report: Callable[[HostReport], bytes] = _encode
 decode_inode: Callable[[bytes | memoryview], InodeRecord] = _checked(_decode_inode)
 decode_chunk: Callable[[bytes], tuple[ExtentRecord, ...]] = _checked(
     msgspec.msgpack.Decoder(tuple[ExtentRecord, ...]).decode
 )
 decode_member: Callable[[bytes], MemberRecord] = _checked(msgspec.msgpack.Decoder(MemberRecord).decode)
-decode_report: Callable[[bytes], Report] = _checked(msgspec.msgpack.Decoder(Report).decode)
+decode_report: Callable[[bytes], HostReport] = _checked(msgspec.msgpack.Decoder(HostReport).decode)
 _decode_orphan = _checked(msgspec.msgpack.Decoder(OrphanRecord).decode)
 _FORMER_ORPHAN = b"\xdc\x00\x11"
 """how the orphan records of programs begin that knew no namespaces: an array of one field less"""
@@ -455,13 +455,13 @@ def decode_slab(value: bytes) -> tuple[int, bytes]:
     return _SLAB_HEAD.unpack_from(value)[0], value[_SLAB_HEAD.size :]
 
 
-def encode_holder(holder: Holder) -> bytes:
+def encode_holder(holder: SlabHolder) -> bytes:
     return _HOLDER.pack(*holder)
 
 
 @_checked
-def decode_holder(value: bytes) -> Holder:
-    return Holder(*_HOLDER.unpack(value))
+def decode_holder(value: bytes) -> SlabHolder:
+    return SlabHolder(*_HOLDER.unpack(value))
 
 
 def encode_counts(inodes: int, size: int | None) -> bytes:

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 from kvfuse.errors import EngineError, OperationError, Unsupported
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.eviction.eviction import Evictor
+from kvfuse.volume.eviction.evictor import Evictor
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.grants import DEPARTED, TAKEN_SHARE, Grants, encode_grants
+from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import Settings
-from kvfuse.volume.namespaces.uses import NO_USE, Use
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import all_keys, get_sound
 from kvfuse.volume.store.transaction import Transaction
@@ -98,7 +98,7 @@ class Granting:
         self._in_vain[namespace] = trio.current_time()
         return False
 
-    async def _take(self, namespace: int, lack: Use) -> bool:
+    async def _take(self, namespace: int, lack: NamespaceUse) -> bool:
         grants = self._book.heard.get(namespace)
         if grants is None:
             return True
@@ -108,12 +108,12 @@ class Granting:
             return True
         return False
 
-    async def _ask(self, namespace: int, lack: Use) -> None:
+    async def _ask(self, namespace: int, lack: NamespaceUse) -> None:
         """Tell the others what is missing."""
 
         def decide(grants: Grants) -> Grants:
             said = grants.lacks.get(self._client, NO_USE)
-            return grants.with_lack(self._client, Use(max(said.size, lack.size), max(said.files, lack.files)))
+            return grants.with_lack(self._client, NamespaceUse(max(said.size, lack.size), max(said.files, lack.files)))
 
         await self._change(namespace, decide)
 
@@ -185,10 +185,10 @@ class Granting:
             await self._evict(number, wanted)
         return any(wanted)
 
-    def _entered(self, grants: Grants, use: Use) -> Grants | None:
+    def _entered(self, grants: Grants, use: NamespaceUse) -> Grants | None:
         return grants.entered(self._client, use) if self._client in grants.awaited else None
 
-    async def _evict(self, number: int, wanted: Use) -> None:
+    async def _evict(self, number: int, wanted: NamespaceUse) -> None:
         """Evict this client's part of what others lack, but for what is about to be free here."""
         caches = [cache for one, cache in self.core.caches.items() if self._accounts.is_within(one, number)]
         size, count = sum([one.policy.size for one in caches]), sum([len(one.policy) for one in caches])
@@ -218,14 +218,14 @@ class Granting:
         expect = dict.fromkeys([schema.member_key(client) for client in gone], ABSENT)
         return await self._change(number, decide, {**expect, schema.COUNTER_NAMESPACES: version})
 
-    async def _read_uses(self, number: int, clients: set[int]) -> dict[int, Use]:
+    async def _read_uses(self, number: int, clients: set[int]) -> dict[int, NamespaceUse]:
         uses = dict.fromkeys(clients, NO_USE)
         pairs = [(inner, client) for inner in self._inner(number) for client in clients]
         rows = await get_sound(self.core.records, [schema.use_key(*pair) for pair in pairs])
         for (_, client), row in zip(pairs, rows, strict=True):
             if row is not None:
                 counts, use = schema.decode_counts(row.value), uses[client]
-                uses[client] = Use(use.size + (counts.size or 0), use.files + counts.inodes)
+                uses[client] = NamespaceUse(use.size + (counts.size or 0), use.files + counts.inodes)
         return uses
 
     def _inner(self, number: int) -> list[int]:
@@ -271,7 +271,7 @@ class Granting:
         keys = [schema.use_key(one, DEPARTED) for one in inner]
         rows = await get_sound(self.core.records, keys)
         counts = [schema.decode_counts(row.value) for row in rows if row is not None]
-        departed = Use(sum([one.size or 0 for one in counts]), sum([one.inodes for one in counts]))
+        departed = NamespaceUse(sum([one.size or 0 for one in counts]), sum([one.inodes for one in counts]))
         begun = replace(grants.with_part(DEPARTED, departed), awaited=tuple(sorted(clients)))
         expect = {key: row.version if row is not None else ABSENT for key, row in zip(keys, rows, strict=True)}
         expect |= {schema.COUNTER_NAMESPACES: version, schema.grants_key(number): ABSENT}

@@ -21,7 +21,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.measures.gates import TOKEN_SIZE_MAX, TOKEN_SIZE_MIN, is_token, make_lock
 from kvfuse.volume.names.folders import number_of
 from kvfuse.volume.namespaces.settings import ROOT, SHOWN_TOKENS, Settings
-from kvfuse.volume.tenancy.namespaces import Keeper
+from kvfuse.volume.tenancy.namespaces import NamespaceEditor
 
 NAMESPACE = b"user.kvfuse.namespace"
 REFUSED = NAMESPACE + b".refused"
@@ -41,7 +41,7 @@ def is_about_namespaces(name: bytes) -> bool:
 class NamespaceAttributes:
     """Reads and changes these attributes. `Xattrs` has one."""
 
-    keeper: Keeper
+    keeper: NamespaceEditor
     _refusals: OrderedDict[int, str] = field(default_factory=OrderedDict)
     """inode of a folder -> why its last change was refused"""
 

@@ -21,7 +21,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import ATTEMPTS_MAX, PAUSE_SECONDS, CommitFirst
 from kvfuse.volume.names.folders import closed, end_access, end_namespace, has_other_token, number_of
-from kvfuse.volume.names.name_change import Draft
+from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.numbers import SharedNumberRange
@@ -157,7 +157,7 @@ class OwnNamespaceRecords(NamespaceRecords):
 class _Change:
     """A change of one namespace, as a transaction."""
 
-    draft: Draft
+    draft: PlanDraft
     """of the folder"""
     records: dict[bytes, bytes | None]
     """key -> value of the namespace's records; None: it is deleted"""
@@ -316,8 +316,8 @@ class SharedNamespaceRecords(NamespaceRecords):
             with trio.move_on_after(TELL_SECONDS):
                 await self.news.clearing.told()
 
-    def _draft(self, node: Node, namespace: int) -> Draft:
-        draft = Draft(self.names.core.client, self.names.core.namespaces.cleared.versions)
+    def _draft(self, node: Node, namespace: int) -> PlanDraft:
+        draft = PlanDraft(self.names.core.client, self.names.core.namespaces.cleared.versions)
         change = draft.change(node)
         change.set(namespace=namespace, flags=change.record.flags & ~schema.FLAG_LEAVING)
         return draft

@@ -44,7 +44,7 @@ _QUOTAS: tuple[Quota, ...] = get_args(Quota)
 
 
 @dataclass
-class Keeper:
+class NamespaceEditor:
     """Makes, changes and removes namespaces. Each membership has one."""
 
     names: Names

@@ -18,7 +18,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, Stored, weight
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup
-from kvfuse.volume.slots.space import Space
+from kvfuse.volume.slots.space import RoomFinder
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import all_keys, get_marked
 from kvfuse.volume.tenancy.namespace_attributes import NamespaceAttributes, is_about_namespaces
@@ -110,7 +110,7 @@ class Xattrs:
 
     core: Core
     journal: Journal
-    space: Space
+    space: RoomFinder
     lookups: Lookup
     namespaces: NamespaceAttributes
 

@@ -14,7 +14,7 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.tier.arena_numbers import ArenaNumbers
 from kvfuse.volume.tier.arena_rows import ArenaRows
-from kvfuse.volume.tier.arenas import Arena, Kind, Memory, ReadClass
+from kvfuse.volume.tier.arenas import Arena, ArenaKind, ArenaMemory, ReadClass
 from kvfuse.volume.tier.placement import Placement
 from kvfuse.volume.tier.revocable import Supply
 
@@ -69,7 +69,7 @@ class ArenaPool:
     def __init__(self, capacity: int, placement: Placement, recent: Recent, keeper: Keeper) -> None:
         self.capacity = capacity
         self.arenas: dict[int, Arena] = {}
-        self.kinds: dict[tuple[int, ReadClass], Kind] = {}
+        self.kinds: dict[tuple[int, ReadClass], ArenaKind] = {}
         self.returned: deque[tuple[Arena, int]] = deque()
         """slots that nobody holds any more; filled in any thread"""
         self.withheld: set[tuple[Arena, int]] = set()
@@ -95,14 +95,14 @@ class ArenaPool:
 
     # -- slots ---------------------------------------------------------------------------------------
 
-    def kind(self, slot_size: int, read_class: ReadClass) -> Kind:
+    def kind(self, slot_size: int, read_class: ReadClass) -> ArenaKind:
         key = slot_size, read_class
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = Kind(slot_size, read_class, self._recent)
+            kind = self.kinds[key] = ArenaKind(slot_size, read_class, self._recent)
         return kind
 
-    def drop_if_empty(self, kind: Kind) -> None:
+    def drop_if_empty(self, kind: ArenaKind) -> None:
         if not kind.arenas and not kind.retired:
             self.kinds.pop((kind.slot_size, kind.read_class), None)
 
@@ -118,7 +118,7 @@ class ArenaPool:
             elif not arena.leased_count:
                 self.give_back(arena)
 
-    def take(self, kind: Kind) -> tuple[Arena, int] | None:
+    def take(self, kind: ArenaKind) -> tuple[Arena, int] | None:
         """A free slot, one that was never used, or the first one of a new arena: if there is memory for it."""
         if kind.free:
             arena, slot = kind.free.pop()
@@ -156,7 +156,7 @@ class ArenaPool:
 
     # -- arenas --------------------------------------------------------------------------------------
 
-    def _add(self, kind: Kind, memory: Memory | None = None) -> Arena | None:
+    def _add(self, kind: ArenaKind, memory: ArenaMemory | None = None) -> Arena | None:
         if not self._numbers.has_more:
             return None  # the event loop announces more soon
         if memory is None:
@@ -165,7 +165,7 @@ class ArenaPool:
             first = self._resident_to(kind.slot_size, size)
             if len(self.arenas) >= ARENAS_MAX or not self._has_room(first):
                 return None
-            memory = Memory(self.supply.make("kvfuse-tier", size), self.supply.placement)
+            memory = ArenaMemory(self.supply.make("kvfuse-tier", size), self.supply.placement)
         rows = ArenaRows(len(memory.bytes) // kind.slot_size) if self.keeper.outlives else None
         arena = Arena(self._numbers.take(), kind, memory, self.returned, rows)
         self._enter(arena)
@@ -176,7 +176,7 @@ class ArenaPool:
         arena.kind.arenas.append(arena)
         self.arenas[arena.number] = arena
 
-    def reassign(self, arena: Arena, kind: Kind) -> None:
+    def reassign(self, arena: Arena, kind: ArenaKind) -> None:
         """Let another kind have an arena that is wholly free - unless somebody may have it mapped, or it is too small.
 
         Its number is not used again, and other readers than before find nothing of what was in it. A kind that has
@@ -191,7 +191,7 @@ class ArenaPool:
         if self._add(kind, memory) is not None:
             self.used_bytes += memory.resident
 
-    def oldest(self, kind: Kind, before: int | None) -> Arena | None:
+    def oldest(self, kind: ArenaKind, before: int | None) -> Arena | None:
         """The arena of another kind that nobody but the tier holds, and that was not used since ``before``; None: there
         was no such moment."""
         found, found_time = None, before
@@ -310,7 +310,7 @@ class ArenaPool:
         for arena in arenas if self.keeper.outlives else ():
             self._keep(arena, RETIRED)
 
-    def add_left(self, number: int, kind: Kind, memory: Memory, rows: ArenaRows) -> Arena | None:
+    def add_left(self, number: int, kind: ArenaKind, memory: ArenaMemory, rows: ArenaRows) -> Arena | None:
         """An arena of the daemon before this one; None: there is no room for it. Of a retired kind there always is."""
         touched = min(rows.touched, len(memory.bytes) // kind.slot_size)
         resident = self._resident_to(touched * kind.slot_size, len(memory.bytes))

@@ -1,6 +1,6 @@
 """Arenas of the shared-memory tier: memory that clients may map, the slots in it, and blocks that hold a slot each.
 
-`tier.py` says what they are for, and changes them under its lock.
+`shared_tier.py` says what they are for, and changes them under its lock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy.typing as npt
 from kvfuse.policy.hot import USES_MAX, HotOrder, Recent
 from kvfuse.volume.tier.arena_rows import ArenaRows
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
-from kvfuse.volume.tier.revocable import Piece
-from kvfuse.volume.views.content_map import Source
+from kvfuse.volume.tier.revocable import RevocableMemory
+from kvfuse.volume.views.content_map import MappedSource
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,7 +35,7 @@ class ReadClass(NamedTuple):
     """the three bits that allow reading"""
 
 
-class Memory:
+class ArenaMemory:
     """A piece of shared memory, mapped writable here. ``piece``: nothing else has it.
 
     ``resident``: bytes from the start that were touched, and so take memory.
@@ -43,7 +43,7 @@ class Memory:
 
     __slots__ = ("address", "bytes", "descriptor", "piece", "resident")
 
-    def __init__(self, piece: Piece, placement: Placement = ANYWHERE) -> None:
+    def __init__(self, piece: RevocableMemory, placement: Placement = ANYWHERE) -> None:
         self.piece = piece
         self.descriptor = piece.descriptor
         memory = mmap.mmap(piece.descriptor, os.fstat(piece.descriptor).st_size)
@@ -54,7 +54,7 @@ class Memory:
         self.resident = 0
 
 
-def _let_go(piece: Piece) -> None:
+def _let_go(piece: RevocableMemory) -> None:
     """The last one that knew of it."""
 
 
@@ -80,8 +80,8 @@ class Arena:
     def __init__(
         self,
         number: int,
-        kind: Kind,
-        memory: Memory,
+        kind: ArenaKind,
+        memory: ArenaMemory,
         returned: deque[tuple[Arena, int]],
         rows: ArenaRows | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Arena:
         self.memory = memory
         self.returned = returned
         self.rows = rows
-        self.source = Source(memory.descriptor, _read_only(memory.bytes), number)
+        self.source = MappedSource(memory.descriptor, _read_only(memory.bytes), number)
         self.touched = 0
         """slots from the start that were in use at some time"""
         self.leased_count = 0
@@ -115,7 +115,7 @@ class Arena:
         return (self.touched + 1) * self.kind.slot_size <= len(self.memory.bytes)
 
 
-class Kind:
+class ArenaKind:
     """All arenas with one slot size and one read class."""
 
     __slots__ = ("ancestors", "arenas", "free", "is_left", "kept", "on_return", "read_class", "retired", "slot_size")
@@ -200,7 +200,7 @@ class TierBlock:
         return self.home.memory.address + self.offset
 
     @property
-    def source(self) -> Source:
+    def source(self) -> MappedSource:
         """The arena, for `MapRow`."""
         return self.home.source
 

@@ -3,8 +3,8 @@
 A piece of it is a file in a tmpfs that no process has mounted. Two folders lead there, one of them read-only. Nobody
 makes a descriptor for writing of one for reading that came by way of that folder: the kernel answers EROFS to every
 process, root's too. So the file needs no seals. Seals against writing would forbid what the file is for: the daemon
-punches out all of its pages (`Piece.take_back`), and they are free, whoever has them mapped. Readers find zeros then;
-where they touch these, that is memory of their own.
+punches out all of its pages (`RevocableMemory.take_back`), and they are free, whoever has them mapped. Readers find
+zeros then; where they touch these, that is memory of their own.
 
 To make such a file system takes CAP_SYS_ADMIN. A daemon without it makes memfds, and shows them only to processes that
 could end it anyway (`Supply.is_for_all`).
@@ -42,7 +42,7 @@ _WORDS = "size=0,nr_inodes=0,mode=0700"
 log = logging.getLogger(__name__)
 
 
-class Piece:
+class RevocableMemory:
     """A piece of shared memory. Both descriptors are its own, and closed with it.
 
     ``descriptor``: for writing. ``readable``: of the same file, by which nobody can write.
@@ -88,14 +88,14 @@ class Supply:
         """Pieces may be shown to any user."""
         return self._folders is not None
 
-    def make(self, name: str, size: int) -> Piece:
+    def make(self, name: str, size: int) -> RevocableMemory:
         """A piece of ``size`` bytes, all of them zeros. OSError."""
         with self._lock:
             piece = self._new(name)
         os.ftruncate(piece.descriptor, size)
         return piece
 
-    def _new(self, name: str) -> Piece:
+    def _new(self, name: str) -> RevocableMemory:
         folders = self._folders
         if folders is None:
             descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -104,7 +104,7 @@ class Supply:
             descriptor = folders.create(name)
             opened = partial(os.open, name, dir_fd=folders.readable)
         try:
-            return Piece(descriptor, opened(os.O_RDONLY | os.O_CLOEXEC))
+            return RevocableMemory(descriptor, opened(os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
             os.close(descriptor)
             raise

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from kvfuse.checksum import extent_checksum, granule_checksums
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.tier.arena_pool import ARENAS_MAX, ArenaPool
-from kvfuse.volume.tier.arenas import Arena, Kind, LeftBlock, LeftBlocks, TierBlock
-from kvfuse.volume.tier.resident import Residents
+from kvfuse.volume.tier.arenas import Arena, ArenaKind, LeftBlock, LeftBlocks, TierBlock
+from kvfuse.volume.tier.resident_indexes import Residents
 
 EVICTIONS_MAX = 16
 """Blocks that make room in one call: those that somebody still holds free nothing yet."""
 
 
 @dataclass(slots=True)
-class Counters:
+class TierCounters:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
@@ -42,7 +42,7 @@ class TierBooks:
         """how often something was put into ``evicted``"""
         self.kept_bytes = 0
         self.clock = itertools.count(1)
-        self.counters = Counters()
+        self.counters = TierCounters()
         self.pins: dict[tuple[Arena, int], TierBlock] = {}
         """of slots without blocks, while not all are known"""
 
@@ -118,7 +118,7 @@ class TierBooks:
 
     # -- room ----------------------------------------------------------------------------------------
 
-    def make_room(self, kind: Kind) -> tuple[Arena, int] | None:
+    def make_room(self, kind: ArenaKind) -> tuple[Arena, int] | None:
         """Evict what is used least: blocks of this kind, or a whole arena of another one."""
         self.residents.sample()
         pool, evictions_left = self.pool, EVICTIONS_MAX
@@ -145,7 +145,7 @@ class TierBooks:
         """What is kept, or left, as the block of an inode."""
         return self.kept.get(ino) or self.left[ino]
 
-    def _idle_arena(self, kind: Kind, before: int | None) -> Arena | None:
+    def _idle_arena(self, kind: ArenaKind, before: int | None) -> Arena | None:
         """The arena of another kind that nobody but the cache holds, and that was not used since ``before``.
 
         One whose blocks were read is spared a few times, so that blocks that are stored and never read go before it.

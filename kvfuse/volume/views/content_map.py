@@ -19,8 +19,8 @@ the interpreter lock. The reader takes that lock again after its copy, so it doe
 version; the lock is a barrier, on any processor. If that is the version it began with, it looked for the row after
 the version was raised, hence after the row was taken away: what it found there came later, and shows the later state.
 
-A segment's medium may fail: a copy counts if `Source.is_intact` says so after it. Else the event loop reads the bytes
-with system calls, which have an error for what is not there; a source that failed is shown to nobody any more.
+A segment's medium may fail: a copy counts if `MappedSource.is_intact` says so after it. Else the event loop reads the
+bytes with system calls, which have an error for what is not there; a source that failed is shown to nobody any more.
 
 Two things are as in read(2): a read beside a write in place may see some of both (the row has no checksums then), and
 bytes that were copied before the version was raised are those of before.
@@ -42,7 +42,7 @@ Bytes = npt.NDArray[np.uint8]
 SIZE_UNKNOWN = -1
 
 
-class Source:
+class MappedSource:
     """Mapped memory that holds bytes of files: a whole segment, or an arena of the shared-memory tier.
 
     A row keeps its source, and a source its mapping and descriptor, for as long as a thread may copy from them.
@@ -72,7 +72,7 @@ class MapRow:
 
     def __init__(
         self,
-        source: Source | None,
+        source: MappedSource | None,
         start: int,
         length: int,
         checksums: bytes = b"",

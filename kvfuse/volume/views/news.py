@@ -14,7 +14,7 @@ from enum import Enum, auto
 import trio
 
 
-class Change(Enum):
+class NameEvent(Enum):
     """What happened to a name, or to all."""
 
     STORED = auto()
@@ -23,7 +23,7 @@ class Change(Enum):
     """none of the names means a block any more"""
 
 
-Row = tuple[Change, bytes]
+Row = tuple[NameEvent, bytes]
 """(what happened, name)"""
 
 
@@ -37,23 +37,23 @@ class Watch:
         self.lost = trio.Event()
         """set when rows were lost"""
         self._rows: list[Row] = []
-        self._came = trio.Event()
+        self._has_rows = trio.Event()
 
     def tell(self, row: Row) -> None:
         if len(self._rows) < self.ROWS_MAX:
             self._rows.append(row)
-            self._came.set()
+            self._has_rows.set()
         else:
             self.lost.set()
 
     def take(self) -> list[Row]:
         """The rows since the last call, oldest first."""
-        rows, self._rows, self._came = self._rows, [], trio.Event()
+        rows, self._rows, self._has_rows = self._rows, [], trio.Event()
         return rows
 
     async def wait(self) -> None:
         """Wait until there are rows."""
-        await self._came.wait()
+        await self._has_rows.wait()
 
 
 class News:
@@ -74,7 +74,7 @@ class News:
             if not self.watches[directory]:
                 del self.watches[directory]
 
-    def tell(self, directory: int, change: Change, name: bytes) -> None:
+    def tell(self, directory: int, change: NameEvent, name: bytes) -> None:
         for watch in self.watches.get(directory, ()):
             watch.tell((change, name))
 
@@ -82,7 +82,7 @@ class News:
         """A namespace was cleared."""
         for watch in self._all():
             if watch.namespace == namespace:
-                watch.tell((Change.CLEARED, b""))
+                watch.tell((NameEvent.CLEARED, b""))
 
     def lose_all(self) -> None:
         """Nothing is told any more."""

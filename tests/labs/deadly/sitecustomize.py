@@ -36,11 +36,16 @@ def die() -> NoReturn:
 
 def be_deadly_to_rings(folder: Path) -> None:
     from kvfuse.usrbio.daemon.connection import Connection
-    from kvfuse.usrbio.daemon.keeping import Keeping
+    from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
     from kvfuse.usrbio.protocol.wire import Message, Request
 
-    answer, reply, answered, greet = Connection._answer, Connection._reply, Keeping.answered, Keeping.greet
-    told = Keeping.told
+    answer, reply, answered, greet = (
+        Connection._answer,
+        Connection._reply,
+        ConnectionKeeping.answered,
+        ConnectionKeeping.greet,
+    )
+    told = ConnectionKeeping.told
     present: list[str] = []
 
     def look(moment: str) -> None:
@@ -75,8 +80,8 @@ def be_deadly_to_rings(folder: Path) -> None:
         present[:] = ["cut"]
         look("told")
 
-    Connection._answer, Connection._reply, Keeping.told = answer_, reply_, told_
-    Keeping.answered, Keeping.greet = answered_, greet_
+    Connection._answer, Connection._reply, ConnectionKeeping.told = answer_, reply_, told_
+    ConnectionKeeping.answered, ConnectionKeeping.greet = answered_, greet_
 
 
 if "KVFUSE_TESTS_DEADLY" in os.environ and "kvfuse.cli" in sys.orig_argv:

@@ -99,9 +99,9 @@ def raise_somewhere(folder: Path) -> None:
 
 
 def fail_adoptions(folder: Path) -> None:
-    from kvfuse.usrbio.daemon import adoption
+    from kvfuse.usrbio.daemon import restored_connection
 
-    adopt = adoption.adopt
+    adopt = restored_connection.adopt
 
     async def adopting(*arguments: Any) -> Any:
         left = folder / "adoptions"
@@ -110,7 +110,7 @@ def fail_adoptions(folder: Path) -> None:
             raise Injected("a client")
         return await adopt(*arguments)
 
-    adoption.adopt = adopting
+    restored_connection.adopt = adopting
 
 
 if "KVFUSE_TESTS_RAISING" in os.environ and "KVFUSE_HOLDER" in os.environ and "mount" in sys.orig_argv:

@@ -16,10 +16,10 @@ from lossy_proxy import lossy_proxy
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.options.options import EtcdOptions
 from kvfuse.remote.records.api import Change
+from kvfuse.remote.records.etcd import messages
 from kvfuse.remote.records.etcd import store as etcd_engine
 from kvfuse.remote.records.etcd import watch as etcd_watch
-from kvfuse.remote.records.etcd import wire
-from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE, EtcdClient
+from kvfuse.remote.records.etcd.gateway import ATTEMPT_SHARE, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 from kvfuse_cluster.etcd import EtcdServers
 
@@ -43,15 +43,15 @@ async def store(place: EtcdPlace) -> AsyncIterator[EtcdRecords]:
 async def keys_under(place: EtcdPlace, prefix: bytes) -> list[bytes]:
     """Raw keys, the engine's own included."""
     client = EtcdClient(place)
-    asked = wire.Range(prefix, wire.prefix_end(prefix), keys_only=True)
-    answer = await client.call("kv/range", asked, wire.RANGE, trio.current_time() + 10)
+    asked = messages.Range(prefix, messages.prefix_end(prefix), keys_only=True)
+    answer = await client.call("kv/range", asked, messages.RANGE, trio.current_time() + 10)
     await client.aclose()
     return [kv.key for kv in answer.kvs]
 
 
 @pytest.mark.parametrize(("prefix", "end"), [(b"a", b"b"), (b"/t/", b"/t0"), (b"a\xff", b"b")])
 def test_the_end_of_a_prefix(prefix: bytes, end: bytes) -> None:
-    assert wire.prefix_end(prefix) == end
+    assert messages.prefix_end(prefix) == end
 
 
 # -- outcomes -----------------------------------------------------------------------------------------

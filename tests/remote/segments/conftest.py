@@ -8,19 +8,19 @@ import pytest
 from cluster_lab import rados_place
 from rados_lab import PATIENCE_S, SIZE, opened
 
-from kvfuse.remote.segments.rados.librados import Place
+from kvfuse.remote.segments.rados.librados import PoolPlace
 from kvfuse.remote.segments.rados.store import RadosSegments
 from kvfuse_cluster.ceph import CephServers
 
 
 @pytest.fixture
-def place(ceph: CephServers, request: pytest.FixtureRequest) -> Place:
+def place(ceph: CephServers, request: pytest.FixtureRequest) -> PoolPlace:
     """A namespace of the test's own, and a patience that a busy machine does not try."""
     return rados_place(ceph, request.node.name, deadline=PATIENCE_S)
 
 
 @pytest.fixture
-async def store(place: Place) -> AsyncIterator[RadosSegments]:
+async def store(place: PoolPlace) -> AsyncIterator[RadosSegments]:
     """With segment 1 of SIZE bytes."""
     async with opened(place) as store:
         await store.create(1, SIZE)

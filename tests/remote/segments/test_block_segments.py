@@ -16,7 +16,7 @@ from loop_lab import loop_device, loop_devices, resize
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, VolumeError
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.block import label, pieces, reservations
-from kvfuse.remote.segments.block.label import DeviceSet, Row
+from kvfuse.remote.segments.block.label import DeviceRow, DeviceSet
 from kvfuse.remote.segments.block.making import examine, make_set, place_count
 from kvfuse.remote.segments.block.store import BlockSegments
 
@@ -53,7 +53,7 @@ async def read(store: BlockSegments, offset: int = 0, length: int = 4096, segmen
 
 
 def test_segments_go_to_devices_by_weight_until_these_are_full() -> None:
-    rows = (Row(b"a" * 16, 100, 2), Row(b"b" * 16, 100, 1), Row(b"c" * 16, 3, 1))
+    rows = (DeviceRow(b"a" * 16, 100, 2), DeviceRow(b"b" * 16, 100, 1), DeviceRow(b"c" * 16, 3, 1))
     places = DeviceSet(VOLUME, SIZE, SIZE, 203, rows).places
     assert Counter(place.device for place in places[:12]) == {0: 6, 1: 3, 2: 3}
     assert Counter(place.device for place in places) == {0: 100, 1: 100, 2: 3}
@@ -63,7 +63,7 @@ def test_segments_go_to_devices_by_weight_until_these_are_full() -> None:
 
 
 def test_a_label_says_what_it_was_made_of_and_damage_is_found() -> None:
-    made = DeviceSet(VOLUME, SIZE, 4096, 7, (Row(b"a" * 16, 5, 2), Row(b"b" * 16, 9, 1)))
+    made = DeviceSet(VOLUME, SIZE, 4096, 7, (DeviceRow(b"a" * 16, 5, 2), DeviceRow(b"b" * 16, 9, 1)))
     page = bytearray(made.pack(1))
     assert label.parse(page) == (1, made)
     page[100] ^= 1

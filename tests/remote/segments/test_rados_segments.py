@@ -17,7 +17,7 @@ from rados_lab import KIB, MIB, OBJECT_SIZE, PATIENCE_S, SIZE, opened, read
 from kvfuse.errors import EngineError, EngineFull, EngineTimeout
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.rados import librados
-from kvfuse.remote.segments.rados.librados import Place
+from kvfuse.remote.segments.rados.librados import PoolPlace
 from kvfuse.remote.segments.rados.store import RadosSegments
 from kvfuse_cluster.ceph import CephServers
 from kvfuse_cluster.process import free_ports
@@ -94,7 +94,7 @@ def objects(ceph: CephServers, store: RadosSegments) -> list[str]:
 # -- other hosts, other settings ------------------------------------------------------------------------
 
 
-async def test_stores_share_segments(store: RadosSegments, place: Place) -> None:
+async def test_stores_share_segments(store: RadosSegments, place: PoolPlace) -> None:
     async with opened(place) as other:
         await other.create(2, MIB)
         await other.write([Transfer(2, 0, b"theirs"), Transfer(1, 0, b"ours")])
@@ -105,7 +105,7 @@ async def test_stores_share_segments(store: RadosSegments, place: Place) -> None
             await store.create(2, 2 * MIB)
 
 
-async def test_a_removal_waits_for_users_who_look_up_other_segments(store: RadosSegments, place: Place) -> None:
+async def test_a_removal_waits_for_users_who_look_up_other_segments(store: RadosSegments, place: PoolPlace) -> None:
     """Nobody holds one segment while asking for another: the removal would wait for them, and they for it."""
     async with opened(place) as other:
         for segment in range(2, 10):
@@ -127,13 +127,13 @@ async def test_a_removal_waits_for_users_who_look_up_other_segments(store: Rados
     assert [info.segment for info in await store.list()] == list(range(2, 10))
 
 
-async def test_another_object_size_is_refused(store: RadosSegments, place: Place) -> None:
+async def test_another_object_size_is_refused(store: RadosSegments, place: PoolPlace) -> None:
     with pytest.raises(EngineError, match="object_size"):
         async with opened(place, object_size=MIB):
             pass
 
 
-async def test_a_foreign_object_is_no_table(ceph: CephServers, place: Place, tmp_path: Path) -> None:
+async def test_a_foreign_object_is_no_table(ceph: CephServers, place: PoolPlace, tmp_path: Path) -> None:
     (tmp_path / "foreign").write_bytes(b"somebody else's bytes")
     rados(ceph, place.namespace, "put", "segments", tmp_path / "foreign")
     with pytest.raises(EngineError, match="namespace of its own"):
@@ -150,13 +150,13 @@ async def test_a_foreign_object_is_no_table(ceph: CephServers, place: Place, tmp
         ({"conf_file": Path("/nonexistent/ceph.conf")}, "reading /nonexistent/ceph.conf"),
     ],
 )
-async def test_what_is_missing_is_said(place: Place, changes: dict[str, object], message: str) -> None:
+async def test_what_is_missing_is_said(place: PoolPlace, changes: dict[str, object], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         async with opened(place, **changes):
             pass
 
 
-async def test_monitors_that_do_not_answer(tmp_path: Path, place: Place) -> None:
+async def test_monitors_that_do_not_answer(tmp_path: Path, place: PoolPlace) -> None:
     conf = tmp_path / "ceph.conf"
     conf.write_text(f"[global]\nmon host = 127.0.0.1:{free_ports(1)[0]}\n")
     began = time.monotonic()
@@ -166,7 +166,7 @@ async def test_monitors_that_do_not_answer(tmp_path: Path, place: Place) -> None
     assert time.monotonic() - began < 10
 
 
-async def test_an_absent_library(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_absent_library(place: PoolPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(librados, "LIBRARY", "libnowhere.so.2")
     librados.library.cache_clear()
     try:

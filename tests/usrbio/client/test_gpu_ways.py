@@ -11,7 +11,7 @@ from cli_lab import kvfuse
 
 from kvfuse.cli.doctor_gpu import ADAPTER
 from kvfuse.errors import DeviceError
-from kvfuse.peer.device_memory import problem
+from kvfuse.peer.rdma_memories import problem
 from kvfuse.usrbio.client.gpu.cpu import CpuDevice
 from kvfuse.usrbio.client.gpu.cuda import count_devices
 from kvfuse.usrbio.client.gpu.examine import capabilities_of

@@ -6,11 +6,11 @@ import trio
 import trio.testing
 
 from kvfuse.usrbio.daemon.audience import Audience, UserPenalty
-from kvfuse.usrbio.daemon.desk import Desk
+from kvfuse.usrbio.daemon.call_queue import CallQueue
 
 
 async def test_who_waits_for_a_turn_may_end_after_whoever_gives_them() -> None:
-    audience = Audience(Desk(), 0, UserPenalty())
+    audience = Audience(CallQueue(), 0, UserPenalty())
     ours, theirs = trio.socket.socketpair()
     with ours, theirs:
         async with trio.open_nursery() as nursery:

@@ -17,7 +17,7 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from posix_calls import as_user
 from ring_lab import RawClient, registered_things
 
-from kvfuse.peer.device_memory import missing
+from kvfuse.peer.rdma_memories import missing
 from kvfuse.usrbio.client import Way, connect
 from kvfuse.usrbio.client.gpu.cpu import CpuDevice
 from kvfuse.usrbio.protocol.wire import Request

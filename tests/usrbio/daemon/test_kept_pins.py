@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvfuse.usrbio.daemon.keeping import PAGE_SIZE, Page
-from kvfuse.volume.tier.tier import TierBlock
+from kvfuse.usrbio.daemon.connection_keeping import PAGE_SIZE, Page
+from kvfuse.volume.tier.shared_tier import TierBlock
 
 
 @pytest.fixture

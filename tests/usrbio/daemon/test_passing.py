@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 import trio
 
-from kvfuse.usrbio.daemon.passing import USER_THREADS_MAX, open_ushers
+from kvfuse.usrbio.daemon.descriptor_receiver import USER_THREADS_MAX, open_receivers
 
 
 async def test_a_user_has_its_turns_again_when_the_daemon_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,15 +21,15 @@ async def test_a_user_has_its_turns_again_when_the_daemon_has_descriptors(monkey
 
     client, stream = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with client, stream:
-        async with open_ushers() as ushers:
-            usher = ushers.of("user", stream)
+        async with open_receivers() as receivers:
+            receiver = receivers.of("user", stream)
             with monkeypatch.context() as patch:
                 patch.setattr(socket, "socketpair", refuse)
                 for _ in range(USER_THREADS_MAX):
                     with pytest.raises(OSError, match="none left"):
-                        await usher.inspect(os.fstat)
+                        await receiver.inspect(os.fstat)
             with open(os.devnull) as file:
                 await client.sendmsg(
                     [b"m"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, file.fileno().to_bytes(4, "little"))]
                 )
-                assert (await usher.inspect(os.fstat)).st_rdev == os.fstat(file.fileno()).st_rdev
+                assert (await receiver.inspect(os.fstat)).st_rdev == os.fstat(file.fileno()).st_rdev

@@ -24,7 +24,7 @@ from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishO
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import ROOT_INODE, Caller
-from kvfuse.volume.opening.format import format_volume
+from kvfuse.volume.opening.formatting import format_volume
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
 

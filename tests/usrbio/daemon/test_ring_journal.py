@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvfuse.usrbio.daemon import call, journal
-from kvfuse.usrbio.daemon.call import Answer, Completions
-from kvfuse.usrbio.daemon.journal import NO_PLACE, Journal
+from kvfuse.usrbio.daemon import call, ring_journal
+from kvfuse.usrbio.daemon.call import Completion, Completions
+from kvfuse.usrbio.daemon.ring_journal import NO_PLACE, RingJournal
 from kvfuse.usrbio.protocol import queues
 from kvfuse.usrbio.protocol.queues import RingMemory
 from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Layout
@@ -27,7 +27,7 @@ KILLS = 300
 """daemons of one test"""
 LINES = 120
 """that a step of a daemon has, about"""
-FILES = {module.__file__ for module in (call, journal, queues)}
+FILES = {module.__file__ for module in (call, ring_journal, queues)}
 
 
 class Killed(BaseException):
@@ -100,7 +100,7 @@ class Daemon:
         memory_descriptor, journal_descriptor, bell = descriptors
         self.memory = RingMemory.attach(memory_descriptor)
         self.completions = Completions(
-            self.memory, bell, held.discard, Journal(journal_descriptor, self.memory.layout.entries)
+            self.memory, bell, held.discard, RingJournal(journal_descriptor, self.memory.layout.entries)
         )
         self.held = held
         self.rng = rng
@@ -130,7 +130,7 @@ class Daemon:
         numbers = sq.unpacked(packed)["user_data"].tolist()
         if count == 1 and self.rng.random() < 0.5:
             pin = self._pin(None)
-            self.completions.take_lone(numbers[0], Answer(numbers[0], pin=pin, arena=bool(pin)))
+            self.completions.take_lone(numbers[0], Completion(numbers[0], pin=pin, arena=bool(pin)))
             return
         self.completions.take(packed, time.monotonic())
         places = [SQE_STRUCT.unpack_from(packed, row * 64)[10] for row in range(count)]
@@ -143,7 +143,7 @@ class Daemon:
         if self.rng.random() < 0.5:
             self.completions.post(places, [self.under_way[place] for place in places])
         elif places:
-            answers = [(place, Answer(self.under_way[place], pin=self._pin(place))) for place in places]
+            answers = [(place, Completion(self.under_way[place], pin=self._pin(place))) for place in places]
             self.completions.publish(answers)
         for place in places:
             del self.under_way[place]
@@ -152,7 +152,7 @@ class Daemon:
 @pytest.fixture
 def descriptors() -> Iterator[list[int]]:
     memory, descriptor = RingMemory.create(Layout.of(ENTRIES, 0))
-    own, journal_descriptor = Journal.create(ENTRIES)
+    own, journal_descriptor = RingJournal.create(ENTRIES)
     opened = [descriptor, journal_descriptor, os.eventfd(0, os.EFD_NONBLOCK)]
     del memory, own
     yield opened
@@ -195,7 +195,7 @@ def go_on(descriptors: list[int], held: set[int], rng: random.Random) -> Daemon:
 
 
 def test_the_oldest_entry_of_a_number_is_found(descriptors: list[int]) -> None:
-    journal_ = Journal(descriptors[1], ENTRIES)
+    journal_ = RingJournal(descriptors[1], ENTRIES)
     rows = np.zeros(6, SQE)
     rows["user_data"] = [7, 8, 7, 9, 7, 1]
     packed = bytearray(rows.tobytes())
@@ -223,5 +223,5 @@ def test_answers_that_were_begun_are_known_to_the_next_daemon(descriptors: list[
         assert [journal_.has_begun(place) for place in range(4)] == [False, True, False, False]
         rows = journal_.left().rows
         assert sorted(rows["user_data"].tolist()) == [0, 1, 2, 3]
-    daemon.completions.publish([(1, Answer(1))])
+    daemon.completions.publish([(1, Completion(1))])
     assert not journal_.has_begun(1)

@@ -17,14 +17,14 @@ from block_calls import put
 from volume_lab import MIB, Disk, lab_options, opened
 
 from kvfuse.errors import NotFound, PermissionDenied, Stale
-from kvfuse.usrbio.daemon.admission import Admission
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
-from kvfuse.usrbio.daemon.call import Answer, Call, Entry
-from kvfuse.usrbio.daemon.call_memory import Pool, Share
+from kvfuse.usrbio.daemon.call import Call, Completion, Entry
+from kvfuse.usrbio.daemon.call_memory import Share, SharedPool
+from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.loop_calls import Calls
-from kvfuse.usrbio.daemon.peer import Peer
-from kvfuse.usrbio.daemon.registry import Group, Namespace, OpenFile
+from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
+from kvfuse.usrbio.daemon.registered_things import Group, NamespaceHandle, OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Attributes, Caller, Changes, Numbers
 from kvfuse.volume.inodes.handle import FileHandle
@@ -81,7 +81,7 @@ async def test_the_kernel_hears_of_what_was_written_although_its_neighbour_is_ca
     volume: Any = StuckVolume()
     file = OpenFile(None, INODE, True, True, ContentMap(INODE, 4096, 0))
     async with trio.open_nursery() as nursery:
-        calls = Calls(volume, kernel, Peer(1, 0, 0, frozenset()), nursery, Share(Pool(1 << 20)))
+        calls = Calls(volume, kernel, ClientProcess(1, 0, 0, frozenset()), nursery, Share(SharedPool(1 << 20)))
         writes = [
             Call(
                 worker,
@@ -161,7 +161,7 @@ class PutWorker(IdleWorker):
 
 
 def puts_of(ring: Any, names: str, deadline: float = float("inf")) -> list[Call]:
-    namespace = Namespace(ROOT_INODE, 0o644, Group(0))
+    namespace = NamespaceHandle(ROOT_INODE, 0o644, Group(0))
     return [
         Call(
             ring,
@@ -183,7 +183,7 @@ def cancel_of(ring: Any, name: str) -> Call:
 async def calls_of(volume: Any) -> AsyncIterator[Calls]:
     kernel: Any = SimpleNamespace(drop_name=lambda *_: None, drop_attributes=lambda *_: None)
     async with trio.open_nursery() as nursery:
-        yield Calls(volume, kernel, Peer(1, 0, 0, frozenset()), nursery, Share(Pool(1 << 20)))
+        yield Calls(volume, kernel, ClientProcess(1, 0, 0, frozenset()), nursery, Share(SharedPool(1 << 20)))
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
 
@@ -318,16 +318,16 @@ class AwaitedWorker(IdleWorker):
 
     ask = Jobs.ask
 
-    def attempt(self, call: Call, attempt: Callable[[Call], Answer | None]) -> bool:
+    def attempt(self, call: Call, attempt: Callable[[Call], Completion | None]) -> bool:
         return attempt(call) is not None
 
     def complete(self, call: Call, result: int, offset: int = 0) -> None:
         self.results.append(result)
 
 
-def get_of(ring: Any, namespace: Namespace, name: bytes) -> Call:
-    def again(call: Call) -> Answer | None:
-        return Answer(0) if ring.answers.pop(0) else None
+def get_of(ring: Any, namespace: NamespaceHandle, name: bytes) -> Call:
+    def again(call: Call) -> Completion | None:
+        return Completion(0) if ring.answers.pop(0) else None
 
     entry = Entry(Op.GET, 0, Flag.VIEW, 1, 0, len(name), 0, 0, 0, 0, 1, 0, 0)
     return Call(ring, entry, float("inf"), namespace=namespace, names=(name,), again=again)
@@ -339,7 +339,9 @@ def block_calls(volume: Volume) -> BlockCalls:
     async def is_of_no_device(call: Call) -> bool:
         return False
 
-    return BlockCalls(volume, Admission(volume, Peer(1, 0, 0, frozenset())), nothing, nothing, is_of_no_device)
+    return BlockCalls(
+        volume, NamespaceAccess(volume, ClientProcess(1, 0, 0, frozenset())), nothing, nothing, is_of_no_device
+    )
 
 
 async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one() -> None:
@@ -349,7 +351,7 @@ async def test_a_get_of_a_name_that_means_another_block_meanwhile_is_of_that_one
     worker: Any = AwaitedWorker(answers)
     async with opened(Disk.format(options), options) as volume, trio.open_nursery() as nursery:
         await put(volume, b"a", b"old")
-        nursery.start_soon(block_calls(volume).get, get_of(worker, Namespace(ROOT_INODE, 0o644, Group(0)), b"a"))
+        nursery.start_soon(block_calls(volume).get, get_of(worker, NamespaceHandle(ROOT_INODE, 0o644, Group(0)), b"a"))
         job = await worker.waiting.receive()
         await put(volume, b"a", b"new")
         job()
@@ -376,9 +378,9 @@ async def test_who_loses_the_right_while_a_block_is_looked_for_is_refused(
             await volume.inodes.set_attributes(ROOT_INODE, Changes(mode=0o700), Caller(0, 0))
             return found
 
-        admission = Admission(volume, Peer(1, 5, 5, frozenset()))
+        admission = NamespaceAccess(volume, ClientProcess(1, 5, 5, frozenset()))
         calls = BlockCalls(volume, admission, nothing, nothing, nothing)
-        namespace = Namespace(folder.ino, 0o644, Group(0), by_path=await admission.reaches(folder.ino))
+        namespace = NamespaceHandle(folder.ino, 0o644, Group(0), by_path=await admission.reaches(folder.ino))
         assert namespace.by_path
         worker: Any = AwaitedWorker([])
         with monkeypatch.context() as patch:
@@ -404,5 +406,5 @@ async def test_a_get_of_what_another_host_took_away_is_a_miss(monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(volume.files, "open", gone)
             with pytest.raises(NotFound):
-                await block_calls(volume).get(get_of(worker, Namespace(ROOT_INODE, 0o644, Group(0)), b"a"))
+                await block_calls(volume).get(get_of(worker, NamespaceHandle(ROOT_INODE, 0o644, Group(0)), b"a"))
     assert len(asked) == 2

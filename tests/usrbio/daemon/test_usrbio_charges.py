@@ -14,8 +14,8 @@ import pytest
 
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.charges import CHARGE_MIN, Charge, Charges
-from kvfuse.usrbio.daemon.client_memory import LOOK_BYTES, PAGE, Iov
-from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon.client_memory import LOOK_BYTES, PAGE, MappedIov
+from kvfuse.usrbio.daemon.client_process import ClientProcess
 
 pytestmark = pytest.mark.root
 
@@ -35,13 +35,13 @@ def charges(monkeypatch: pytest.MonkeyPatch) -> Charges:
 
 @pytest.fixture
 def charge(charges: Charges) -> Charge:
-    return charges.of(Peer(1, 65533, 65533, frozenset()))
+    return charges.of(ClientProcess(1, 65533, 65533, frozenset()))
 
 
 @pytest.fixture(params=["sealed", "not sealed"])
-def iov(request: pytest.FixtureRequest, charge: Charge) -> Iterator[Iov]:
+def iov(request: pytest.FixtureRequest, charge: Charge) -> Iterator[MappedIov]:
     descriptor = memory(SIZE, sealed=request.param == "sealed")
-    found = Iov(descriptor, SIZE, charge)
+    found = MappedIov(descriptor, SIZE, charge)
     yield found
     found.close()
 
@@ -54,7 +54,7 @@ def memory(size: int, *, sealed: bool = True) -> int:
     return descriptor
 
 
-def there(iov: Iov) -> int:
+def there(iov: MappedIov) -> int:
     return os.fstat(iov.descriptor).st_blocks * 512
 
 
@@ -62,7 +62,7 @@ def punch(descriptor: int, offset: int, size: int) -> None:
     assert libc.fallocate(descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size)) == 0
 
 
-def test_zeros_change_what_is_there_and_nothing_else(iov: Iov, charges: Charges, rng: random.Random) -> None:
+def test_zeros_change_what_is_there_and_nothing_else(iov: MappedIov, charges: Charges, rng: random.Random) -> None:
     model = bytearray(SIZE)
     for _ in range(100):
         start = rng.randrange(SIZE)
@@ -79,7 +79,7 @@ def test_zeros_change_what_is_there_and_nothing_else(iov: Iov, charges: Charges,
     assert charges.size == 0
 
 
-def test_pages_that_were_there_cost_nothing(iov: Iov, charges: Charges) -> None:
+def test_pages_that_were_there_cost_nothing(iov: MappedIov, charges: Charges) -> None:
     os.pwrite(iov.descriptor, bytes(10 * PAGE), 5 * PAGE)
     iov.write(0, memoryview(b"x" * 20 * PAGE))
     assert charges.size == max(CHARGE_MIN, 10 * PAGE)
@@ -87,14 +87,14 @@ def test_pages_that_were_there_cost_nothing(iov: Iov, charges: Charges) -> None:
     assert charges.size == max(CHARGE_MIN, 10 * PAGE)
 
 
-def test_many_ranges_count_as_one_by_one(iov: Iov, charges: Charges) -> None:
+def test_many_ranges_count_as_one_by_one(iov: MappedIov, charges: Charges) -> None:
     offsets = np.array([0, 3 * PAGE, 40 * PAGE])
     assert iov.fill_many(offsets, np.array([2 * PAGE, 30 * PAGE, PAGE]))
     assert charges.size == 33 * PAGE
     assert not iov.fill_many(np.array([0, SIZE - PAGE]), np.array([PAGE, PAGE]))
 
 
-def test_beyond_the_limit_nothing_is_written(iov: Iov, charges: Charges) -> None:
+def test_beyond_the_limit_nothing_is_written(iov: MappedIov, charges: Charges) -> None:
     iov.write(0, memoryview(b"x" * LIMIT))
     with pytest.raises(OSError, match="charged") as caught:
         iov.write(LIMIT, memoryview(b"x"))
@@ -107,10 +107,10 @@ def test_beyond_the_limit_nothing_is_written(iov: Iov, charges: Charges) -> None
 
 def test_dropped_memory_counts_as_long_as_somebody_has_it(charges: Charges, charge: Charge) -> None:
     own = memory(SIZE)
-    iov = Iov(os.dup(own), SIZE, charge)
+    iov = MappedIov(os.dup(own), SIZE, charge)
     iov.write(0, memoryview(b"x" * LIMIT))
     iov.close()
-    other = Iov(memory(SIZE), SIZE, charge)
+    other = MappedIov(memory(SIZE), SIZE, charge)
     with pytest.raises(OSError, match="charged"):
         other.write(0, memoryview(b"x"))
     os.close(own)
@@ -122,14 +122,14 @@ def test_dropped_memory_counts_as_long_as_somebody_has_it(charges: Charges, char
 def test_all_users_have_a_limit_together(charges: Charges) -> None:
     while charges.pool.free >= LIMIT:
         assert charges.pool.take(min(LIMIT, charges.pool.free))
-    iov = Iov(memory(SIZE), SIZE, charges.of(Peer(1, 65532, 65532, frozenset())))
+    iov = MappedIov(memory(SIZE), SIZE, charges.of(ClientProcess(1, 65532, 65532, frozenset())))
     with pytest.raises(OSError, match="all users") as caught:
         iov.write(0, memoryview(b"x" * LIMIT))
     assert caught.value.errno == errno.ENOMEM
     iov.close()
 
 
-def test_reading_from_holes_brings_no_page(iov: Iov) -> None:
+def test_reading_from_holes_brings_no_page(iov: MappedIov) -> None:
     os.pwrite(iov.descriptor, b"x" * PAGE, 3 * PAGE)
     target = np.full(10 * PAGE, 7, np.uint8)
     iov.read(0, target)
@@ -139,7 +139,7 @@ def test_reading_from_holes_brings_no_page(iov: Iov) -> None:
 
 def test_a_ring_counts_whole_while_it_is_there_and_then_until_nobody_holds_it() -> None:
     """However fast one follows the other: what was let go of is never what refuses a ring."""
-    charge = Charges(UsrbioOptions(user_charged_size=LIMIT)).of(Peer(1, 65533, 65533, frozenset()))
+    charge = Charges(UsrbioOptions(user_charged_size=LIMIT)).of(ClientProcess(1, 65533, 65533, frozenset()))
     first, second = memory(LIMIT), memory(LIMIT)
     with charge.having_ring(first, LIMIT, is_left=False):
         with (

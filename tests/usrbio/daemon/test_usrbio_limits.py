@@ -18,15 +18,15 @@ from ring_lab import RawClient, stats, wait_for_rings
 from kvfuse.errors import Disconnected, QuotaExceeded
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.client import connect
-from kvfuse.usrbio.daemon import registry
-from kvfuse.usrbio.daemon.accounts import Accounts
-from kvfuse.usrbio.daemon.call_memory import Pool, Share, UnderWay
-from kvfuse.usrbio.daemon.peer import Peer
+from kvfuse.usrbio.daemon import registered_things
+from kvfuse.usrbio.daemon.call_memory import Share, SharedPool, UnderWay
+from kvfuse.usrbio.daemon.client_process import ClientProcess
+from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.pins import NUMBER_MAX, Pinned, Pins
-from kvfuse.usrbio.daemon.registered import Registered
-from kvfuse.usrbio.daemon.registry import Group, Namespace, Remembered
+from kvfuse.usrbio.daemon.registered_things import Group, NamespaceHandle, Remembered
+from kvfuse.usrbio.daemon.user_accounts import UserAccounts
 from kvfuse.usrbio.protocol.wire import Request
-from kvfuse.volume.tier.tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier, TierBlock
 
 KIB = 1 << 10
 LIMITS = {"user_connections": 3, "user_rings": 2, "user_files": 4, "user_iov_size": 64 * KIB}
@@ -149,8 +149,8 @@ def test_root_may_have_what_the_daemon_can_hold(mount: KvfuseMount) -> None:
 
 
 def test_an_account_is_of_all_connections_and_ends_with_them() -> None:
-    accounts = Accounts(UsrbioOptions(user_files=2))
-    peer = Peer(1, os.geteuid() + 1, 0, frozenset())
+    accounts = UserAccounts(UsrbioOptions(user_files=2))
+    peer = ClientProcess(1, os.geteuid() + 1, 0, frozenset())
     one, two = accounts.open(peer), accounts.open(peer)
     one.take("user_files")
     with pytest.raises(ZeroDivisionError), two.taking("user_files"):
@@ -188,9 +188,9 @@ def test_a_pin_fits_a_completion_for_ever() -> None:
 
 
 def test_a_connection_remembers_so_many_keys_however_many_namespaces_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "BINDINGS_MAX", 10)
+    monkeypatch.setattr(registered_things, "BINDINGS_MAX", 10)
     together = Remembered()
-    namespaces = [Namespace(number, 0o644, Group(0), remembered=together) for number in range(8)]
+    namespaces = [NamespaceHandle(number, 0o644, Group(0), remembered=together) for number in range(8)]
     meaning: Any = object()
     for number in range(100):
         namespace = namespaces[number % 7]
@@ -204,7 +204,7 @@ def test_a_connection_remembers_so_many_keys_however_many_namespaces_it_has(monk
 
 
 def test_a_user_takes_no_more_than_it_leaves_to_others() -> None:
-    pool = Pool(1000)
+    pool = SharedPool(1000)
     taken = dict.fromkeys("abcd", 0)
     for user in taken:
         while pool.take(10, user):
@@ -245,15 +245,15 @@ def test_a_user_has_few_calls_under_way_and_hears_when_more_may_begin() -> None:
 
 def test_calls_under_way_of_a_user_hold_no_more_than_half_of_the_tier() -> None:
     """Their blocks cannot be evicted. Beyond it a put has other memory."""
-    tier, pool = SharedTier(64 * KIB), Pool(1000 * KIB)
+    tier, pool = SharedTier(64 * KIB), SharedPool(1000 * KIB)
     shares = [Share(pool, user) for user in "aab"]
-    peer, limits = Peer(1, 1, 1, frozenset()), SimpleNamespace(volume=SimpleNamespace(tier=tier))
+    peer, limits = ClientProcess(1, 1, 1, frozenset()), SimpleNamespace(volume=SimpleNamespace(tier=tier))
     first, again, other = (SimpleNamespace(share=share, _peer=peer, _limits=limits) for share in shares)
-    namespace, held = Namespace(1, 0o600, Group(1)), list[TierBlock | None]()
+    namespace, held = NamespaceHandle(1, 0o600, Group(1)), list[TierBlock | None]()
 
     def put(connection: Any) -> bool:
         assert connection.share.take(4 * KIB)
-        held.extend(Registered.allocate_many(connection, namespace, [4 * KIB]))
+        held.extend(ClientRegistry.allocate_many(connection, namespace, [4 * KIB]))
         return held[-1] is not None
 
     assert [put(connection) for connection in [first, again] * 6] == [True] * 8 + [False] * 4

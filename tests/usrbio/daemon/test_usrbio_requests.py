@@ -15,7 +15,7 @@ import pytest
 import trio
 from volume_lab import MIB, Disk, lab_options, opened
 
-from kvfuse.usrbio.daemon import passing, penalty
+from kvfuse.usrbio.daemon import descriptor_receiver, penalty
 from kvfuse.usrbio.daemon.listener import serve_rings
 from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, VERSION, Message, Request
 
@@ -82,15 +82,15 @@ async def check_one_answer_each(client: Asking, memory: int, let_go: Callable[[]
     assert (await client.ask(Request.ADD_IOV, 4, 4096, memory)).number == 4
 
 
-async def test_a_request_whose_user_has_no_usher_left_is_refused_once(
+async def test_a_request_whose_user_has_no_receiver_left_is_refused_once(
     tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(passing, "USER_THREADS_MAX", 1)
-    monkeypatch.setattr(passing, "SECONDS", 0.3)
+    monkeypatch.setattr(descriptor_receiver, "USER_THREADS_MAX", 1)
+    monkeypatch.setattr(descriptor_receiver, "SECONDS", 0.3)
     async with asking(tmp_path, 2) as (stuck, client):
         with monkeypatch.context() as patch:
-            patch.setattr(passing, "seal_memory", lambda _: goes_on.wait(PATIENCE_S))
+            patch.setattr(descriptor_receiver, "seal_memory", lambda _: goes_on.wait(PATIENCE_S))
             late = await stuck.ask(Request.ADD_IOV, 1, 4096, memory)
             assert late.status == -ETIMEDOUT
         await check_one_answer_each(client, memory, goes_on.set)
@@ -101,10 +101,10 @@ async def test_a_machine_without_threads_refuses_and_goes_on(
     tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
-    monkeypatch.setattr(passing, "SECONDS", 0.3)
+    monkeypatch.setattr(descriptor_receiver, "SECONDS", 0.3)
 
     def start_or_not(thread: threading.Thread) -> None:
-        if thread.name == passing.THREAD_NAME:
+        if thread.name == descriptor_receiver.THREAD_NAME:
             raise RuntimeError("can't start new thread")
         start(thread)
 

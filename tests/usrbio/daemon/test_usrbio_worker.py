@@ -14,8 +14,8 @@ import pytest
 from worker_lab import CHUNK, FILE, HOLED, IOV, IOV_SIZE, MIB, Lab, entries, worker_lab
 
 from kvfuse.checksum import GRANULE_SIZE
-from kvfuse.usrbio.daemon import reads
-from kvfuse.usrbio.daemon.call_memory import Pool, Share, UnderWay
+from kvfuse.usrbio.daemon import ring_reads
+from kvfuse.usrbio.daemon.call_memory import Share, SharedPool, UnderWay
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.inodes.core import ReadEpochs
@@ -63,7 +63,7 @@ def test_bytes_that_do_not_match_their_checksum_are_not_served(lab: Lab) -> None
 def test_what_changed_during_the_copy_is_asked_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = lab.registered.files[FILE].map
     lab.run(entries(30))  # from here on the columns know the place
-    copy_many, copy = reads._copy_many, reads.copy
+    copy_many, copy = ring_reads._copy_many, ring_reads.copy
 
     def changing_many(*arguments: Any) -> None:
         copy_many(*arguments)
@@ -73,8 +73,8 @@ def test_what_changed_during_the_copy_is_asked_again(lab: Lab, monkeypatch: pyte
         copy(*arguments)
         shown.hide(0)
 
-    monkeypatch.setattr(reads, "_copy_many", changing_many)
-    monkeypatch.setattr(reads, "copy", changing)
+    monkeypatch.setattr(ring_reads, "_copy_many", changing_many)
+    monkeypatch.setattr(ring_reads, "copy", changing)
     for count in (30, 1):
         shown.rows[0] = MapRow(shown.rows[1].source, 4096, CHUNK)
         lab.registered.calls.clear()
@@ -220,7 +220,7 @@ def test_who_waits_for_memory_can_be_cancelled_and_runs_out_of_time(lab: Lab) ->
 
 def test_calls_of_a_user_that_has_enough_under_way_wait_in_their_ring(lab: Lab) -> None:
     """Their ring is woken when one may begin. Reads that the thread does itself, and cancels, go on meanwhile."""
-    share = lab.registered.share = Share(Pool(MIB), "user", UnderWay(1000, user_max=8))
+    share = lab.registered.share = Share(SharedPool(MIB), "user", UnderWay(1000, user_max=8))
     lab.submit(entries(5, op=Op.FSYNC))
     lab.submit(entries(1, op=Op.FSYNC, user_data=5, timeout_us=1))
     while lab.worker.step():
@@ -258,7 +258,7 @@ def test_what_cannot_be_copied_takes_no_memory(lab: Lab) -> None:
 
 
 def test_a_share_returns_what_its_connection_did_not() -> None:
-    pool = Pool(100)
+    pool = SharedPool(100)
     share, other = Share(pool), Share(pool)
     assert share.take(60)
     assert not other.take(60)

@@ -26,13 +26,13 @@ from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.usrbio.client import File, Iov, Ring, connect
 from kvfuse.usrbio.daemon import client_memory
 from kvfuse.usrbio.daemon.call import Call, Entry
-from kvfuse.usrbio.daemon.call_memory import Pool, Share
+from kvfuse.usrbio.daemon.call_memory import Share, SharedPool
 from kvfuse.usrbio.daemon.file_calls import FileCalls
-from kvfuse.usrbio.daemon.registry import OpenFile
-from kvfuse.usrbio.daemon.write_batches import Batch, WriteBatches
+from kvfuse.usrbio.daemon.registered_things import OpenFile
+from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import Op
-from kvfuse.volume.api import Numbers, Places
+from kvfuse.volume.api import Numbers, WritePlaces
 from kvfuse.volume.views.content_map import ContentMap
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -149,7 +149,7 @@ def test_other_writes_are_no_batch(lab: Lab, columns: dict[str, int]) -> None:
 
 
 def test_memory_that_may_not_be_there_is_copied_before(lab: Lab, rng: random.Random) -> None:
-    lab.registered.iovs[IOV] = client_memory.Iov(shared(IOV_SIZE, sealed=False), IOV_SIZE, free_of_charge())
+    lab.registered.iovs[IOV] = client_memory.MappedIov(shared(IOV_SIZE, sealed=False), IOV_SIZE, free_of_charge())
     lab.run(entries(3, op=Op.WRITE))
     assert not lab.registered.batches
     assert len(lab.registered.calls) == 3
@@ -200,7 +200,7 @@ class FakeRing:
         self.answers.append(result)
 
 
-Source = Callable[[Places], Awaitable[None]]
+Source = Callable[[WritePlaces], Awaitable[None]]
 Write = Callable[[Source], Awaitable[Numbers]]
 
 
@@ -220,12 +220,12 @@ async def stuck(source: Source) -> Numbers:
     raise AssertionError("it sleeps for ever")
 
 
-def batch_of(ring: Any, iov: Any = None, deadline: float = float("inf")) -> Batch:
+def batch_of(ring: Any, iov: Any = None, deadline: float = float("inf")) -> WriteBatch:
     rows = entries(3, op=Op.WRITE, user_data=[7, 8, 9], offset=[0, 4096, 8192])
     file = OpenFile(None, 1234, True, True, ContentMap(1234, 4096, 0))
     done = np.zeros(3, bool)
     entry = Entry(*[int(value) for value in rows[0].tolist()])
-    return Batch(ring, entry, deadline, file=file, iov=iov, rows=rows, done=done, scope=trio.CancelScope())
+    return WriteBatch(ring, entry, deadline, file=file, iov=iov, rows=rows, done=done, scope=trio.CancelScope())
 
 
 def batches_of(
@@ -234,7 +234,7 @@ def batches_of(
     files: Any = FakeFiles(write)
     nothing: Any = None
     calls = FileCalls(files, lambda done: None, lambda ring, ino: None, nothing)
-    return WriteBatches(calls, nursery, Share(Pool(1 << 20)), dropped.append)
+    return WriteBatches(calls, nursery, Share(SharedPool(1 << 20)), dropped.append)
 
 
 async def test_one_write_of_a_batch_that_waits_is_cancelled() -> None:
@@ -273,14 +273,14 @@ async def test_a_batch_that_fails_answers_each_write() -> None:
 
 async def test_memory_that_goes_away_ends_its_writes_and_no_others(store: FileSegments) -> None:
     """The writes before it are done; the kernel forgets the file's bytes all the same."""
-    iov = client_memory.Iov(shared(1 * MIB, sealed=False), 1 * MIB, free_of_charge())
+    iov = client_memory.MappedIov(shared(1 * MIB, sealed=False), 1 * MIB, free_of_charge())
     iov.bytes[:] = 5
     os.ftruncate(iov.descriptor, 8192)
 
     async def write(source: Source) -> Numbers:
         numbers = np.arange(3)
         with store.writing({1}) as targets:
-            await source(Places(numbers, np.ones(3, np.int64), np.array([0, 100_000, 200_000]), targets))
+            await source(WritePlaces(numbers, np.ones(3, np.int64), np.array([0, 100_000, 200_000]), targets))
         return numbers
 
     ring: Any = FakeRing()

@@ -19,7 +19,7 @@ from mounting import PATIENCE_S, KvfuseMount, stop_process, stopped, wait_until
 from posix_calls import fails
 
 from kvfuse.usrbio import hf3fs
-from kvfuse.usrbio.hf3fs.ring import Ledger, Operation
+from kvfuse.usrbio.hf3fs.ring import HeldOperation, InFlight
 
 pytestmark = pytest.mark.engines("lmdb+file")  # about memory that is shared with clients: below it one pair is enough
 
@@ -62,13 +62,13 @@ class ListModel:
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "complete", "take", "give up"]), st.integers(0, 30)), max_size=60))
 def test_a_ledger_is_as_a_list(steps: list[tuple[str, int]]) -> None:
-    ledger, model, count = Ledger(), ListModel(), 0
+    ledger, model, count = InFlight(), ListModel(), 0
     slices: dict[int, hf3fs.iovec] = {}
     for step, value in steps:
         if step == "add":
             for number in range(count, count + value % 4):
                 slices[number] = hf3fs.iovec(1)
-                ledger.add([Operation(slices[number], None, 0, f"data {number}")])
+                ledger.add([HeldOperation(slices[number], None, 0, f"data {number}")])
                 model.open.append([number, None])
             count += value % 4
         elif step == "complete" and (unfinished := [row for row in model.open if row[1] is None]):

@@ -28,7 +28,7 @@ from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
-from kvfuse.volume.tier.tier import ReadClass
+from kvfuse.volume.tier.shared_tier import ReadClass
 from kvfuse.volume.volume import Volume
 
 

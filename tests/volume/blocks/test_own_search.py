@@ -6,7 +6,7 @@ import inside
 from volume_lab import CALLER, Disk, lab_options, opened
 
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.tier.tier import ReadClass
+from kvfuse.volume.tier.shared_tier import ReadClass
 from kvfuse.volume.volume import Volume
 
 READERS = ReadClass(ROOT_INODE, CALLER.uid, CALLER.gid, 0o444)

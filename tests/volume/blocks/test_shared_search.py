@@ -18,8 +18,8 @@ from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.blocks import blocks, own_search
 from kvfuse.volume.names.pages import Shelf
-from kvfuse.volume.tier.resident import BlockIndex, Touches
-from kvfuse.volume.tier.tier import ReadClass
+from kvfuse.volume.tier.resident_indexes import BlockIndex, Touches
+from kvfuse.volume.tier.shared_tier import ReadClass
 from kvfuse.volume.volume import Volume
 
 PUBLISH = b"user.kvfuse.publish"

@@ -13,12 +13,12 @@ from fsck_tree import Tree, can_be_used
 
 from kvfuse.slab import layout
 from kvfuse.volume.check.rebuild import rebuild
-from kvfuse.volume.opening import format
+from kvfuse.volume.opening import formatting
 
 
 def tables(tree: Tree) -> list[tuple[Path, int, int]]:
     """(segment file, offset, length) of the head table of every slab."""
-    geometry = format.read_superblock(tree.options.volume_path).geometry
+    geometry = formatting.read_superblock(tree.options.volume_path).geometry
     files = sorted(tree.options.segments_path.iterdir())
     return [
         (file, geometry.locate_head(slab)[1], geometry.head_size)

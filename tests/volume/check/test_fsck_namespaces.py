@@ -15,7 +15,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, 
 from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.evidence import Evidence
-from kvfuse.volume.check.fsck import REPAIR_ROUNDS, mend, run_check
+from kvfuse.volume.check.volume_check import REPAIR_ROUNDS, mend, run_check
 from kvfuse.volume.store import schema
 
 BLOCK = 64 << 10

@@ -9,7 +9,7 @@ from fsck_damage import inline
 from fsck_tree import Records, Tree, can_be_used
 
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.schema import Holder, MemberRecord
+from kvfuse.volume.store.schema import MemberRecord, SlabHolder
 
 CLIENT = 0x1234
 
@@ -67,7 +67,7 @@ def slot_freed_twice(records: Records) -> None:
 
 
 def slab_out_of_the_volume(records: Records) -> None:
-    records[schema.holder_key(1 << 30)] = schema.encode_holder(Holder(CLIENT, 1))
+    records[schema.holder_key(1 << 30)] = schema.encode_holder(SlabHolder(CLIENT, 1))
 
 
 def garbage(records: Records) -> None:
@@ -115,8 +115,8 @@ async def test_what_clients_that_are_gone_leave_is_no_error(tree: Tree) -> None:
     there = await tree.check()
 
     def leave(records: Records) -> None:
-        records[schema.holder_key(0)] = schema.encode_holder(Holder(CLIENT, 3))
-        records[schema.holder_key(1)] = schema.encode_holder(Holder(schema.NOBODY, 9))
+        records[schema.holder_key(0)] = schema.encode_holder(SlabHolder(CLIENT, 3))
+        records[schema.holder_key(1)] = schema.encode_holder(SlabHolder(schema.NOBODY, 9))
         extent = forget_file(records, b"page")
         records[freed_key(records, extent.addr, extent.generation)] = b""
         records[schema.orphan_key(1 << 40)] = schema.encode_orphan(

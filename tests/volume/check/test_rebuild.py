@@ -17,7 +17,7 @@ from volume_lab import CALLER
 from kvfuse.errors import VolumeError
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.check.rebuild import rebuild
-from kvfuse.volume.opening import format
+from kvfuse.volume.opening import formatting
 
 
 def drop_records(tree: Tree) -> None:
@@ -128,7 +128,7 @@ async def test_rebuild_drops_damaged_blocks(tree: Tree, path: bytes) -> None:
 async def test_rebuild_drops_damaged_headers(tree: Tree, rng: random.Random) -> None:
     """A head table with flipped bits: what comes back is right, and the rest is absent."""
     segment = tree.options.segments_path / "00000000.seg"
-    geometry = format.read_superblock(tree.options.volume_path).geometry
+    geometry = formatting.read_superblock(tree.options.volume_path).geometry
     with open(segment, "r+b") as file:
         for _ in range(40):
             _, start = geometry.locate_head(0)

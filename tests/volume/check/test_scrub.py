@@ -25,7 +25,7 @@ from kvfuse.options.options import Options, ScrubOptions, VolumeOptions
 from kvfuse.slab import layout
 from kvfuse.volume.api import Changes
 from kvfuse.volume.check import scrub
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.volume import Volume
 
 WORDS = ("volume.capacity=64MiB", "volume.segment_size=16MiB", "volume.chunk_size=1MiB")
@@ -96,7 +96,7 @@ def test_one_pass_finds_a_flipped_bit_a_wrong_head_and_a_damaged_record(cold: Co
     place = row["offset"] + min(row["length"], 300_000) - 1
     cold.flip(row["segment"], place)
     small = cold.extents["file-1"][0]
-    geometry = format.read_superblock(cold.mount.volume).geometry
+    geometry = formatting.read_superblock(cold.mount.volume).geometry
     slot_size = heads_of(cold, small)
     addr = next(
         slab * geometry.slab_size + start
@@ -124,7 +124,7 @@ def test_one_pass_finds_a_flipped_bit_a_wrong_head_and_a_damaged_record(cold: Co
 
 def heads_of(cold: Cold, row: dict[str, int]) -> int:
     """The slot size of the extent, as the heads of its segment say."""
-    geometry = format.read_superblock(cold.mount.volume).geometry
+    geometry = formatting.read_superblock(cold.mount.volume).geometry
     image = (cold.mount.volume / "segments" / f"{row['segment']:08x}.seg").read_bytes()
     for slab in geometry.slabs_of(row["segment"]):
         _, start = geometry.locate_head(slab)

@@ -19,8 +19,8 @@ from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content import writer
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.opening import engines, format
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening import engines, formatting
+from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store.sealed import as_formatted
 from kvfuse.volume.volume import Volume
@@ -169,10 +169,10 @@ async def check_clean_fsync(volume: Volume, commit_count: Callable[[], int]) -> 
 
 async def test_fsync_of_what_is_durable_commits_nothing(tmp_path: Path) -> None:
     options = Options(volume=VolumeOptions(path=tmp_path / "volume", capacity=64 * MIB))
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     async with engines.open_records(options) as records, engines.open_segments(options) as segments:
-        superblock = format.read_superblock(tmp_path / "volume")
-        async with run_volume(options, Held(superblock, as_formatted(records, superblock), segments)) as volume:
+        superblock = formatting.read_superblock(tmp_path / "volume")
+        async with run_volume(options, HeldVolume(superblock, as_formatted(records, superblock), segments)) as volume:
             await check_clean_fsync(volume, lambda: records.counters.commits)
 
 

@@ -27,7 +27,7 @@ class Waiters:
     async def come(self, seconds: float) -> None:
         await trio.sleep(seconds)
         self.count += 1
-        self.gathering.came()
+        self.gathering.add_caller()
 
     async def meet(self) -> float:
         """How long it took."""

@@ -17,7 +17,7 @@ from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, RecordLimits, Versioned
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.volume.commit.committer import RESERVED_OPERATIONS, Committer, Sequence, UseRecords
-from kvfuse.volume.namespaces.uses import OwnUses
+from kvfuse.volume.namespaces.namespace_uses import OwnUses
 from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.store.transaction import Transaction
 

@@ -23,8 +23,8 @@ from kvfuse.remote.records.decorators import Delayed
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content.writer import STAGED_CHUNKS_MAX
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.opening import engines, format
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening import engines, formatting
+from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import as_formatted
@@ -39,13 +39,13 @@ COMMIT_SECONDS = 0.001
 @asynccontextmanager
 async def delayed_volume(folder: Path, mode: str) -> AsyncIterator[Volume]:
     options = Options(volume=VolumeOptions(path=folder, capacity=512 * MIB))
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     options = lab_options(strict=mode == "strict")
     options = Options(volume=VolumeOptions(path=folder), publish=options.publish)
     async with engines.open_records(options) as records, engines.open_segments(options) as segments:
         delayed = Delayed(records, COMMIT_SECONDS)
-        superblock = format.read_superblock(folder)
-        async with run_volume(options, Held(superblock, as_formatted(delayed, superblock), segments)) as volume:
+        superblock = formatting.read_superblock(folder)
+        async with run_volume(options, HeldVolume(superblock, as_formatted(delayed, superblock), segments)) as volume:
             yield volume
 
 
@@ -187,7 +187,7 @@ async def test_a_file_of_many_chunks_is_committed_and_removed(
     disk = Disk.format(options)
     records = MemoryRecords(disk, chaos)
     count = 3 * STAGED_CHUNKS_MAX
-    async with run_volume(options, Held(disk.superblock, records, MemorySegments(disk, chaos))) as volume:
+    async with run_volume(options, HeldVolume(disk.superblock, records, MemorySegments(disk, chaos))) as volume:
         free = volume.space().free
         handle, node = await volume.tree.create(ROOT_INODE, b"f", 0o644, CALLER, os.O_RDWR)
         for number in range(count):

@@ -14,7 +14,7 @@ from volume_lab import CALLER, MIB
 
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.opening.format import format_volume
+from kvfuse.volume.opening.formatting import format_volume
 from kvfuse.volume.running import open_volume
 
 SIZE = 100_000

@@ -3,10 +3,10 @@
 import pytest
 from disk_lab import PATIENCE_S
 
-from kvfuse.volume.disk import tier
+from kvfuse.volume.disk import disk_tier
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "PATIENCE_MIN", PATIENCE_S)
-    monkeypatch.setattr(tier, "PATIENCE_MAX", PATIENCE_S)
+    monkeypatch.setattr(disk_tier, "PATIENCE_MIN", PATIENCE_S)
+    monkeypatch.setattr(disk_tier, "PATIENCE_MAX", PATIENCE_S)

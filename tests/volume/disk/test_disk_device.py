@@ -18,9 +18,9 @@ from kvfuse.errors import ConfigError, VolumeBusy, VolumeError
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.layout import PAGE_SIZE, Superblock, pack_superblock
 from kvfuse.volume.disk import folder as folder_module
-from kvfuse.volume.disk.device import opened_device
+from kvfuse.volume.disk.disk_tier import examined_place, opened_tier
 from kvfuse.volume.disk.folder import Folder
-from kvfuse.volume.disk.tier import examined_place, opened_tier
+from kvfuse.volume.disk.tier_device import opened_device
 
 SIZE = 40 * MIB
 VOLUME, OTHER_VOLUME = b"v" * 16, b"w" * 16

@@ -11,7 +11,7 @@ import pytest
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.slab.allocator import Slot
 from kvfuse.slab.layout import HEADER_SIZE, STATE_COPY, Geometry, pack_header
-from kvfuse.volume.disk.copies import COPY_ROW, Granule, Stretch, newest, pack_head, parse_heads
+from kvfuse.volume.disk.copies import COPY_ROW, Granule, GranuleRun, newest, pack_head, parse_heads
 from kvfuse.volume.disk.index import Index
 
 MIB = 1 << 20
@@ -152,11 +152,11 @@ def test_whatever_heads_there_are_the_index_is_sound(rng: random.Random, number:
 
 def test_a_part_of_an_extent_is_whole_granules() -> None:
     length = 2 * GRANULE_SIZE + 100
-    whole = Stretch(8192, 5, length, bytes(range(12)), 0, length)
+    whole = GranuleRun(8192, 5, length, bytes(range(12)), 0, length)
     first, second, last = whole.granules()
     assert (first.key, second.key, last.key) == (8192, 8192 + GRANULE_SIZE, 8192 + 2 * GRANULE_SIZE)
     assert (first.length, last.length) == (GRANULE_SIZE, 100)
     assert first.checksum == 0x03020100
-    part = Stretch.around(whole, GRANULE_SIZE + 5, 2 * GRANULE_SIZE + 1)
+    part = GranuleRun.around(whole, GRANULE_SIZE + 5, 2 * GRANULE_SIZE + 1)
     assert part.granules() == [second, last]
     assert (part.low, part.high) == (GRANULE_SIZE, length)

@@ -23,10 +23,10 @@ from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.slab.layout import HEADER_SIZE
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.content import read_ahead
-from kvfuse.volume.disk import tier as tier_module
-from kvfuse.volume.disk.copies import Stretch
+from kvfuse.volume.disk import disk_tier as tier_module
+from kvfuse.volume.disk.copies import GranuleRun
+from kvfuse.volume.disk.disk_tier import DiskTier
 from kvfuse.volume.disk.folder import opened_folder
-from kvfuse.volume.disk.tier import DiskTier
 from kvfuse.volume.measures.speeds import Speed
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.volume import Volume
@@ -111,7 +111,7 @@ async def test_what_the_tier_gives_is_shown_where_it_is(
         tier, given = tier_of(volume), list[memoryview]()
         tier_read = tier.read
 
-        async def read_some(stretch: Stretch) -> memoryview | None:
+        async def read_some(stretch: GranuleRun) -> memoryview | None:
             found = await tier_read(stretch) if rng.random() < 0.7 else None
             if found is not None:
                 given.append(found)
@@ -168,7 +168,7 @@ async def test_what_is_read_before_all_copies_were_found_is_kept_too(tmp_path: P
     """Once: of what there was a copy before, no second one is written."""
     contents = [memoryview(rng.randbytes(300_000)) for _ in range(2)]
     stretches = [
-        Stretch(number << 20, 5, len(data), granule_checksums(data), 0, len(data))
+        GranuleRun(number << 20, 5, len(data), granule_checksums(data), 0, len(data))
         for number, data in enumerate(contents)
     ]
     for known in (1, 2):
@@ -291,9 +291,9 @@ async def test_what_another_host_stored_is_read(
 async def test_the_next_life_of_a_slot_has_other_bytes(disk: Disk, options: Options, rng: random.Random) -> None:
     """Its record names another generation, which hosts take from ranges of their own: it may be a lower one."""
 
-    def life(generation: int) -> tuple[Stretch, memoryview]:
+    def life(generation: int) -> tuple[GranuleRun, memoryview]:
         data = memoryview(rng.randbytes(300_000))
-        return Stretch(4096, generation, len(data), granule_checksums(data), 0, len(data)), data
+        return GranuleRun(4096, generation, len(data), granule_checksums(data), 0, len(data)), data
 
     async with with_tier(disk, options) as volume:
         tier = tier_of(volume)

@@ -17,7 +17,7 @@ from kvfuse.errors import EngineError
 from kvfuse.policy import HOLD_SECONDS
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.eviction.eviction import Evictor
+from kvfuse.volume.eviction.evictor import Evictor
 from kvfuse.volume.namespaces.cache import Candidate
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema

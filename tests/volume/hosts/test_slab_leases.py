@@ -17,7 +17,7 @@ from kvfuse.errors import EngineError, NoSpace
 from kvfuse.volume.hosts import held_slabs, slab_leases, slab_supply
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.numbers import SharedNumberRange
-from kvfuse.volume.store.schema import NOBODY, Holder
+from kvfuse.volume.store.schema import NOBODY, SlabHolder
 
 
 def world(rng: random.Random, slabs: int = 16) -> World:
@@ -34,7 +34,7 @@ async def joined(world: World, *numbers: int) -> AsyncIterator[list[Client]]:
         yield clients
 
 
-def holders(world: World) -> dict[int, Holder]:
+def holders(world: World) -> dict[int, SlabHolder]:
     rows = {key: row.value for key, row in world.disk.records.items() if key[:1] == b"l"}
     return {schema.key_slab(key): schema.decode_holder(value) for key, value in rows.items()}
 

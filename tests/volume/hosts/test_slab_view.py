@@ -12,7 +12,7 @@ from volume_lab import MIB, Chaos, Disk, MemoryRecords, lab_options
 from kvfuse.remote.records.api import Change
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.schema import NOBODY, Holder
+from kvfuse.volume.store.schema import NOBODY, SlabHolder
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def view(disk: Disk) -> SlabView:
 
 
 def held(slab: int, client: int, version: int) -> Change:
-    return Change(schema.holder_key(slab), schema.encode_holder(Holder(client, version)), version)
+    return Change(schema.holder_key(slab), schema.encode_holder(SlabHolder(client, version)), version)
 
 
 def test_what_comes_late_does_not_replace_what_is_newer(view: SlabView) -> None:
     view.apply(held(3, 7, 20))
     view.apply(held(3, 6, 10))
     view.apply(Change(schema.holder_key(3), None, 15))
-    assert view.seen(3).holder == Holder(7, 20)
+    assert view.seen(3).holder == SlabHolder(7, 20)
     assert view.held_counts == {7: 1}
     view.apply(Change(schema.holder_key(3), None, 21))
     assert view.seen(3).holder.client == NOBODY

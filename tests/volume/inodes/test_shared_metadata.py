@@ -19,7 +19,7 @@ from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.evidence import Evidence
-from kvfuse.volume.check.fsck import mend, run_check
+from kvfuse.volume.check.volume_check import mend, run_check
 from kvfuse.volume.inodes import metadata_budget
 from kvfuse.volume.inodes.metadata_budget import weigh
 from kvfuse.volume.store import schema

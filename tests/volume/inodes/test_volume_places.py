@@ -1,15 +1,15 @@
-"""`Places` against a dict, and the memory a million inodes take."""
+"""`KnownInodes` against a dict, and the memory a million inodes take."""
 
 from __future__ import annotations
 
 import random
 import tracemalloc
 
-from kvfuse.volume.inodes.places import Places
+from kvfuse.volume.inodes.known_inodes import KnownInodes
 
 
 def test_places_are_what_a_dict_says(rng: random.Random) -> None:
-    places, model = Places(), {}
+    places, model = KnownInodes(), {}
     for _ in range(50_000):
         ino = rng.randrange(1024, 6000)
         event = rng.random()
@@ -38,7 +38,7 @@ def test_places_are_what_a_dict_says(rng: random.Random) -> None:
 def test_an_inode_takes_few_bytes() -> None:
     tracemalloc.start()
     try:
-        places = Places()
+        places = KnownInodes()
         for ino in range(1024, 1024 + 100_000):
             places.add(ino, 1, b"temporary-name-%016d" % ino)
             places.set(ino, 1, b"block-%026d" % ino)

@@ -15,7 +15,7 @@ from volume_lab import CALLER, MIB, Disk, lab_options, opened
 from kvfuse.errors import InvalidArgument
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.measures.fair_line import PASSED_MAX, FairLine, Kind, PriorityLine
+from kvfuse.volume.measures.fair_line import PASSED_MAX, FairLine, PriorityLine, WaitKind
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.slots.flusher import in_fair_order
 from kvfuse.volume.volume import Volume
@@ -126,19 +126,19 @@ async def test_bytes_of_several_namespaces_are_written_in_a_fair_order(rng: rand
 
 
 def test_reads_precede_writes_and_prefetch_but_nobody_starves(rng: random.Random) -> None:
-    line, waiting, waits = PriorityLine(), Counter[Kind](), Counter[Kind]()
+    line, waiting, waits = PriorityLine(), Counter[WaitKind](), Counter[WaitKind]()
     for _ in range(20_000):
-        while waiting.total() < 5 or not waiting[Kind.READ]:
-            kind = rng.choice(list(Kind))
+        while waiting.total() < 5 or not waiting[WaitKind.READ]:
+            kind = rng.choice(list(WaitKind))
             line.enter(kind, rng.randrange(3), rng.randint(1, 1000), 1.0, kind)
             waiting[kind] += 1
         served = line.take()
-        for kind in Kind:
+        for kind in WaitKind:
             waits[kind] = waits[kind] + 1 if waiting[kind] and kind is not served else 0
         waiting[served] -= 1
-        assert waits[Kind.READ] <= 2
-        assert waits[Kind.WRITE] <= PASSED_MAX[Kind.WRITE] + 1
-        assert waits[Kind.PREFETCH] <= PASSED_MAX[Kind.PREFETCH]
-    line.enter(Kind.PREFETCH, 1, 1, 1.0, "last")
+        assert waits[WaitKind.READ] <= 2
+        assert waits[WaitKind.WRITE] <= PASSED_MAX[WaitKind.WRITE] + 1
+        assert waits[WaitKind.PREFETCH] <= PASSED_MAX[WaitKind.PREFETCH]
+    line.enter(WaitKind.PREFETCH, 1, 1, 1.0, "last")
     line.drop("last")
     assert [line.take() for _ in range(waiting.total())].count("last") == 0

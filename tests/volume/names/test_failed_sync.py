@@ -22,7 +22,7 @@ from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.views.health import COMMIT, SYNC
 from kvfuse.volume.volume import Volume
@@ -107,7 +107,7 @@ class Lab:
 async def running(disk: Disk, keeper: MemoryKeeper | None = None, **options: int) -> AsyncIterator[Lab]:
     chaos = Chaos(random.Random(0))
     segments = CachedSegments(disk, chaos)
-    held = Held(disk.superblock, MemoryRecords(disk, chaos), segments)
+    held = HeldVolume(disk.superblock, MemoryRecords(disk, chaos), segments)
     given = lab_options(capacity=64 * MIB, tier_size=0, **options)
     async with run_volume(given, held, *(() if keeper is None else (keeper,))) as volume:
         yield Lab(disk, segments, volume, chaos)

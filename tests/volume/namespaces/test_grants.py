@@ -8,15 +8,15 @@ import pytest
 
 from kvfuse.volume.namespaces.accounts import UNBOUNDED, Accounts
 from kvfuse.volume.namespaces.grants import GrantBook, Grants, decode_grants, encode_grants
+from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import Settings
-from kvfuse.volume.namespaces.uses import NO_USE, Use
 from kvfuse.volume.store.schema import Malformed
 
 SPACE = 9
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
-    grants = Grants(100, 0, {0: Use(-5, 2), 7: Use(60, 0)}, (3, 4), {7: Use(1, 0)})
+    grants = Grants(100, 0, {0: NamespaceUse(-5, 2), 7: NamespaceUse(60, 0)}, (3, 4), {7: NamespaceUse(1, 0)})
     assert decode_grants(encode_grants(grants)) == grants
     with pytest.raises(Malformed):
         decode_grants(b"\x91\xa1x")
@@ -24,50 +24,52 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 def test_a_client_takes_what_it_lacks_or_a_share() -> None:
     grants = Grants(100, 10)
-    taken = grants.taken(1, Use(10, 0), 4)
+    taken = grants.taken(1, NamespaceUse(10, 0), 4)
     assert taken is not None
-    assert (taken.part(1), taken.free) == (Use(25, 2), Use(75, 8))
-    assert taken.taken(2, Use(76, 0), 4) is None
-    rest = taken.taken(2, Use(75, 0), 4)
+    assert (taken.part(1), taken.free) == (NamespaceUse(25, 2), NamespaceUse(75, 8))
+    assert taken.taken(2, NamespaceUse(76, 0), 4) is None
+    rest = taken.taken(2, NamespaceUse(75, 0), 4)
     assert rest is not None
     assert rest.free.size == 0
-    without_blocks = Grants(100).taken(1, Use(10, 0), 4)
+    without_blocks = Grants(100).taken(1, NamespaceUse(10, 0), 4)
     assert without_blocks is not None
-    assert without_blocks.bound(1) == Use(25, UNBOUNDED)
+    assert without_blocks.bound(1) == NamespaceUse(25, UNBOUNDED)
 
 
 def test_what_others_lack_is_given_from_what_is_not_used() -> None:
-    grants = Grants(100, 0, {1: Use(90, 0), 2: Use(10, 0)}).with_lack(2, Use(20, 0))
-    assert (grants.wanted_by_others(2), grants.wanted_by_others(1)) == (NO_USE, Use(20, 0))
-    assert grants.given(1, Use(90, 0)) is None
-    given = grants.given(1, Use(75, 0))
+    grants = Grants(100, 0, {1: NamespaceUse(90, 0), 2: NamespaceUse(10, 0)}).with_lack(2, NamespaceUse(20, 0))
+    assert (grants.wanted_by_others(2), grants.wanted_by_others(1)) == (NO_USE, NamespaceUse(20, 0))
+    assert grants.given(1, NamespaceUse(90, 0)) is None
+    given = grants.given(1, NamespaceUse(75, 0))
     assert given is not None
-    assert (given.part(1), given.wanted_by_others(1)) == (Use(75, 0), Use(5, 0))
-    plenty = grants.given(1, Use(10, 0))
-    less = Grants(40, 0, grants.parts, (), grants.lacks).given(1, Use(10, 0))
+    assert (given.part(1), given.wanted_by_others(1)) == (NamespaceUse(75, 0), NamespaceUse(5, 0))
+    plenty = grants.given(1, NamespaceUse(10, 0))
+    less = Grants(40, 0, grants.parts, (), grants.lacks).given(1, NamespaceUse(10, 0))
     assert less is not None
-    assert less.part(1) == Use(10, 0), "all of it, as there was too much"
+    assert less.part(1) == NamespaceUse(10, 0), "all of it, as there was too much"
     assert plenty is not None
-    assert plenty.part(1) == Use(50, 0), "half of it"
-    taken = plenty.taken(2, Use(20, 0), 100)
+    assert plenty.part(1) == NamespaceUse(50, 0), "half of it"
+    taken = plenty.taken(2, NamespaceUse(20, 0), 100)
     assert taken is not None
     assert taken.lacks == {}
 
 
 def test_nobody_grows_while_there_is_too_much() -> None:
-    grants = Grants(100, 0, {1: Use(80, 0), 2: Use(50, 0)})
+    grants = Grants(100, 0, {1: NamespaceUse(80, 0), 2: NamespaceUse(50, 0)})
     assert grants.free.size == 0
     assert (grants.bound(1).size, grants.bound(2).size) == (50, 20)
 
 
 def test_a_smaller_quota_awaits_clients_only_where_the_parts_do_not_fit() -> None:
-    grants = Grants(100, 0, {0: Use(10, 1), 1: Use(40, 1)})
+    grants = Grants(100, 0, {0: NamespaceUse(10, 1), 1: NamespaceUse(40, 1)})
     assert grants.tightened(60, 0, [1]) == Grants(60, 0, grants.parts)
     less = grants.tightened(40, 0, [2, 1])
-    assert less == Grants(40, 0, {0: Use(10, 1)}, (1, 2))
+    assert less == Grants(40, 0, {0: NamespaceUse(10, 1)}, (1, 2))
     assert less.free == NO_USE
     assert grants.tightened(100, 5, [1]).awaited == (1,), "files were not bounded before"
-    assert less.entered(1, Use(35, 1)).entered(2, NO_USE) == Grants(40, 0, {0: Use(10, 1), 1: Use(35, 1)})
+    assert less.entered(1, NamespaceUse(35, 1)).entered(2, NO_USE) == Grants(
+        40, 0, {0: NamespaceUse(10, 1), 1: NamespaceUse(35, 1)}
+    )
 
 
 def test_an_account_may_grow_when_all_is_known_of_it() -> None:
@@ -80,7 +82,7 @@ def test_an_account_may_grow_when_all_is_known_of_it() -> None:
     assert accounts.is_full(SPACE), "not all was read"
     book.begin()
     assert accounts.is_full(SPACE), "it has a quota, and no record was heard"
-    book.hear(SPACE, Grants(0, 5, {1: Use(0, 1)}))
+    book.hear(SPACE, Grants(0, 5, {1: NamespaceUse(0, 1)}))
     assert not accounts.is_full(SPACE)
     accounts.add_files(SPACE, 2)
     assert accounts.is_full(SPACE)
@@ -95,16 +97,16 @@ def test_a_part_that_is_given_back_is_not_used_from_before_it_is_sent() -> None:
     book = GrantBook(accounts, client=1)
     accounts.put(SPACE, 0, Settings(capacity=100))
     book.begin()
-    book.hear(SPACE, Grants(100, 0, {1: Use(80, 0)}))
-    book.hold(SPACE, Use(30, 0))
-    assert accounts.all[SPACE].bound == Use(30, UNBOUNDED)
-    book.hear(SPACE, Grants(100, 0, {1: Use(80, 0), 2: Use(5, 0)}))
-    assert accounts.all[SPACE].bound == Use(30, UNBOUNDED), "what another one did says nothing of it"
+    book.hear(SPACE, Grants(100, 0, {1: NamespaceUse(80, 0)}))
+    book.hold(SPACE, NamespaceUse(30, 0))
+    assert accounts.all[SPACE].bound == NamespaceUse(30, UNBOUNDED)
+    book.hear(SPACE, Grants(100, 0, {1: NamespaceUse(80, 0), 2: NamespaceUse(5, 0)}))
+    assert accounts.all[SPACE].bound == NamespaceUse(30, UNBOUNDED), "what another one did says nothing of it"
     book.release(SPACE)
-    assert accounts.all[SPACE].bound == Use(80, UNBOUNDED)
+    assert accounts.all[SPACE].bound == NamespaceUse(80, UNBOUNDED)
     accounts.charge(SPACE, 60)
     book.hear(SPACE, Grants(50, 0, {}, (1,)))
-    assert accounts.all[SPACE].bound == Use(60, UNBOUNDED), "as much as it has by then"
+    assert accounts.all[SPACE].bound == NamespaceUse(60, UNBOUNDED), "as much as it has by then"
 
 
 def test_the_use_of_clients_never_exceeds_quotas(seed: int) -> None:
@@ -132,7 +134,7 @@ def test_the_use_of_clients_never_exceeds_quotas(seed: int) -> None:
                 else Grants(quota, 0, record.parts, (), record.lacks)
             )
         elif action < 0.95:
-            record = record.moved(player.client, Use(player.use, 0)).left(player.client, NO_USE)
+            record = record.moved(player.client, NamespaceUse(player.use, 0)).left(player.client, NO_USE)
             departed += player.use
             del clients[player.client]
             new = max(clients) + 1 if clients else player.client + 1
@@ -170,12 +172,12 @@ class Player:
             self.use += more
 
     def decide(self, rng: random.Random) -> Grants | None:
-        use = Use(self.use, 0)
+        use = NamespaceUse(self.use, 0)
         if self.client in self.heard.awaited:
             wanted: Grants | None = self.heard.entered(self.client, use)
         elif rng.random() < 0.5:
-            wanted = self.heard.taken(self.client, Use(rng.randint(1, 20), 0), 4)
-            wanted = wanted or self.heard.with_lack(self.client, Use(rng.randint(1, 20), 0))
+            wanted = self.heard.taken(self.client, NamespaceUse(rng.randint(1, 20), 0), 4)
+            wanted = wanted or self.heard.with_lack(self.client, NamespaceUse(rng.randint(1, 20), 0))
         else:
             wanted = self.heard.given(self.client, use)
         if wanted is not None:

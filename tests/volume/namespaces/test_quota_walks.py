@@ -23,9 +23,9 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import EngineError, InvalidArgument, NotAdmitted, NotEmpty, NotFound, QuotaExceeded, Stale
 from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
-from kvfuse.volume.namespaces.registry import Namespace
+from kvfuse.volume.namespaces.namespace_registry import Namespace
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.volume import Volume
 
@@ -46,7 +46,7 @@ class Walk:
     """those of namespaces, and one in the innermost"""
     namespaces: list[int]
     events: Counter[str] = field(default_factory=Counter)
-    last: dict[int, Use] = field(default_factory=dict)
+    last: dict[int, NamespaceUse] = field(default_factory=dict)
     places: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     """namespace that came later -> (directory, name) of its folder"""
     known: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Walk:
         namespaces = inside.namespaces(self.volume)
         for number in namespaces.all.keys() - {ROOT}:
             use, settings = namespaces.accounts.use(number), namespaces.all[number].settings
-            last = self.last.get(number, Use(0, 0))
+            last = self.last.get(number, NamespaceUse(0, 0))
             assert 0 <= use.size <= max(last.size, settings.capacity or use.size), (number, last, use, settings)
             assert 0 <= use.files <= max(last.files, settings.blocks or use.files), (number, last, use, settings)
             self.last[number] = use
@@ -221,7 +221,7 @@ class Walk:
             await inside.journal(self.volume).flusher.settled()
             await self.volume.sync()
         for number in self.namespaces:
-            assert inside.namespaces(self.volume).accounts.use(number) == Use(0, 0)
+            assert inside.namespaces(self.volume).accounts.use(number) == NamespaceUse(0, 0)
 
 
 async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk:
@@ -261,7 +261,7 @@ async def check_crash(disk: Disk, nodes: int) -> None:
         accounts = inside.namespaces(volume).accounts
         whole = with_inner(disk, count_uses(disk))
         for number in [number for number in inside.namespaces(volume).all if number]:
-            assert accounts.use(number) == Use(whole[number].size, whole[number].files)
+            assert accounts.use(number) == NamespaceUse(whole[number].size, whole[number].files)
     assert (await check(disk, verify=False)).clean
 
 

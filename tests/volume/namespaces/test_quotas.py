@@ -14,7 +14,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse.errors import NotFound, QuotaExceeded
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
@@ -37,7 +37,7 @@ async def volume(disk: Disk, autojump_clock: trio.testing.MockClock) -> AsyncIte
     assert report.clean, [problem.text for problem in report.problems]
 
 
-def use(volume: Volume, number: int) -> Use:
+def use(volume: Volume, number: int) -> NamespaceUse:
     return inside.namespaces(volume).accounts.use(number)
 
 
@@ -61,7 +61,7 @@ async def test_files_have_a_capacity(volume: Volume) -> None:
         assert await write_file(volume, number, b"%d" % index) == BLOCK
     with pytest.raises(QuotaExceeded, match=f"namespace {number}"):
         await write_file(volume, number, b"more")
-    assert use(volume, number) == Use(4 * BLOCK, 5)
+    assert use(volume, number) == NamespaceUse(4 * BLOCK, 5)
     await volume.tree.unlink(number, b"2")
     assert await write_file(volume, number, b"more2") == BLOCK, "room is there again, once a commit has freed it"
     assert use(volume, number).size == 4 * BLOCK
@@ -79,10 +79,10 @@ async def test_puts_have_a_capacity(volume: Volume) -> None:
         await put(volume, number, b"%d" % index)
     with pytest.raises(QuotaExceeded):
         await put(volume, number, b"more")
-    assert use(volume, number) == Use(4 * BLOCK, 4), "of what was refused nothing is left"
+    assert use(volume, number) == NamespaceUse(4 * BLOCK, 4), "of what was refused nothing is left"
     assert await volume.blocks.delete(number, [b"0", b"1"])
     await put(volume, number, b"more", 2 * BLOCK)
-    assert use(volume, number) == Use(4 * BLOCK, 3)
+    assert use(volume, number) == NamespaceUse(4 * BLOCK, 3)
 
 
 async def test_a_capacity_between_two_slots_is_not_exceeded(volume: Volume) -> None:
@@ -98,7 +98,7 @@ async def test_a_namespace_counts_towards_the_one_that_it_is_in(volume: Volume) 
     inner = await make_namespace(volume, outer, b"inner", blocks=3)
     await put(volume, outer, b"a", 2 * BLOCK)
     await put(volume, inner, b"b")
-    assert (use(volume, outer), use(volume, inner)) == (Use(3 * BLOCK, 2), Use(BLOCK, 1))
+    assert (use(volume, outer), use(volume, inner)) == (NamespaceUse(3 * BLOCK, 2), NamespaceUse(BLOCK, 1))
     with pytest.raises(QuotaExceeded, match=f"namespace {outer}"):
         await put(volume, inner, b"c", 2 * BLOCK)
     await put(volume, inner, b"c", 4096)
@@ -205,12 +205,12 @@ async def test_the_use_survives(autojump_clock: trio.testing.MockClock) -> None:
         before = use(volume, outer), use(volume, inner)
         crashed = disk.copy()
         await volume.files.release(handle)
-    assert before == (Use(8 * BLOCK, 7), Use(4 * BLOCK, 3))
+    assert before == (NamespaceUse(8 * BLOCK, 7), NamespaceUse(4 * BLOCK, 3))
     assert count_uses(crashed) == recorded_uses(crashed)
     UseAudit.attach(crashed)
     async with opened(crashed, OPTIONS) as volume:
         await volume.sync()
-        assert (use(volume, outer), use(volume, inner)) == (Use(7 * BLOCK, 7), Use(3 * BLOCK, 3))
+        assert (use(volume, outer), use(volume, inner)) == (NamespaceUse(7 * BLOCK, 7), NamespaceUse(3 * BLOCK, 3))
         with pytest.raises(QuotaExceeded, match=f"namespace {inner}"):
             await put(volume, inner, b"large", MIB)
         with pytest.raises(NotFound):
@@ -251,5 +251,5 @@ async def test_a_namespace_that_goes_gives_back_what_it_had(volume: Volume) -> N
     inside.journal(volume).put(schema.namespace_key(inner), None)
     inside.journal(volume).put(schema.use_key(inner, 0), None)
     await put(volume, outer, b"b", 2 * BLOCK)
-    assert use(volume, outer) == Use(2 * BLOCK, 1)
-    assert use(volume, inner) == Use(0, 0)
+    assert use(volume, outer) == NamespaceUse(2 * BLOCK, 1)
+    assert use(volume, inner) == NamespaceUse(0, 0)

@@ -18,8 +18,8 @@ from kvfuse.kept.keeper import NO_KEEPER, Keeper, MemoryKeeper
 from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.fsck import fsck
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.check.volume_check import fsck
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Standing
@@ -70,13 +70,13 @@ async def has_all(volume: Volume, client: int) -> bool:
 async def holders(options: Options) -> set[int]:
     """Clients that hold slabs."""
     async with engines.open_records(options) as plain:
-        records = format.sealed.as_formatted(plain, await format.read_shared_superblock(plain, ""))
+        records = formatting.sealed.as_formatted(plain, await formatting.read_shared_superblock(plain, ""))
         rows = await records.scan(b"l")
     return {schema.decode_holder(row.value).client for row in rows} - {schema.NOBODY}
 
 
 async def test_the_next_daemon_has_the_lease(options: Options) -> None:
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     keeper = MemoryKeeper()
     async with open_volume(options) as other:
         assert inside.leases(other) is not None
@@ -112,7 +112,7 @@ async def test_the_next_daemon_has_the_lease(options: Options) -> None:
 
 
 async def test_a_lease_that_ended_makes_another_client(options: Options) -> None:
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     keeper = MemoryKeeper()
     async with killed(options, keeper) as volume:
         client = inside.client(volume)
@@ -136,7 +136,7 @@ async def test_a_lease_that_ended_makes_another_client(options: Options) -> None
 
 async def test_a_client_that_is_to_go_on_is_in_use(options: Options) -> None:
     """Its process, which its record names, is another one by then."""
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     keeper = MemoryKeeper()
     async with killed(options, keeper):
         pass
@@ -147,7 +147,7 @@ async def test_a_client_that_is_to_go_on_is_in_use(options: Options) -> None:
 
 async def test_a_volume_in_a_folder_has_no_client(tmp_path: Path) -> None:
     options = config.load(tmp_path / "volume", words=("volume.capacity=64MiB",)).options
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     keeper = MemoryKeeper()
     for name in (b"one", b"two"):
         async with open_volume(options, keeper=keeper) as volume:

@@ -23,9 +23,9 @@ from kvfuse.remote.records.api import Lease, RecordLimits
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.sizes import GIB
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.fsck import fsck
 from kvfuse.volume.check.rebuild import rebuild
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.check.volume_check import fsck
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -61,7 +61,7 @@ async def clean(options: Options) -> AsyncIterator[None]:
 
 
 async def test_what_was_written_is_there_at_the_next_opening(options: Options) -> None:
-    made = await format.format_volume(options)
+    made = await formatting.format_volume(options)
     async with clean(options):
         async with open_volume(options) as volume:
             assert inside.core(volume).superblock == made
@@ -74,23 +74,23 @@ async def test_what_was_written_is_there_at_the_next_opening(options: Options) -
 
 
 async def test_a_volume_is_replaced_only_on_demand(options: Options) -> None:
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     async with open_volume(options) as volume:
         await write(volume, b"one")
     with pytest.raises(VolumeError, match="is a kvfuse volume already; 'kvfuse format --force' would drop"):
-        await format.format_volume(options)
+        await formatting.format_volume(options)
     assert await names(options) == {b"one"}
-    await format.format_volume(options, replace=True)
+    await formatting.format_volume(options, replace=True)
     async with clean(options):
         assert await names(options) == set()
         assert list(options.segments_path.iterdir()) == []
 
 
 async def test_a_volume_in_use_is_left_alone(options: Options) -> None:
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     async with clean(options), open_volume(options):
         with pytest.raises(VolumeBusy, match=f"in use by process {os.getpid()} on "):
-            await format.format_volume(options, replace=True)
+            await formatting.format_volume(options, replace=True)
         with pytest.raises(VolumeBusy):
             await fsck(options)
 
@@ -133,17 +133,17 @@ def test_a_read_only_mount_makes_none(options: Options) -> None:
 
 async def test_a_format_that_was_cut_off_left_no_volume(options: Options) -> None:
     async with engines.open_records(options) as records:
-        await records.commit(format.first_records(options), durable=True)
-        assert not await format.is_vacant(records)
+        await records.commit(formatting.first_records(options), durable=True)
+        assert not await formatting.is_vacant(records)
     with pytest.raises(VolumeError, match="holds no kvfuse volume: it has no superblock; 'kvfuse format' makes one"):
         await names(options)
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     async with clean(options):
         assert await names(options) == set()
 
 
 async def test_a_damaged_superblock_is_refused(options: Options) -> None:
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     async with engines.open_records(options) as records:
         (row,) = await records.get([schema.SUPERBLOCK])
         assert row is not None
@@ -155,7 +155,7 @@ async def test_a_damaged_superblock_is_refused(options: Options) -> None:
 
 
 async def test_records_that_are_lost_are_made_anew_from_the_segments(options: Options) -> None:
-    made = await format.format_volume(options)
+    made = await formatting.format_volume(options)
     async with open_volume(options) as volume:
         for number in range(5):
             await write(volume, b"file-%d" % number)
@@ -163,9 +163,9 @@ async def test_records_that_are_lost_are_made_anew_from_the_segments(options: Op
         await rebuild(options)
     async with engines.open_records(options) as records:
         keys = [row.key for row in await records.scan(b"")]
-        await format.commit_in_parts(records, deletes=keys)
+        await formatting.commit_in_parts(records, deletes=keys)
     with pytest.raises(VolumeError, match="no superblock, but 1 segments: 'kvfuse fsck --rebuild' recovers"):
-        await format.format_volume(options)
+        await formatting.format_volume(options)
     report = await rebuild(options)
     assert (report.files, report.dropped, report.records_kept) == (5, [], "")
     async with clean(options):
@@ -199,10 +199,10 @@ async def test_commits_of_any_number_of_records_keep_to_the_limits(chaos: Chaos)
     limits = dataclasses.replace(LIMITS, commit_operations_max=10, commit_bytes_max=1000)
     records = CountingRecords(disk, chaos, limits)
     puts = {b"x%02d" % number: bytes(number * 10) for number in range(40)}
-    await format.commit_in_parts(records, puts)
+    await formatting.commit_in_parts(records, puts)
     assert {key: row.value for key, row in disk.records.items() if key[:1] == b"x"} == puts
     assert max(records.sizes) == 10
-    await format.commit_in_parts(records, {}, list(puts))
+    await formatting.commit_in_parts(records, {}, list(puts))
     assert not any(key.startswith(b"x") for key in disk.records)
 
 

@@ -21,8 +21,8 @@ from kvfuse.volume.slots.space import (
     ROOM_ROUNDS_MIN,
     ROOM_SECONDS,
     UNLUCKY_ROUNDS,
-    Source,
-    Space,
+    RoomFinder,
+    RoomSource,
 )
 
 
@@ -34,7 +34,7 @@ class Asked:
     names: list[str] = field(default_factory=list)
     deadlines: list[float] = field(default_factory=list)
 
-    def source(self, name: str, answer: Callable[[], bool]) -> Source:
+    def source(self, name: str, answer: Callable[[], bool]) -> RoomSource:
         async def take(deadline: float, namespace: int | None, /) -> bool:
             self.names.append(name)
             self.deadlines.append(deadline - trio.current_time())
@@ -59,7 +59,7 @@ async def test_the_first_source_that_has_room_ends_the_round(core: Core) -> None
     asked = Asked()
     answers = iter([False, True, True])
     sources = [asked.source("first", lambda: next(answers)), asked.source("second", lambda: next(answers))]
-    space = Space(core, [*sources, asked.source("last", lambda: False)], [], nothing)
+    space = RoomFinder(core, [*sources, asked.source("last", lambda: False)], [], nothing)
     wait = await space.wait_for_room(None)
     assert wait is not None
     assert asked.names == ["first", "second"]
@@ -69,7 +69,7 @@ async def test_the_first_source_that_has_room_ends_the_round(core: Core) -> None
 
 async def test_there_is_no_room_when_no_source_has_any(core: Core) -> None:
     asked = Asked()
-    space = Space(core, [asked.source(name, lambda: False) for name in "abc"], [], nothing)
+    space = RoomFinder(core, [asked.source(name, lambda: False) for name in "abc"], [], nothing)
     assert await space.wait_for_room(None) is None
     assert asked.names == ["a", "b", "c"]
 
@@ -78,7 +78,7 @@ async def test_a_call_asks_several_times_however_long_each_takes(
     core: Core, autojump_clock: trio.testing.MockClock
 ) -> None:
     asked = Asked(seconds=10.0)
-    space = Space(core, [asked.source("slow", lambda: True)], [], nothing)
+    space = RoomFinder(core, [asked.source("slow", lambda: True)], [], nothing)
     wait, rounds = await space.wait_for_room(None), 1
     while wait is not None:
         wait = await space.wait_for_room(wait)
@@ -90,7 +90,7 @@ async def test_a_call_gives_up_when_others_take_all_that_becomes_free(
     core: Core, autojump_clock: trio.testing.MockClock
 ) -> None:
     asked = Asked(seconds=0.1)
-    space = Space(core, [asked.source("quick", lambda: True)], [], nothing)
+    space = RoomFinder(core, [asked.source("quick", lambda: True)], [], nothing)
     began = trio.current_time()
     wait = await space.wait_for_room(None)
     while wait is not None:
@@ -110,7 +110,7 @@ async def test_a_call_from_which_others_took_what_became_free_has_caches_evict(c
         async def run(self) -> None:
             pass
 
-    space = Space(core, [asked.source("given up", lambda: True)], [], nothing, [Cache()])
+    space = RoomFinder(core, [asked.source("given up", lambda: True)], [], nothing, [Cache()])
     wait = None
     for _ in range(UNLUCKY_ROUNDS + 2):
         wait = await space.wait_for_room(wait)
@@ -128,7 +128,7 @@ async def test_a_call_goes_on_for_longer_where_caches_give(autojump_clock: trio.
             pass
 
     async with opened(Disk.format(options), options, Chaos(random.Random(0))) as volume:
-        space = Space(inside.core(volume), [], [], nothing, evictors=[Cache()])
+        space = RoomFinder(inside.core(volume), [], [], nothing, evictors=[Cache()])
         began, wait = trio.current_time(), await space.wait_for_room(None)
         with pytest.raises(EngineTimeout, match="the cache is too small"):
             while wait is not None:
@@ -141,7 +141,7 @@ async def test_an_engine_that_fails_ends_the_wait(core: Core) -> None:
         raise EngineError("injected")
 
     with pytest.raises(EngineError):
-        await Space(core, [fails], [], nothing).wait_for_room(None)
+        await RoomFinder(core, [fails], [], nothing).wait_for_room(None)
 
 
 async def test_records_have_room_once_what_is_pending_and_what_sources_gave_is_stored(
@@ -156,7 +156,7 @@ async def test_records_have_room_once_what_is_pending_and_what_sources_gave_is_s
         room += 100
 
     monkeypatch.setattr(core.metadata, "fits", lambda size: size <= room)
-    space = Space(core, [], [asked.source("removed", lambda: next(gives))], store)
+    space = RoomFinder(core, [], [asked.source("removed", lambda: next(gives))], store)
     assert await space.wait_for_records(250, "a name")
     assert asked.names == ["removed", "removed"]
     assert not await space.wait_for_records(250, "a name")

@@ -28,8 +28,8 @@ from kvfuse.options.options import Options, VolumeOptions
 from kvfuse.remote.records.lmdb.store import LmdbRecords
 from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.fsck import fsck
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.check.volume_check import fsck
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, SealedRecords, all_keys, describe, seal
@@ -277,13 +277,13 @@ async def test_a_volume_without_the_flag_is_read_and_written_as_before(tree: Tre
     """Its records have no checksums, and get none."""
     raw = await stored(tree.options)
     path = tree.options.volume_path
-    superblock = format.read_superblock(path)
+    superblock = formatting.read_superblock(path)
     assert superblock.features == layout.KNOWN_FEATURES
     async with tree.records() as records:
         plain = {row.key: row.value for row in await records.scan(b"", limit=100_000)}
     assert seal(plain).items() <= raw.items()
     await overwrite(tree.options, plain)
-    format.write_superblock(path, replace(superblock, features=0))
+    formatting.write_superblock(path, replace(superblock, features=0))
     assert await tree.read() == tree.files
     async with tree.volume() as volume:
         await tree.write(volume, b"fresh", b"bytes")
@@ -299,7 +299,7 @@ async def test_a_volume_of_the_program_before_there_were_checksums(tmp_path: Pat
         archive.extractall(tmp_path, filter="data")
     options = Options(volume=VolumeOptions(path=tmp_path / "volume"))
     before = await stored(options)
-    assert format.read_superblock(tmp_path / "volume").features == 0
+    assert formatting.read_superblock(tmp_path / "volume").features == 0
     report = await fsck(options, verify=True)
     assert (report.clean, report.files, report.directories) == (True, 2, 2)
     async with open_volume(options) as volume:

@@ -19,8 +19,8 @@ from kvfuse.options import config
 from kvfuse.options.config import Options
 from kvfuse.slab import layout
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.check.fsck import fsck
-from kvfuse.volume.opening import engines, format
+from kvfuse.volume.check.volume_check import fsck
+from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
 from kvfuse_cluster.etcd import EtcdServers
@@ -43,7 +43,7 @@ async def damage(options: Options, *kinds: bytes, name: bytes = b"") -> list[byt
 
 @asynccontextmanager
 async def two_hosts(options: Options) -> AsyncIterator[tuple[Volume, Volume]]:
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     async with open_volume(options) as first, open_volume(options) as second:
         yield first, second
 
@@ -100,7 +100,7 @@ async def test_a_change_of_a_file_whose_record_was_changed_by_hand_is_lost_alone
 @pytest.mark.parametrize("kind", [b"s", b"l"], ids=["slab", "holder"])
 async def test_slabs_with_damaged_records_are_not_used(options: Options, kind: bytes) -> None:
     """The next host takes others; the bytes in them stay."""
-    await format.format_volume(options)
+    await formatting.format_volume(options)
     async with open_volume(options) as volume:
         for number in range(10):
             await put(volume, b"old-%d" % number, CONTENT)

@@ -42,8 +42,8 @@ def test_keys_come_apart_again() -> None:
 
 
 def test_values_have_their_bytes() -> None:
-    assert schema.encode_holder(schema.Holder(0x0102, 3)).hex() == "00000000000001020000000000000003"
-    assert schema.decode_holder(bytes(15) + b"\5") == schema.Holder(schema.NOBODY, 5)
+    assert schema.encode_holder(schema.SlabHolder(0x0102, 3)).hex() == "00000000000001020000000000000003"
+    assert schema.decode_holder(bytes(15) + b"\5") == schema.SlabHolder(schema.NOBODY, 5)
     assert schema.encode_counts(-2, 256).hex() == "fffffffffffffffe" + "0000000000000100"
     assert schema.decode_counts(bytes(7) + b"\5" + b"\xff" * 8) == (5, -1)
     assert schema.decode_counts(bytes(7) + b"\5") == (5, None), "of an older program"

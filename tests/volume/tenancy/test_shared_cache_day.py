@@ -21,7 +21,7 @@ from volume_lab import MIB, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.eviction import eviction
+from kvfuse.volume.eviction import evictor
 from kvfuse.volume.hosts import reports, slab_leases
 
 pytestmark = pytest.mark.ring(3)
@@ -47,7 +47,7 @@ SLOT_MAX = 512 << 10
 def slower(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nobody works: who looks for work does it seldom."""
     with monkeypatch.context() as patch:
-        for module, name in ((slab_leases, "TICK"), (eviction, "LOOK"), (reports, "REPORT")):
+        for module, name in ((slab_leases, "TICK"), (evictor, "LOOK"), (reports, "REPORT")):
             patch.setattr(module, f"{name}_SECONDS", IDLE_PAUSE_SECONDS)
         yield
 

@@ -16,8 +16,8 @@ from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import Settings
-from kvfuse.volume.namespaces.uses import Use
 from kvfuse.volume.store import schema
 from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
 from kvfuse.volume.volume import Volume
@@ -144,7 +144,7 @@ async def test_hosts_count_together(rng: random.Random, autojump_clock: Clock) -
         await until(lambda: all(one.use_of_hosts(space).files == 6 for one in accounts))
         await quiet(one, other)
         await until(lambda: recorded_uses(disk) == count_uses(disk))
-        assert {account.use_of_hosts(space) for account in accounts} == {Use(count_uses(disk)[space].size, 6)}
+        assert {account.use_of_hosts(space) for account in accounts} == {NamespaceUse(count_uses(disk)[space].size, 6)}
     assert recorded_uses(disk) == count_uses(disk)
 
 

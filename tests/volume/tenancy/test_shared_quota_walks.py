@@ -22,7 +22,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.namespaces.uses import NO_USE, Use
+from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
@@ -42,11 +42,11 @@ class Quotas:
     blocks: int
     inner: int = 0
     """a namespace in it"""
-    last: Use = NO_USE
+    last: NamespaceUse = NO_USE
     is_changing: bool = False
     events: Counter[str] = field(default_factory=Counter)
 
-    def use(self) -> Use:
+    def use(self) -> NamespaceUse:
         alive = {inside.client(one): inside.namespaces(one).accounts for one in self.hosts}
         alive = {client: of for client, of in alive.items() if schema.member_key(client) in self.disk.records}
         uses = [accounts.use(self.number) for accounts in alive.values()]
@@ -54,8 +54,8 @@ class Quotas:
         for (number, client), row in [(schema.split_use_key(key), row) for key, row in rows.items()]:
             if number in (self.number, self.inner) and client not in alive:
                 files, size = schema.decode_counts(row.value)
-                uses.append(Use(size or 0, files))
-        return Use(sum([use.size for use in uses]), sum([use.files for use in uses]))
+                uses.append(NamespaceUse(size or 0, files))
+        return NamespaceUse(sum([use.size for use in uses]), sum([use.files for use in uses]))
 
     def look(self, *_: object) -> None:
         use, last = self.use(), self.last

@@ -16,7 +16,7 @@ from volume_lab import MIB, Chaos, Disk, check, lab_options
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.namespaces.grants import Grants, decode_grants, encode_grants
-from kvfuse.volume.namespaces.uses import Use
+from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
@@ -31,10 +31,10 @@ def rng(seed: int) -> random.Random:
     return random.Random(seed)
 
 
-def use_in_memory(number: int, *hosts: Volume) -> Use:
+def use_in_memory(number: int, *hosts: Volume) -> NamespaceUse:
     """Of all these hosts, which were there from the beginning, what is staged included."""
     uses = [inside.namespaces(volume).accounts.use(number) for volume in hosts]
-    return Use(sum([use.size for use in uses]), sum([use.files for use in uses]))
+    return NamespaceUse(sum([use.size for use in uses]), sum([use.files for use in uses]))
 
 
 def grants_of(volume: Volume, number: int) -> Grants | None:
@@ -89,7 +89,9 @@ async def test_a_first_quota_holds_from_when_it_is_there(rng: random.Random, aut
     async with volumes(disk, options, 2, rng) as (one, other):
         space = await make_namespace(one, ROOT_INODE, b"space")
         audit = UseAudit.attach(disk)
-        audit.allowed[space] = Use(disk.superblock.geometry.capacity, 100)  # what is staged when the change begins
+        audit.allowed[space] = NamespaceUse(
+            disk.superblock.geometry.capacity, 100
+        )  # what is staged when the change begins
         async with trio.open_nursery() as nursery:
             for volume, name in ((one, b"one"), (other, b"other")):
                 nursery.start_soon(fill, volume, space, name, 20)
@@ -141,7 +143,7 @@ def parts_of(disk: Disk, number: int) -> Grants:
     return decode_grants(disk.records[schema.grants_key(number)].value)
 
 
-def lack(disk: Disk, number: int, client: int, use: Use) -> None:
+def lack(disk: Disk, number: int, client: int, use: NamespaceUse) -> None:
     """A client says that it lacks so much, and takes nothing."""
     key = schema.grants_key(number)
     disk.apply({key: encode_grants(parts_of(disk, number).with_lack(client, use))}, ())
@@ -166,7 +168,7 @@ async def test_a_host_that_leaves_keeps_what_it_has(rng: random.Random, autojump
             await quiet(other)
             rows = [schema.use_key(number, 7) for number in (space, inner)]
             assert [schema.decode_counts(disk.records[key].value).inodes for key in rows] == [-4, 6]
-            lack(disk, space, 1, Use(0, 30))
+            lack(disk, space, 1, NamespaceUse(0, 30))
         assert parts_of(disk, space).part(7).files >= 0, "others have taken what is its files'"
 
 
@@ -196,7 +198,7 @@ async def test_wrong_parts_of_quotas_are_seen_and_mended(rng: random.Random, aut
     for damaged, said in (
         (None, "of which no client has a part"),
         (replace(good, parts={}), "which may have 0"),
-        (replace(good, parts={**good.parts, 77: Use(9 * BLOCK, 0)}), None),
+        (replace(good, parts={**good.parts, 77: NamespaceUse(9 * BLOCK, 0)}), None),
         (replace(good, capacity=20 * BLOCK), "has other quotas"),
         (replace(good, capacity=8 * BLOCK), None),
     ):

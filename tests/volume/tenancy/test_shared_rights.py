@@ -12,7 +12,7 @@ from shared_lab import eventually, quiet, volumes
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
 from kvfuse.volume.api import ROOT_INODE, Changes
-from kvfuse.volume.tier.tier import ReadClass
+from kvfuse.volume.tier.shared_tier import ReadClass
 from kvfuse.volume.volume import Volume
 
 NAMES = b"top", b"middle", b"low"

@@ -13,15 +13,15 @@ import pytest
 from kept_memory import let_go
 
 from kvfuse.kept.keeper import MemoryKeeper
-from kvfuse.volume.tier.left_arenas import find_left
+from kvfuse.volume.tier.kept_arenas import find_left
 from kvfuse.volume.tier.placement import ANYWHERE
-from kvfuse.volume.tier.tier import SharedTier
+from kvfuse.volume.tier.shared_tier import SharedTier
 
 MIB = 1 << 20
 VICTIM = """
 import os, random, signal, socket, sys
 from kvfuse.kept.keeper import MemoryKeeper
-from kvfuse.volume.tier.tier import ReadClass, SharedTier
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier
 from kvfuse.volume.tier.placement import ANYWHERE
 
 channel, rng = socket.socket(fileno=int(sys.argv[1])), random.Random(sys.argv[2])

@@ -19,9 +19,9 @@ from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.volume.running import end_indexes
 from kvfuse.volume.tier.arena_pool import ARENA_PREFIX, NO_REGIME
 from kvfuse.volume.tier.arenas import LeftBlock
-from kvfuse.volume.tier.left_arenas import find_left
+from kvfuse.volume.tier.kept_arenas import find_left
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
-from kvfuse.volume.tier.tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier, TierBlock
 from kvfuse.volume.tier.touches import Touches
 
 KIB = 1 << 10
@@ -342,7 +342,7 @@ def test_an_arena_is_kept_until_its_memory_was_taken_back(
     keeper: MemoryKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon that is killed before leaves the rest to the next one."""
-    monkeypatch.setattr("kvfuse.volume.tier.tier.FREED_IN_TURN", 64 * KIB)
+    monkeypatch.setattr("kvfuse.volume.tier.shared_tier.FREED_IN_TURN", 64 * KIB)
     tier = tier_of(keeper)
     blocks = [tier.allocate(64 * KIB, HERE) for _ in range(3)]
     tier.tell_keeper(lambda _: NO_REGIME)  # whose it is has to be told again

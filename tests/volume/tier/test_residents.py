@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from kvfuse.blockindex import BUCKET, Table
-from kvfuse.volume.tier import resident
-from kvfuse.volume.tier.resident import BUCKETS_MIN, Residents
-from kvfuse.volume.tier.tier import ReadClass, SharedTier
+from kvfuse.volume.tier import resident_indexes
+from kvfuse.volume.tier.resident_indexes import BUCKETS_MIN, Residents
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier
 
 HERE = ReadClass(1, 0, 0, 0o444)
 
 
 def test_a_new_index_shows_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where most likely some bucket has no room for all of its blocks."""
-    monkeypatch.setattr(resident, "FULL", 2.0)
+    monkeypatch.setattr(resident_indexes, "FULL", 2.0)
     tier, residents = SharedTier(4096), Residents(lambda ino: None)
     block = tier.allocate(4096, HERE)
     assert block is not None

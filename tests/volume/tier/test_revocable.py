@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.volume.tier.revocable import Piece, Supply
-from kvfuse.volume.tier.tier import ReadClass, SharedTier
+from kvfuse.volume.tier.revocable import RevocableMemory, Supply
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier
 
 MIB = 1 << 20
 HERE = ReadClass(1, 0, 0, 0o444)
@@ -20,7 +20,7 @@ def supply(request: pytest.FixtureRequest) -> Supply:
     return Supply(is_guarded=request.param == "guarded")
 
 
-def there(piece: Piece) -> int:
+def there(piece: RevocableMemory) -> int:
     return os.fstat(piece.descriptor).st_blocks * 512
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from kvfuse.errors import ConfigError, NotFound
 from kvfuse.volume.tier.placement import Placement, checked_placement, hugepages_are_given, online_nodes
-from kvfuse.volume.tier.tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier, TierBlock
 from kvfuse.volume.tier.tier_books import EVICTIONS_MAX
 
 KIB = 1 << 10

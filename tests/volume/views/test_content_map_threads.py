@@ -22,7 +22,7 @@ from kvfuse.errors import NoSpace, Stale
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.inodes.handle import FileHandle
-from kvfuse.volume.opening.holding import Held
+from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.volume import Volume
@@ -251,7 +251,7 @@ async def on_files(path: Path) -> AsyncIterator[Volume]:
     disk = Disk.format(options)
     segments = FileSegments.open(path)
     chaos = Chaos(random.Random(0))
-    async with run_volume(options, Held(disk.superblock, MemoryRecords(disk, chaos), segments)) as volume:
+    async with run_volume(options, HeldVolume(disk.superblock, MemoryRecords(disk, chaos), segments)) as volume:
         yield volume
     await segments.aclose()
     disk.segments = {int(file.stem, 16): bytearray(file.read_bytes()) for file in path.iterdir()}

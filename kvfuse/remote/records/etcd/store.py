@@ -34,8 +34,8 @@ import trio
 
 from kvfuse.errors import ConfigError, EngineError, EngineTimeout
 from kvfuse.remote.records.api import Change, Lease, Record, RecordLimits, RecordStore, Versioned
-from kvfuse.remote.records.etcd import wire
-from kvfuse.remote.records.etcd.client import CLOSE_SECONDS, Compacted, EtcdClient, EtcdPlace, LeaseGone
+from kvfuse.remote.records.etcd import messages
+from kvfuse.remote.records.etcd.gateway import CLOSE_SECONDS, Compacted, EtcdClient, EtcdPlace, LeaseGone
 from kvfuse.remote.records.etcd.watch import EtcdFeed
 
 __all__ = ["EtcdLease", "EtcdPlace", "EtcdRecords"]
@@ -68,27 +68,27 @@ class _Marker:
     def done(self) -> bytes:
         return b"done %d" % self.sequence
 
-    def compare(self) -> wire.Compare:
-        return wire.Compare(self.key, self.revision)
+    def compare(self) -> messages.Compare:
+        return messages.Compare(self.key, self.revision)
 
-    def put(self, value: bytes) -> wire.Operation:
-        return wire.Operation(request_put=wire.Put(self.key, value, self.lease_id))
+    def put(self, value: bytes) -> messages.TxnOperation:
+        return messages.TxnOperation(request_put=messages.Put(self.key, value, self.lease_id))
 
-    def refusal(self) -> wire.Transaction:
+    def refusal(self) -> messages.TxnMessage:
         """Move the marker if no attempt has moved it; else show it."""
-        show = wire.Operation(request_range=wire.Range(self.key))
-        return wire.Transaction([self.compare()], [self.put(b"refused %d" % self.sequence)], [show])
+        show = messages.TxnOperation(request_range=messages.Range(self.key))
+        return messages.TxnMessage([self.compare()], [self.put(b"refused %d" % self.sequence)], [show])
 
-    def settle_commit(self, answer: wire.TransactionAnswer) -> int | None:
+    def settle_commit(self, answer: messages.TransactionAnswer) -> int | None:
         """Take in the answer to a commit, see ``settle``."""
         if not answer.succeeded:
             refusal = answer.responses[0].response_txn if answer.responses else None
-            return self.settle(refusal or wire.TransactionAnswer(), answer.header.revision)
+            return self.settle(refusal or messages.TransactionAnswer(), answer.header.revision)
         self.revision = answer.header.revision
         self.in_doubt = False
         return self.revision
 
-    def settle(self, refusal: wire.TransactionAnswer, revision: int) -> int | None:
+    def settle(self, refusal: messages.TransactionAnswer, revision: int) -> int | None:
         """Take in the answer to ``refusal``, given at ``revision``: the version of what was done, or 0: nothing was.
 
         Either way it is over. None: the marker is gone. Nothing more will be done, but something may have been.
@@ -109,14 +109,14 @@ class _Marker:
 class _Commit:
     """One commit's operations, copied from the caller's."""
 
-    changes: list[wire.Operation]
-    compares: list[wire.Compare]
+    changes: list[messages.TxnOperation]
+    compares: list[messages.Compare]
 
-    def transaction(self, marker: _Marker) -> wire.Transaction:
-        return wire.Transaction(
+    def transaction(self, marker: _Marker) -> messages.TxnMessage:
+        return messages.TxnMessage(
             [*self.compares, marker.compare()],
             [*self.changes, marker.put(marker.done())],
-            [wire.Operation(request_txn=marker.refusal())],
+            [messages.TxnOperation(request_txn=marker.refusal())],
         )
 
 
@@ -165,8 +165,12 @@ class EtcdRecords(RecordStore):
         """Rows as they were at a revision (0: now), and that revision."""
         self._client.check_open()
         self.counters.gets += 1
-        asked = [wire.Operation(request_range=wire.Range(self._base + key, revision=revision)) for key in keys]
-        answer = await self._client.call("kv/txn", wire.Transaction(success=asked), wire.TRANSACTION, self._deadline())
+        asked = [
+            messages.TxnOperation(request_range=messages.Range(self._base + key, revision=revision)) for key in keys
+        ]
+        answer = await self._client.call(
+            "kv/txn", messages.TxnMessage(success=asked), messages.TRANSACTION, self._deadline()
+        )
         if len(answer.responses) != len(keys):
             raise EngineError(f"etcd answered {len(answer.responses)} of {len(keys)} keys")
         rows: list[Versioned | None] = []
@@ -184,7 +188,7 @@ class EtcdRecords(RecordStore):
         first = max(prefix, after + b"\0") if after else prefix
         for _ in range(SNAPSHOT_TRIES):
             try:
-                return await self._scan(self._base + first, wire.prefix_end(self._base + prefix), limit)
+                return await self._scan(self._base + first, messages.prefix_end(self._base + prefix), limit)
             except Compacted:
                 continue
         raise EngineError(f"etcd was compacted {SNAPSHOT_TRIES} times while {limit} rows were read")
@@ -199,9 +203,11 @@ class EtcdRecords(RecordStore):
     async def _seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
         self._client.check_open()
         self.counters.scans += 1
-        ranges = [(self._base + prefix, wire.prefix_end(self._base + prefix)) for prefix in prefixes]
-        asked = [wire.Operation(request_range=wire.Range(key, end, 1)) for key, end in ranges]
-        answer = await self._client.call("kv/txn", wire.Transaction(success=asked), wire.TRANSACTION, self._deadline())
+        ranges = [(self._base + prefix, messages.prefix_end(self._base + prefix)) for prefix in prefixes]
+        asked = [messages.TxnOperation(request_range=messages.Range(key, end, 1)) for key, end in ranges]
+        answer = await self._client.call(
+            "kv/txn", messages.TxnMessage(success=asked), messages.TRANSACTION, self._deadline()
+        )
         if len(answer.responses) != len(prefixes):
             raise EngineError(f"etcd answered {len(answer.responses)} of {len(prefixes)} ranges")
         rows: list[Record | None] = []
@@ -219,8 +225,8 @@ class EtcdRecords(RecordStore):
         while len(records) < limit and key < key_end:
             self._client.check_open()
             self.counters.scans += 1
-            asked = wire.Range(key, key_end, min(limit - len(records), SCAN_PAGE), revision)
-            answer = await self._client.call("kv/range", asked, wire.RANGE, self._deadline())
+            asked = messages.Range(key, key_end, min(limit - len(records), SCAN_PAGE), revision)
+            answer = await self._client.call("kv/range", asked, messages.RANGE, self._deadline())
             if any(not key <= kv.key < key_end for kv in answer.kvs):
                 raise EngineError(f"etcd answered keys that are not from {key!r} to {key_end!r}")
             records += [Record(kv.key[len(self._base) :], kv.value, kv.mod_revision) for kv in answer.kvs]
@@ -262,9 +268,11 @@ class EtcdRecords(RecordStore):
         self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int], lease_id: int
     ) -> _Commit:
         base = self._base
-        changes = [wire.Operation(request_put=wire.Put(base + key, value, lease_id)) for key, value in puts.items()]
-        changes += [wire.Operation(request_delete_range=wire.DeleteRange(base + key)) for key in deletes]
-        return _Commit(changes, [wire.Compare(base + key, version) for key, version in expect.items()])
+        changes = [
+            messages.TxnOperation(request_put=messages.Put(base + key, value, lease_id)) for key, value in puts.items()
+        ]
+        changes += [messages.TxnOperation(request_delete_range=messages.DeleteRange(base + key)) for key in deletes]
+        return _Commit(changes, [messages.Compare(base + key, version) for key, version in expect.items()])
 
     async def _apply(self, commit: _Commit, deadline: float) -> int:
         """Have it done or refused, whatever happened before; its version or 0. Called in turn."""
@@ -272,7 +280,7 @@ class EtcdRecords(RecordStore):
         marker.sequence += 1
         marker.in_doubt = True  # until an answer is taken in: also when this task is cancelled
         try:
-            answer = await self._client.call("kv/txn", commit.transaction(marker), wire.TRANSACTION, deadline)
+            answer = await self._client.call("kv/txn", commit.transaction(marker), messages.TRANSACTION, deadline)
         except LeaseGone:  # the caller's
             version = await self._resolve(marker, deadline)
         else:
@@ -297,7 +305,7 @@ class EtcdRecords(RecordStore):
     async def _resolve(self, marker: _Marker, deadline: float) -> int | None:
         """Learn the outcome of the last commit, see ``_Marker.settle``."""
         try:
-            answer = await self._client.call("kv/txn", marker.refusal(), wire.TRANSACTION, deadline)
+            answer = await self._client.call("kv/txn", marker.refusal(), messages.TRANSACTION, deadline)
         except LeaseGone:
             return None
         return marker.settle(answer, answer.header.revision)
@@ -336,16 +344,16 @@ class EtcdRecords(RecordStore):
         seconds = await self.keep_alive(lease_id)
         return EtcdLease(self, lease_id, float(seconds)) if seconds else None
 
-    async def _grant(self, ttl: int, deadline: float) -> wire.LeaseAnswer:
+    async def _grant(self, ttl: int, deadline: float) -> messages.LeaseAnswer:
         """One whose answer was lost ends by itself, with nothing under it."""
         self._client.check_open()
-        return await self._client.call("lease/grant", wire.LeaseGrant(ttl), wire.LEASE, deadline)
+        return await self._client.call("lease/grant", messages.LeaseGrant(ttl), messages.LEASE, deadline)
 
     async def keep_alive(self, lease_id: int, deadline: float | None = None) -> int:
         """Renew a lease: the seconds for which it lasts from now on; 0 when it is gone."""
         self._client.check_open()
-        message = wire.LeaseCall(lease_id)
-        answer = await self._client.call("lease/keepalive", message, wire.KEEPALIVE, deadline or self._deadline())
+        message = messages.LeaseCall(lease_id)
+        answer = await self._client.call("lease/keepalive", message, messages.KEEPALIVE, deadline or self._deadline())
         if answer.result is None:
             raise EngineError(f"etcd did not renew lease {lease_id:x}: {answer.error.message if answer.error else ''}")
         return max(answer.result.TTL, 0)
@@ -354,7 +362,7 @@ class EtcdRecords(RecordStore):
         """End a lease, if it has not ended."""
         self._client.check_open()
         with suppress(LeaseGone):
-            await self._client.call("lease/revoke", wire.LeaseCall(lease_id), wire.ANSWER, self._deadline())
+            await self._client.call("lease/revoke", messages.LeaseCall(lease_id), messages.ANSWER, self._deadline())
 
     async def aclose(self) -> None:
         """As the contract says. Leases that were not given back end when their time does.

@@ -25,8 +25,8 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Change
-from kvfuse.remote.records.etcd import wire
-from kvfuse.remote.records.etcd.client import (
+from kvfuse.remote.records.etcd import messages
+from kvfuse.remote.records.etcd.gateway import (
     CLOSE_SECONDS,
     OUT_OF_RANGE,
     PAUSE_SECONDS_MAX,
@@ -56,7 +56,7 @@ class _Stream:
         self._parts = response.aiter_stream()
         self._unread = bytearray()
 
-    async def next_message(self) -> wire.WatchAnswer:
+    async def next_message(self) -> messages.WatchAnswer:
         """Unanswered when the stream ends or breaks."""
         while (end := self._unread.find(b"\n")) < 0:
             try:
@@ -68,7 +68,7 @@ class _Stream:
         line = bytes(self._unread[:end])
         del self._unread[: end + 1]
         try:
-            return wire.WATCH.decode(line)
+            return messages.WATCH.decode(line)
         except msgspec.DecodeError as error:
             raise Unanswered(f"{self.endpoint.url}: not a watch's message: {line[:80]!r}", sent=True) from error
 
@@ -211,10 +211,10 @@ class EtcdFeed:
 
     async def _open(self) -> _Stream:
         endpoint = self._client.choose()
-        end = wire.prefix_end(self.base)
-        create = wire.WatchCreate(self.base, end, self._revision_next, progress_notify=True)
+        end = messages.prefix_end(self.base)
+        create = messages.WatchCreate(self.base, end, self._revision_next, progress_notify=True)
         try:
-            return _Stream(endpoint, await self._client.stream(endpoint, "watch", wire.WatchCall(create)))
+            return _Stream(endpoint, await self._client.stream(endpoint, "watch", messages.WatchCall(create)))
         except EngineError as error:
             self._fail(error)
             raise Unanswered(str(error), sent=False) from error
@@ -226,11 +226,11 @@ class EtcdFeed:
 
     # -- messages ------------------------------------------------------------------------------------
 
-    def _take(self, message: wire.WatchAnswer) -> None:
+    def _take(self, message: messages.WatchAnswer) -> None:
         """Show what a message tells. Unanswered: the stream ends here."""
         result = message.result
         if result is None:
-            raise self._judged(message.error or wire.StreamError("an empty message", UNAVAILABLE))
+            raise self._judged(message.error or messages.StreamError("an empty message", UNAVAILABLE))
         self._client.revision = max(self._client.revision, result.header.revision)
         if result.canceled:
             raise self._judged(_cancel_error(result))
@@ -242,7 +242,7 @@ class EtcdFeed:
         elif not result.created:  # it says that there was nothing until here
             self._revision_next = max(self._revision_next, result.header.revision + 1)
 
-    def _judged(self, error: wire.StreamError) -> Unanswered:
+    def _judged(self, error: messages.StreamError) -> Unanswered:
         """The end of the stream; of all watches, where another member would say the same."""
         if error.grpc_code == OUT_OF_RANGE:
             text = f"the changes since revision {self._revision_next} are no longer kept: read the state anew"
@@ -288,9 +288,9 @@ class EtcdWatch(AsyncIterator[Change]):
         return self._changes.popleft()
 
 
-def _cancel_error(result: wire.WatchResult) -> wire.StreamError:
+def _cancel_error(result: messages.WatchResult) -> messages.StreamError:
     """A watch that was cancelled says why in words."""
     if result.compact_revision:
-        return wire.StreamError("compacted", OUT_OF_RANGE)
+        return messages.StreamError("compacted", OUT_OF_RANGE)
     passing = not result.cancel_reason or "leader" in result.cancel_reason or "token" in result.cancel_reason
-    return wire.StreamError(result.cancel_reason, UNAVAILABLE if passing else 0)
+    return messages.StreamError(result.cancel_reason, UNAVAILABLE if passing else 0)

@@ -10,10 +10,10 @@ from typing import Any
 import lmdb
 
 from kvfuse.remote.records.api import ABSENT, Change, Meter, Usage
-from kvfuse.remote.records.lmdb import rows
+from kvfuse.remote.records.lmdb import record_rows
 from kvfuse.remote.records.lmdb.medium import Medium, is_full
 from kvfuse.remote.records.lmdb.metapages import MetaPages
-from kvfuse.remote.records.lmdb.rows import VERSION_SIZE
+from kvfuse.remote.records.lmdb.record_rows import VERSION_SIZE
 
 _USAGE = struct.Struct(">qq")
 
@@ -63,7 +63,7 @@ class WriteTransaction:
         """Do operations start..stop: first come the expectations, then the changes. False: a version had moved."""
         for key, version in self._expect[start:stop]:
             value = self._transaction.get(key)
-            if (ABSENT if value is None else rows.version_of(value)) != version:
+            if (ABSENT if value is None else record_rows.version_of(value)) != version:
                 self._check_medium()
                 return False
         expect_count = len(self._expect)

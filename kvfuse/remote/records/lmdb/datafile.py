@@ -73,7 +73,7 @@ def check_readable(path: Path) -> None:
 
 
 def _check(path: Path, descriptor: int, size: int) -> None:
-    pages = _Pages(path, descriptor, size)
+    pages = _FilePages(path, descriptor, size)
     meta = pages.meta()
     count = size // meta.page_size
     if count <= meta.last_page:
@@ -83,7 +83,7 @@ def _check(path: Path, descriptor: int, size: int) -> None:
             raise pages.truncated((meta.last_page + 1) * meta.page_size)
 
 
-class _Pages:
+class _FilePages:
     """The pages of a file, read one by one."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:

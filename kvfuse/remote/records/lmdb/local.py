@@ -13,7 +13,7 @@ WATCH_BACKLOG_MAX = 65536
 """Changes a watch holds for a reader that has not come for them."""
 
 
-class Watch(AsyncIterator[Change]):
+class LocalWatch(AsyncIterator[Change]):
     """Changes under a prefix, from its making on."""
 
     def __init__(self, prefix: bytes) -> None:

@@ -54,13 +54,13 @@ import trio
 
 from kvfuse.errors import Corrupt, EngineError, EngineFull, EngineReadOnly, ReadOnly
 from kvfuse.remote.records.api import Change, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
-from kvfuse.remote.records.lmdb import medium, rows
+from kvfuse.remote.records.lmdb import medium, record_rows
 from kvfuse.remote.records.lmdb.commits import MediumFailed, WriteTransaction, recorded_usage
-from kvfuse.remote.records.lmdb.local import LocalLease, Watch, own_lease
+from kvfuse.remote.records.lmdb.local import LocalLease, LocalWatch, own_lease
 from kvfuse.remote.records.lmdb.medium import DATA_FILE, Medium
 from kvfuse.remote.records.lmdb.metapages import MetaPages
+from kvfuse.remote.records.lmdb.record_rows import VERSION_SIZE
 from kvfuse.remote.records.lmdb.residency import MappedFile
-from kvfuse.remote.records.lmdb.rows import VERSION_SIZE
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class LmdbRecords(RecordStore):
         self._writer = _Writer()
         self._commit_lock = trio.Lock()  # fair: commits are applied in the order of the calls
         self._closed = False
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[LocalWatch] = weakref.WeakSet()
 
     @classmethod
     def open(
@@ -171,20 +171,23 @@ class LmdbRecords(RecordStore):
             raise ValueError(f"a key is empty or longer than {self.limits.key_size_max} bytes")
         values = self._reading(lambda transaction: [transaction.get(key) for key in keys])
         self._mapped.touched(len(keys))
-        return [None if value is None else Versioned(value[VERSION_SIZE:], rows.version_of(value)) for value in values]
+        return [
+            None if value is None else Versioned(value[VERSION_SIZE:], record_rows.version_of(value))
+            for value in values
+        ]
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
         self.counters.scans += 1
         if max(len(prefix), len(after)) > self.limits.key_size_max:
             raise ValueError(f"a prefix or key is longer than {self.limits.key_size_max} bytes")
-        records = self._reading(lambda transaction: rows.scan(transaction.cursor(), prefix, after, limit))
+        records = self._reading(lambda transaction: record_rows.scan(transaction.cursor(), prefix, after, limit))
         self._mapped.touched(len(records))
         return records
 
     async def seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
         """As the contract says, in one transaction."""
         self.counters.scans += 1
-        found = self._reading(lambda transaction: rows.seek(transaction.cursor(), prefixes))
+        found = self._reading(lambda transaction: record_rows.seek(transaction.cursor(), prefixes))
         self._mapped.touched(len(found))
         return found
 
@@ -252,7 +255,7 @@ class LmdbRecords(RecordStore):
                 yield
 
     def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        watch = Watch(prefix)
+        watch = LocalWatch(prefix)
         self._watches.add(watch)
         if self._closed:
             watch.close()
@@ -267,7 +270,9 @@ class LmdbRecords(RecordStore):
         """Delete what was put under the lease and not put anew since."""
         async with self._turn():
             found = self._reading(lambda transaction: {key: transaction.get(key) for key in lease.attached})
-            deletes = [key for key, value in found.items() if value and rows.version_of(value) == lease.attached[key]]
+            deletes = [
+                key for key, value in found.items() if value and record_rows.version_of(value) == lease.attached[key]
+            ]
             await self._apply(WriteTransaction({}, deletes, {}, False, self._meter))
 
     async def aclose(self) -> None:

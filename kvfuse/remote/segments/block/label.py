@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from kvfuse.checksum import Buffer, crc32c
 from kvfuse.errors import VolumeError
-from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE
 from kvfuse.remote.segments.block.places import place_size
 
 MAGIC = b"\x89KVBLK\r\n"
@@ -43,7 +43,7 @@ _STRIDE = 1 << 60
 assert _FIELDS.size + DEVICES_MAX * _ROW.size + _CHECKSUM.size <= PAGE_SIZE
 
 
-class Row(NamedTuple):
+class DeviceRow(NamedTuple):
     """One device of a set."""
 
     device_id: bytes
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     weight: int
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """Where a segment is."""
 
     device: int
@@ -67,10 +67,10 @@ class DeviceSet:
     segment_size: int
     head_size: int
     segment_count: int
-    rows: tuple[Row, ...]
+    rows: tuple[DeviceRow, ...]
 
     @cached_property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[SegmentPlace]:
         """Of all segments that there may be, by number.
 
         Each goes to the device whose turn it is: one of twice the weight has two turns while another has one, until
@@ -80,10 +80,10 @@ class DeviceSet:
         turns = [(_STRIDE // row.weight, index) for index, row in enumerate(self.rows) if row.places]
         heapify(turns)
         used = [0] * len(self.rows)
-        found: list[Place] = []
+        found: list[SegmentPlace] = []
         while turns and len(found) < self.segment_count:
             turn, device = turns[0]
-            found.append(Place(device, HEAD_SIZE + used[device] * size))
+            found.append(SegmentPlace(device, HEAD_SIZE + used[device] * size))
             used[device] += 1
             if used[device] < self.rows[device].places:
                 heapreplace(turns, (turn + _STRIDE // self.rows[device].weight, device))
@@ -134,5 +134,5 @@ def parse(page: Buffer) -> Label:
     end = _FIELDS.size + count * _ROW.size
     if not device < count <= DEVICES_MAX or _CHECKSUM.unpack_from(page, end)[0] != crc32c(page[:end]):
         raise VolumeError("its first page does not match its checksum")
-    rows = tuple(Row(*row) for row in _ROW.iter_unpack(page[_FIELDS.size : end]))
+    rows = tuple(DeviceRow(*row) for row in _ROW.iter_unpack(page[_FIELDS.size : end]))
     return Label(device, DeviceSet(volume_id, segment_size, head_size, segments, rows))

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from kvfuse.errors import ConfigError, EngineError, VolumeError
 from kvfuse.remote.segments.block import label
-from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE, Device
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE, BlockDevice
 from kvfuse.remote.segments.block.finding import open_direct, read_label
-from kvfuse.remote.segments.block.label import DEVICES_MAX, ID_SIZE, DeviceSet, Row
+from kvfuse.remote.segments.block.label import DEVICES_MAX, ID_SIZE, DeviceRow, DeviceSet
 from kvfuse.remote.segments.block.pieces import write_zeros
 from kvfuse.remote.segments.block.places import place_size
 
 
-class Examined(NamedTuple):
+class DeviceContents(NamedTuple):
     """What is on a device before a volume is made there."""
 
     path: Path
@@ -31,12 +31,12 @@ class Examined(NamedTuple):
     """in words; None: nothing that anybody would miss"""
 
 
-def examine(paths: Sequence[Path]) -> list[Examined]:
+def examine(paths: Sequence[Path]) -> list[DeviceContents]:
     """EngineError: one is not there, or is in use."""
     found = []
     for path in paths:
         with _opened(path) as device:
-            found.append(Examined(path, device.size, content_of(device)))
+            found.append(DeviceContents(path, device.size, content_of(device)))
     return found
 
 
@@ -52,8 +52,8 @@ def describe(path: Path) -> tuple[int, str]:
             return size, "no device of a volume yet"
 
 
-def content_of(device: Device) -> str | None:
-    """As `Device.foreign_content`, with devices of volumes among it."""
+def content_of(device: BlockDevice) -> str | None:
+    """As `BlockDevice.foreign_content`, with devices of volumes among it."""
     page = device.first_page()
     if not label.is_label(page):
         return device.foreign_content()
@@ -103,7 +103,7 @@ def make_set(
                 )
         counts = [place_count(device.size, segment_size) for device in devices]
         rows = [
-            Row(secrets.token_bytes(ID_SIZE), count, weight)
+            DeviceRow(secrets.token_bytes(ID_SIZE), count, weight)
             for count, weight in zip(counts, weights or [max(count, 1) for count in counts], strict=True)
         ]
         made = DeviceSet(volume_id, segment_size, head_size, segment_count, tuple(rows))
@@ -121,7 +121,7 @@ def make_set(
     return made
 
 
-def _wipe(device: Device, made: DeviceSet, index: int) -> None:
+def _wipe(device: BlockDevice, made: DeviceSet, index: int) -> None:
     """No label, and zeros in all places where they count."""
     head_size = -(-made.head_size // PAGE_SIZE) * PAGE_SIZE
     with _as_engine_error(device.path):
@@ -137,10 +137,10 @@ def _wipe(device: Device, made: DeviceSet, index: int) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Device]:
+def _opened(path: Path) -> Iterator[BlockDevice]:
     """Alone: neither mounted, nor part of anything. EngineError."""
     with _as_engine_error(path):
-        device = Device(path)
+        device = BlockDevice(path)
     with closing(device):
         yield device
 

@@ -24,28 +24,28 @@ from kvfuse.remote.segments.file.direct import (
 )
 
 
-class Left(Exception):
+class Abandoned(Exception):
     """Nobody waits for this call any more."""
 
 
-class Call:
+class DeviceCall:
     """What one caller waits for. Threads touch its memory within ``memory()`` alone."""
 
-    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+    def __init__(self, pieces: Iterable[BouncePiece] = ()) -> None:
         self.is_left = False
         self._left_pieces = deque(pieces)
-        self._begun: set[Piece] = set()
-        self._late: set[Piece] = set()
+        self._begun: set[BouncePiece] = set()
+        self._late: set[BouncePiece] = set()
         self._lock = threading.Lock()
 
     @contextmanager
     def memory(self) -> Iterator[None]:
         with self._lock:
             if self.is_left:
-                raise Left
+                raise Abandoned
             yield
 
-    def take(self) -> Piece | None:
+    def take(self) -> BouncePiece | None:
         """The next piece; None: there is none, or nobody waits for it."""
         with self._lock:
             if self.is_left or not self._left_pieces:
@@ -59,7 +59,7 @@ class Call:
         with self._lock:
             self._left_pieces.clear()
 
-    def leave(self, late: set[Piece]) -> None:
+    def leave(self, late: set[BouncePiece]) -> None:
         """From now on no thread touches the caller's memory, or knows it. ``late`` has what may still happen."""
         with self._lock:
             self.is_left = True
@@ -69,14 +69,14 @@ class Call:
             for piece in self._begun:
                 piece.views.clear()
 
-    def ended(self, piece: Piece) -> None:
+    def ended(self, piece: BouncePiece) -> None:
         """A thread is done with it, whether it happened or not."""
         with self._lock:
             self._begun.discard(piece)
             self._late.discard(piece)
 
 
-class Piece:
+class BouncePiece:
     """Neighbouring bytes of a device, of at most one bounce buffer with the blocks that they lie in."""
 
     def __init__(self, offset: int) -> None:
@@ -98,7 +98,7 @@ class Piece:
         self.end += min(room, view.nbytes)
         return view[room:]
 
-    def read(self, fd: int, call: Call) -> None:
+    def read(self, fd: int, call: DeviceCall) -> None:
         """EOFError, OSError."""
         blocks, start = self.blocks, self.offset - self.blocks.start
         with bounce_buffer() as bounce, bounce[: len(blocks)] as memory:
@@ -108,7 +108,7 @@ class Piece:
                     part[:] = memory[start : start + len(part)]
                     start += len(part)
 
-    def write(self, fd: int, call: Call, partial: PartialBlocks) -> None:
+    def write(self, fd: int, call: DeviceCall, partial: PartialBlocks) -> None:
         """The rest of the first and the last block stays as it is. EOFError, OSError."""
         blocks, start = self.blocks, self.offset - self.blocks.start
         cut = {blocks.start} if self.offset != blocks.start else set()
@@ -155,18 +155,18 @@ class Located(NamedTuple):
     view: memoryview
 
 
-def cut(transfers: Sequence[Located]) -> list[Piece]:
+def cut(transfers: Sequence[Located]) -> list[BouncePiece]:
     """As few pieces as there may be; empty transfers have none."""
-    pieces: list[Piece] = []
+    pieces: list[BouncePiece] = []
     for offset, view in sorted(transfers, key=lambda transfer: transfer.offset):
         rest = view
         while rest.nbytes:
             if not pieces or pieces[-1].end != offset + view.nbytes - rest.nbytes:
-                pieces.append(Piece(offset + view.nbytes - rest.nbytes))
+                pieces.append(BouncePiece(offset + view.nbytes - rest.nbytes))
             before = rest.nbytes
             rest = pieces[-1].add(rest)
             if rest.nbytes == before:
-                pieces.append(Piece(pieces[-1].end))
+                pieces.append(BouncePiece(pieces[-1].end))
     return [piece for piece in pieces if piece.views]
 
 

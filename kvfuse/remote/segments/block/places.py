@@ -23,10 +23,10 @@ from pathlib import Path
 
 from kvfuse.checksum import Buffer, crc32c
 from kvfuse.errors import EngineFull
-from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE
 from kvfuse.remote.segments.file import fileio
 from kvfuse.remote.segments.file.fileio import SegmentFile
-from kvfuse.remote.segments.file.places import Places
+from kvfuse.remote.segments.file.places import SegmentPlaces
 
 MAGIC = b"\x89KVSEG1\n"
 _PAGE = struct.Struct("<8s 16s I 4x Q")
@@ -54,7 +54,7 @@ def size_in_page(page: Buffer, owner: bytes, segment: int) -> int | None:
     return size if page[: len(image)] == image else None
 
 
-class DevicePlaces(Places):
+class DevicePlaces(SegmentPlaces):
     """The places of one owner of a device. One client at a time makes or drops a segment."""
 
     are_mappable = False

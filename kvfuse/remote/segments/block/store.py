@@ -7,7 +7,7 @@
 * All I/O bypasses the page cache, and is durable when it returns. A device promises other hosts to see it then, and
   that single blocks change as a whole; no more. Parts of blocks are read, changed and written, under a lock of this
   host: so bytes that two hosts write must not lie in one block of 4 KiB. (A volume's slots and tables of heads do not.)
-* A call ends within the deadline (`member`), whatever the device does. A write that was late, or failed, may still
+* A call ends within the deadline (`set_device`), whatever the device does. A write that was late, or failed, may still
   happen: for as long as ``quarantine`` says the slabs of a host that is gone are not written by another. Where devices
   have persistent reservations (`reservations`), they refuse further writes of that host besides.
 """
@@ -27,11 +27,11 @@ from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, R
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.remote.segments.block import finding
 from kvfuse.remote.segments.block import reservations as reservations_of
-from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE
 from kvfuse.remote.segments.block.label import DeviceSet, Label
-from kvfuse.remote.segments.block.member import SetDevice
 from kvfuse.remote.segments.block.pieces import Located, cut
 from kvfuse.remote.segments.block.places import place_size
+from kvfuse.remote.segments.block.set_device import SetDevice
 from kvfuse.remote.segments.block.table import PageTable
 from kvfuse.remote.segments.users import UsedSegment, Users
 

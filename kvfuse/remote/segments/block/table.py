@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from kvfuse.remote.segments.block.device import HEAD_SIZE, PAGE_SIZE
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE
 from kvfuse.remote.segments.block.label import DeviceSet
-from kvfuse.remote.segments.block.member import SetDevice
 from kvfuse.remote.segments.block.pieces import read_page, write_page, write_zeros
 from kvfuse.remote.segments.block.places import pack_page, size_in_page
+from kvfuse.remote.segments.block.set_device import SetDevice
 
 LISTED_PAGES = 64
 """pages that one thread reads within one deadline"""

@@ -22,7 +22,7 @@ FILE_NAME = re.compile(r"([0-9a-f]{8})(?:\.[0-9a-f]+)?\.(seg|new)")
 SEGMENT_MAX = 0xFFFFFFFF
 
 
-class Places(ABC):
+class SegmentPlaces(ABC):
     """Places of segments. All methods raise EngineError, EngineFull."""
 
     path: Path
@@ -47,7 +47,7 @@ class Places(ABC):
         """Remove one that no call uses any more."""
 
 
-class FolderPlaces(Places):
+class FolderPlaces(SegmentPlaces):
     """Files of a folder, which is made if absent, unless ``is_read_only``."""
 
     are_mappable = True

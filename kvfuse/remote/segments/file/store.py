@@ -1,6 +1,6 @@
 """Segments as files of a directory: a local disk, tmpfs, or any shared mount.
 
-Where they are, and how one is made, is up to `Places`: here files, elsewhere parts of a device (``block``).
+Where they are, and how one is made, is up to `SegmentPlaces`: here files, elsewhere parts of a device (``block``).
 
 * Reads are tried on the event loop's thread with RWF_NOWAIT; what is not in the page cache, and batches so
   large that copying them would hold up the loop, go to a thread: one hop for all of a batch.
@@ -40,7 +40,7 @@ from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore,
 from kvfuse.remote.segments.file import fileio
 from kvfuse.remote.segments.file.direct import BLOCK_SIZE
 from kvfuse.remote.segments.file.fileio import Run, SegmentFile
-from kvfuse.remote.segments.file.places import SEGMENT_MAX, FolderPlaces, Places
+from kvfuse.remote.segments.file.places import SEGMENT_MAX, FolderPlaces, SegmentPlaces
 
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ THREADS_MAX = 32
 class FileSegments(SegmentStore):
     """A directory of segment files, or other places. Others may have it open, too, and make segments."""
 
-    def __init__(self, places: Places, *, direct: bool = False, read_only: bool = False) -> None:
+    def __init__(self, places: SegmentPlaces, *, direct: bool = False, read_only: bool = False) -> None:
         """EngineError. `open` is for directories."""
         # the kernel answers mincore truly only to processes that could write the file
         super().__init__(SegmentLimits(mappable=places.are_mappable and not direct and not read_only))

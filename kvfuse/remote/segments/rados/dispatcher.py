@@ -33,7 +33,7 @@ from kvfuse.errors import EngineTimeout
 from kvfuse.remote.segments.api import SegmentCounters
 from kvfuse.remote.segments.rados import librados
 from kvfuse.remote.segments.rados.lateness import Lateness
-from kvfuse.remote.segments.rados.objects import ReadRequest, Request, SpareRead
+from kvfuse.remote.segments.rados.objects import ObjectRequest, ReadRequest, SpareRead
 
 _T = TypeVar("_T")
 
@@ -56,12 +56,12 @@ CLOSE_SECONDS = 1.0
 class _Call:
     """Requests that are waited for together, and their operations that did not end yet."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[ObjectRequest]) -> None:
         self.requests = requests
         self.began = trio.current_time()
         self.unanswered = set(requests)
         self.answered = trio.Event()
-        self.in_flight: dict[int, Request] = {}
+        self.in_flight: dict[int, ObjectRequest] = {}
         self.completions: dict[int, int] = {}
         """tag -> completion, of all operations that were started; released when none is in flight"""
         self.idle = trio.Event()
@@ -77,7 +77,7 @@ class _Call:
         if not self.in_flight:
             self.idle.set()
 
-    def look_at(self, request: Request) -> None:
+    def look_at(self, request: ObjectRequest) -> None:
         """It may be answered now."""
         if request.code is not None:
             self.unanswered.discard(request)
@@ -99,7 +99,7 @@ class _Spare:
 class Dispatcher:
     """Performs requests on one connection. Made in trio's thread, connected by ``connect``."""
 
-    def __init__(self, place: librados.Place, counters: SegmentCounters) -> None:
+    def __init__(self, place: librados.PoolPlace, counters: SegmentCounters) -> None:
         self.place = place
         self.options = place.options
         self.counters = counters
@@ -118,7 +118,7 @@ class Dispatcher:
 
     async def connect(self) -> None:
         """Waits as long as monitors may take to answer. EngineError, EngineTimeout."""
-        self._pool = await self.in_thread(lambda: librados.Pool.connect(self.place, self._callback))
+        self._pool = await self.in_thread(lambda: librados.RadosPool.connect(self.place, self._callback))
 
     async def aclose(self) -> None:
         """No call may be under way. Spare reads that cannot be cancelled end with the connection."""
@@ -144,7 +144,7 @@ class Dispatcher:
         """Never abandoned: a call that was cancelled waits for its thread."""
         return await trio.to_thread.run_sync(call, limiter=self._threads)
 
-    async def perform(self, requests: Sequence[Request]) -> None:
+    async def perform(self, requests: Sequence[ObjectRequest]) -> None:
         """Have every request answered. EngineError of the first that failed, EngineTimeout; others may have been done.
 
         Reads are filled with zeros where objects have no bytes. Requests are started in order, and those on
@@ -161,7 +161,7 @@ class Dispatcher:
             if reads:
                 await _sized(self.in_thread, sum(read.absent_bytes for read in reads), partial(_fill, reads))
 
-    async def change_some(self, requests: Sequence[Request]) -> set[bytes]:
+    async def change_some(self, requests: Sequence[ObjectRequest]) -> set[bytes]:
         """As `perform` for changes, but those of objects that are late are let go: their names. EngineError."""
         silent = {request.name for request in requests if request.name in self.lateness.since}
         left = [request for request in requests if request.name not in silent]
@@ -178,7 +178,7 @@ class Dispatcher:
             silent |= late
         return silent
 
-    async def _call(self, requests: Sequence[Request], wait: Callable[[_Call], Awaitable[None]]) -> _Call:
+    async def _call(self, requests: Sequence[ObjectRequest], wait: Callable[[_Call], Awaitable[None]]) -> _Call:
         """Start requests, and ``wait`` for their answers; none is under way when this returns."""
         call = _Call(requests)
         try:
@@ -191,7 +191,7 @@ class Dispatcher:
             await self._let_go(call)
         return call
 
-    def _start(self, call: _Call, requests: Sequence[Request]) -> None:
+    def _start(self, call: _Call, requests: Sequence[ObjectRequest]) -> None:
         """In either thread: operations that end meanwhile are taken out of ``in_flight`` by the event loop."""
         for request in requests:
             tag = next(self._tags)
@@ -322,7 +322,7 @@ class Dispatcher:
         if any(not isinstance(request, ReadRequest) for request in call.requests):
             self.lateness.took(trio.current_time() - call.began)
 
-    def _check_answers(self, requests: Sequence[Request]) -> None:
+    def _check_answers(self, requests: Sequence[ObjectRequest]) -> None:
         """EngineError of the first that failed."""
         for request in requests:
             if request.failure:
@@ -330,7 +330,7 @@ class Dispatcher:
             if not isinstance(request, ReadRequest):
                 self.lateness.changed(request.name)
 
-    def _what(self, request: Request) -> str:
+    def _what(self, request: ObjectRequest) -> str:
         return f"{request.verb} object {request.name.decode()} ({self.place})"
 
     def _announce(self, completion: int, tag: int) -> None:

@@ -1,8 +1,8 @@
 """The part of librados' C interface that the segment engine needs, through ctypes. Without segments or trio.
 
 ctypes lets go of the interpreter lock around every call. ``start_*`` never waits for a server and may be called on
-the event loop's thread; ``connect``, ``Pool.close``, ``Pool.available_bytes``, ``Pool.cut_off`` and ``Pool.cancel`` may
-wait, and belong in a thread.
+the event loop's thread; ``connect``, ``RadosPool.close``, ``RadosPool.available_bytes``, ``RadosPool.cut_off`` and
+``RadosPool.cancel`` may wait, and belong in a thread.
 
 * A read goes from librados' message straight into the caller's memory, before its completion is announced.
 * A write is copied by librados when it is started: its buffers are free as soon as ``start_write`` returned.
@@ -86,7 +86,7 @@ _RETURN_NOTHING = {
 _RETURN_POINTERS = {"rados_create_read_op", "rados_create_write_op"}
 
 
-class Range(NamedTuple):
+class ObjectRange(NamedTuple):
     """Bytes of one object, and where they lie in memory. Its maker keeps that memory alive."""
 
     offset: int
@@ -95,7 +95,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class PoolPlace:
     """Where objects are kept, and as whom."""
 
     options: RadosOptions
@@ -143,7 +143,7 @@ def engine_error(code: int, what: str) -> EngineError:
     return EngineError(message + hint.get(number, ""))
 
 
-class Pool:
+class RadosPool:
     """A connection to one pool and namespace.
 
     ``callback`` gets each operation's completion and tag when it ended, in a thread of librados.
@@ -157,7 +157,7 @@ class Pool:
         self._callback = callback  # librados keeps the bare pointer
 
     @classmethod
-    def connect(cls, place: Place, callback: Any) -> Self:
+    def connect(cls, place: PoolPlace, callback: Any) -> Self:
         """Waits for a monitor for ``deadline`` seconds, rounded up to whole ones. EngineError, EngineTimeout."""
         lib, options = library(), place.options
         cluster, context = c_void_p(), c_void_p()
@@ -235,7 +235,9 @@ class Pool:
 
     # -- operations: each returns its completion, to be released once it was announced ----------------
 
-    def start_read(self, name: bytes, ranges: Sequence[Range], results: ReadResults, tag: int, flags: int = 0) -> int:
+    def start_read(
+        self, name: bytes, ranges: Sequence[ObjectRange], results: ReadResults, tag: int, flags: int = 0
+    ) -> int:
         """Read ranges of one object in one operation. ``results`` is filled meanwhile and must be kept."""
         lib = self._lib
         operation = lib.rados_create_read_op()
@@ -248,7 +250,7 @@ class Pool:
         lib.rados_release_read_op(operation)
         return self._started(code, completion, name)
 
-    def start_write(self, name: bytes, ranges: Sequence[Range], tag: int, *, exclusive: bool = False) -> int:
+    def start_write(self, name: bytes, ranges: Sequence[ObjectRange], tag: int, *, exclusive: bool = False) -> int:
         """Write ranges of one object, all or nothing. The bytes are copied. ``exclusive``: -EEXIST if it is there."""
         operation = self._lib.rados_create_write_op()
         if exclusive:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.file.direct import address_of
-from kvfuse.remote.segments.rados.librados import BALANCE_READS, Pool, Range, ReadResults
+from kvfuse.remote.segments.rados.librados import BALANCE_READS, ObjectRange, RadosPool, ReadResults
 
 RANGES_MAX = 64
 """ranges of one operation"""
@@ -33,7 +33,7 @@ def object_name(segment: int, index: int) -> bytes:
     return b"%08x.%08x" % (segment, index)
 
 
-class Piece:
+class ObjectPiece:
     """The part of a transfer that lies in one object. ``view`` keeps the caller's memory where it is."""
 
     __slots__ = ("offset", "view")
@@ -43,7 +43,7 @@ class Piece:
         self.view = view
 
 
-class Request(ABC):
+class ObjectRequest(ABC):
     """One operation on one object. ``code`` is its answer: None until there is one, negative errno for a failure."""
 
     verb: str
@@ -58,7 +58,7 @@ class Request(ABC):
         return 0
 
     @abstractmethod
-    def start(self, pool: Pool, tag: int) -> int:
+    def start(self, pool: RadosPool, tag: int) -> int:
         """Begin; returns librados' completion."""
 
     def ended(self, code: int) -> None:
@@ -71,20 +71,20 @@ class Request(ABC):
         return min(self.code or 0, 0)
 
 
-class ReadRequest(Request):
+class ReadRequest(ObjectRequest):
     """Fills each piece's view. Absent bytes are left alone until ``fill``."""
 
     verb = "reading"
 
-    def __init__(self, name: bytes, pieces: Sequence[Piece]) -> None:
+    def __init__(self, name: bytes, pieces: Sequence[ObjectPiece]) -> None:
         super().__init__(name)
         self._pieces = pieces
-        self._ranges = [Range(piece.offset, address_of(piece.view), piece.view.nbytes) for piece in pieces]
+        self._ranges = [ObjectRange(piece.offset, address_of(piece.view), piece.view.nbytes) for piece in pieces]
         self._results = ReadResults(len(pieces))
         self.lengths: Sequence[int] = ()
         """bytes that each piece got, once it was answered"""
 
-    def start(self, pool: Pool, tag: int) -> int:
+    def start(self, pool: RadosPool, tag: int) -> int:
         return pool.start_read(self.name, self._ranges, self._results, tag)
 
     def ended(self, code: int) -> None:
@@ -138,25 +138,25 @@ class SpareRead:
         self.views: list[memoryview] = []
         """one for each (offset, length) of ``spans``"""
         self._flags = flags
-        self._ranges: list[Range] = []
+        self._ranges: list[ObjectRange] = []
         start = 0
         for offset, length in spans:
             view = memory[start : start + length]
             self.views.append(view)
-            self._ranges.append(Range(offset, address_of(view), length))
+            self._ranges.append(ObjectRange(offset, address_of(view), length))
             start += length
 
-    def start(self, pool: Pool, tag: int) -> int:
+    def start(self, pool: RadosPool, tag: int) -> int:
         """Begin; returns librados' completion."""
         return pool.start_read(self.name, self._ranges, self.results, tag, self._flags)
 
 
-class WriteRequest(Request):
+class WriteRequest(ObjectRequest):
     """Stores each piece's view; small neighbours become one range. ``exclusive``: leaves an object that is there."""
 
     verb = "writing"
 
-    def __init__(self, name: bytes, pieces: Sequence[Piece], *, exclusive: bool = False) -> None:
+    def __init__(self, name: bytes, pieces: Sequence[ObjectPiece], *, exclusive: bool = False) -> None:
         super().__init__(name)
         self._pieces = sorted(pieces, key=lambda piece: piece.offset)
         self._exclusive = exclusive
@@ -169,9 +169,9 @@ class WriteRequest(Request):
     def failure(self) -> int:
         return 0 if self._exclusive and self.code == -errno.EEXIST else super().failure
 
-    def start(self, pool: Pool, tag: int) -> int:
+    def start(self, pool: RadosPool, tag: int) -> int:
         runs = [(at, views[0] if len(views) == 1 else memoryview(b"".join(views))) for at, views in self._runs()]
-        ranges = [Range(offset, address_of(view), view.nbytes) for offset, view in runs]
+        ranges = [ObjectRange(offset, address_of(view), view.nbytes) for offset, view in runs]
         return pool.start_write(self.name, ranges, tag, exclusive=self._exclusive)
 
     def _runs(self) -> Iterator[tuple[int, list[memoryview]]]:
@@ -188,21 +188,21 @@ class WriteRequest(Request):
         yield start, views
 
 
-class TouchRequest(Request):
+class TouchRequest(ObjectRequest):
     """A change of nothing, which takes all replicas: makes an empty object where there is none."""
 
     verb = "probing"
 
-    def start(self, pool: Pool, tag: int) -> int:
+    def start(self, pool: RadosPool, tag: int) -> int:
         return pool.start_touch(self.name, tag)
 
 
-class RemoveRequest(Request):
+class RemoveRequest(ObjectRequest):
     """An object that is not there is removed already."""
 
     verb = "removing"
 
-    def start(self, pool: Pool, tag: int) -> int:
+    def start(self, pool: RadosPool, tag: int) -> int:
         return pool.start_remove(self.name, tag)
 
     @property
@@ -212,9 +212,9 @@ class RemoveRequest(Request):
 
 def pieces_by_object(
     batch: Sequence[Transfer], object_size: int, bytes_max: int
-) -> Iterator[tuple[bytes, list[Piece]]]:
+) -> Iterator[tuple[bytes, list[ObjectPiece]]]:
     """(object's name, pieces) of each operation: one piece, or up to RANGES_MAX of up to ``bytes_max`` together."""
-    open_: dict[tuple[int, int], tuple[list[Piece], int]] = {}
+    open_: dict[tuple[int, int], tuple[list[ObjectPiece], int]] = {}
     for segment, offset, buffer in batch:
         view = memoryview(buffer)
         if not view.nbytes:
@@ -225,7 +225,7 @@ def pieces_by_object(
             if len(pieces) == RANGES_MAX or (pieces and byte_count + high - low > bytes_max):
                 yield object_name(segment, index), pieces
                 pieces, byte_count = [], 0
-            pieces.append(Piece(start, view[low:high]))
+            pieces.append(ObjectPiece(start, view[low:high]))
             open_[segment, index] = pieces, byte_count + high - low
     for (segment, index), (pieces, _) in open_.items():
         yield object_name(segment, index), pieces

@@ -34,11 +34,11 @@ import trio
 from kvfuse.errors import EngineError, EngineFull
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Servers, Transfer
 from kvfuse.remote.segments.rados.dispatcher import Dispatcher
-from kvfuse.remote.segments.rados.librados import Place
+from kvfuse.remote.segments.rados.librados import PoolPlace
 from kvfuse.remote.segments.rados.objects import (
     READ_BYTES_MAX,
     WRITE_BYTES_MAX,
-    Piece,
+    ObjectPiece,
     ReadRequest,
     RemoveRequest,
     TouchRequest,
@@ -62,7 +62,7 @@ SEGMENT_MAX = 0xFFFFF
 class RadosSegments(SegmentStore):
     """The segments of one namespace. Made by ``open``; any number of hosts may have it open."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PoolPlace) -> None:
         options = place.options
         super().__init__(
             SegmentLimits(mappable=False, durable=True, deadline=options.deadline, part_size=options.object_size)
@@ -77,7 +77,7 @@ class RadosSegments(SegmentStore):
         self.servers = RadosServers(self)
 
     @classmethod
-    async def open(cls, place: Place) -> Self:
+    async def open(cls, place: PoolPlace) -> Self:
         """Connect. EngineError says what is missing: library, monitors, key, pool; EngineTimeout."""
         store = cls(place)
         await store._dispatcher.connect()
@@ -241,12 +241,12 @@ class RadosSegments(SegmentStore):
     async def _store_size(self, segment: int, size: int) -> None:
         if not await self._read_whole(0, TABLE_HEADER.size):
             header = TABLE_HEADER.pack(TABLE_MAGIC, self._object_size)
-            request = WriteRequest(TABLE_NAME, [Piece(0, memoryview(header))], exclusive=True)
+            request = WriteRequest(TABLE_NAME, [ObjectPiece(0, memoryview(header))], exclusive=True)
             await self._dispatcher.perform([request])
             await self._read_table()  # another host may have been first, with another object size
         entry = memoryview(TABLE_ENTRY.pack(size))
         offset = TABLE_HEADER.size + segment * TABLE_ENTRY.size
-        await self._dispatcher.perform([WriteRequest(TABLE_NAME, [Piece(offset, entry)])])
+        await self._dispatcher.perform([WriteRequest(TABLE_NAME, [ObjectPiece(offset, entry)])])
 
     async def _read_table(self) -> bytes:
         """All whole entries. EngineError where the table is not one of this store."""
@@ -268,7 +268,7 @@ class RadosSegments(SegmentStore):
     async def _read_whole(self, offset: int, length: int) -> bytes:
         """Up to ``length`` bytes of the table, as many as there are."""
         buffer = bytearray(length)
-        request = ReadRequest(TABLE_NAME, [Piece(offset, memoryview(buffer))])
+        request = ReadRequest(TABLE_NAME, [ObjectPiece(offset, memoryview(buffer))])
         await self._dispatcher.perform([request])
         return bytes(buffer[: request.lengths[0]])
 

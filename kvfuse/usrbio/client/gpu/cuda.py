@@ -21,7 +21,7 @@ EVENTS_MAX = 256
 """that a stream keeps for later"""
 
 
-class Facts(NamedTuple):
+class GpuFacts(NamedTuple):
     """What a GPU and its driver can do."""
 
     name: str
@@ -55,7 +55,7 @@ def count_devices() -> int:
     return int(count)
 
 
-def facts_of(ordinal: int) -> Facts:
+def facts_of(ordinal: int) -> GpuFacts:
     """What a GPU can do. DeviceError."""
     driver = load_driver()
     device = _device(driver, ordinal)
@@ -71,7 +71,7 @@ def facts_of(ordinal: int) -> Facts:
         bool(_check(driver, attribute.name, driver.cuDeviceGetAttribute(attribute, device))[0])
         for attribute in attributes
     ]
-    return Facts(bytes(name).rstrip(b"\0").decode(), f"{version // 1000}.{version % 1000 // 10}", *has)
+    return GpuFacts(bytes(name).rstrip(b"\0").decode(), f"{version // 1000}.{version % 1000 // 10}", *has)
 
 
 def ordinal_of(address: int) -> int:

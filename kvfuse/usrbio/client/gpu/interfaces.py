@@ -19,7 +19,7 @@ LEGACY_STREAM = 1
 WRAP_IT = "use client.wrap for memory of the host"
 
 
-class DeviceMemory(NamedTuple):
+class DeviceBytes(NamedTuple):
     """Bytes of a GPU, one after the other."""
 
     address: int
@@ -42,7 +42,7 @@ def is_on_device(thing: Any) -> bool:
     return ask is not None and ask()[0] in (_CUDA, _CUDA_MANAGED)
 
 
-def memory_of(thing: object) -> DeviceMemory:
+def memory_of(thing: object) -> DeviceBytes:
     """Raises TypeError for what shows no memory of a GPU, ValueError for memory that cannot be used."""
     if hasattr(thing, "data_ptr"):
         memory = _of_tensor(thing)
@@ -76,7 +76,7 @@ def stream_number(stream: object) -> int:
 # -- tensors ----------------------------------------------------------------------------------------
 
 
-def _of_tensor(tensor: Any) -> DeviceMemory:
+def _of_tensor(tensor: Any) -> DeviceBytes:
     """torch has no types for some of its numbers in the other two interfaces."""
     kind = tensor.device.type
     if kind != "cuda":
@@ -85,7 +85,7 @@ def _of_tensor(tensor: Any) -> DeviceMemory:
         raise ValueError("the tensor is not contiguous: register what it is a part of, or its .contiguous()")
     size = tensor.numel() * tensor.element_size()
     index = tensor.device.index
-    return DeviceMemory(tensor.data_ptr(), size, index, tensor, lambda: _torch_stream(index))
+    return DeviceBytes(tensor.data_ptr(), size, index, tensor, lambda: _torch_stream(index))
 
 
 def _torch_stream(index: int | None) -> int:
@@ -97,7 +97,7 @@ def _torch_stream(index: int | None) -> int:
 # -- __cuda_array_interface__ -----------------------------------------------------------------------
 
 
-def _of_interface(thing: object, shown: Mapping[str, Any]) -> DeviceMemory:
+def _of_interface(thing: object, shown: Mapping[str, Any]) -> DeviceBytes:
     try:
         version, shape, typestr = int(shown["version"]), tuple(map(int, shown["shape"])), str(shown["typestr"])
         address, read_only = shown["data"]
@@ -116,7 +116,7 @@ def _of_interface(thing: object, shown: Mapping[str, Any]) -> DeviceMemory:
     if stream == 0:
         raise ValueError("the stream 0 of __cuda_array_interface__ may mean two streams: it must be 1 or 2")
     number = LEGACY_STREAM if stream is None else int(stream)
-    return DeviceMemory(int(address or 0), prod(shape) * item_size, None, thing, lambda: number)
+    return DeviceBytes(int(address or 0), prod(shape) * item_size, None, thing, lambda: number)
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: Any, unit: int) -> bool:
@@ -199,7 +199,7 @@ class _Owner:
             weakref.finalize(self, _DELETER(deleter), pointer).atexit = False
 
 
-def _of_dlpack(thing: Any) -> DeviceMemory:
+def _of_dlpack(thing: Any) -> DeviceBytes:
     device_type, _ = thing.__dlpack_device__()
     if device_type not in (_CUDA, _CUDA_MANAGED):
         what = _ON_HOST.get(device_type, f"of a device of DLPack's type {device_type}")
@@ -211,7 +211,7 @@ def _of_dlpack(thing: Any) -> DeviceMemory:
     return memory_of_capsule(capsule)
 
 
-def memory_of_capsule(capsule: object) -> DeviceMemory:
+def memory_of_capsule(capsule: object) -> DeviceBytes:
     """Take a capsule of DLPack: its tensor is the caller's now. ValueError, TypeError."""
     name: bytes | None = None
     with suppress(ctypes.ArgumentError, ValueError):  # it is no capsule
@@ -230,7 +230,7 @@ def memory_of_capsule(capsule: object) -> DeviceMemory:
     return _of_dltensor(managed.tensor, owner)
 
 
-def _of_dltensor(tensor: _Tensor, owner: _Owner) -> DeviceMemory:
+def _of_dltensor(tensor: _Tensor, owner: _Owner) -> DeviceBytes:
     if tensor.device_type not in (_CUDA, _CUDA_MANAGED):
         what = _ON_HOST.get(tensor.device_type, f"of a device of DLPack's type {tensor.device_type}")
         raise ValueError(f"the memory is {what}, not a GPU's; {WRAP_IT}")
@@ -244,4 +244,4 @@ def _of_dltensor(tensor: _Tensor, owner: _Owner) -> DeviceMemory:
     if bits % 8:
         raise ValueError(f"the array has {bits} bits, which are no whole bytes")
     address = (tensor.data or 0) + tensor.byte_offset
-    return DeviceMemory(address, bits // 8, tensor.device_id, owner)
+    return DeviceBytes(address, bits // 8, tensor.device_id, owner)

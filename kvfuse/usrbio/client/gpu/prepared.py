@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvfuse.errors import DeviceError
-from kvfuse.usrbio.client.gpu.memory import Failed, GpuIov, Landing, Staged, StagedEntry
+from kvfuse.usrbio.client.gpu.gpu_memory import DeviceCopy, Failed, GpuIov, StagedEntries, StagedEntry
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.protocol.wire import Op
 
-Ending = Callable[[int, bool], Landing | None]
+Ending = Callable[[int, bool], DeviceCopy | None]
 """what is to be done when an entry completes: (result, whether it was answered with a view); a copy that it began"""
 
 
@@ -27,7 +27,7 @@ class DeviceEntries:
         self._direct: list[tuple[int, int, GpuIov]] = []
         """(number, ticket, iov) of those that the daemon's adapter brings to a device"""
 
-    def attend(self, op: Op, first: int, tickets: Sequence[int], staged: Staged) -> None:
+    def attend(self, op: Op, first: int, tickets: Sequence[int], staged: StagedEntries) -> None:
         """Entries from number ``first`` on use staging memory: it is copied to or from devices in time."""
         for number, (ticket, entry) in enumerate(zip(tickets, staged.entries, strict=True), first):
             if entry is not None:
@@ -53,9 +53,9 @@ class DeviceEntries:
 
     def _bring(self, spoil: Callable[[int], None]) -> None:
         """Copy what devices write to staging memory."""
-        landings = [(number, entry, entry.bring()) for number, entry in self._brought]
+        destinations = [(number, entry, entry.bring()) for number, entry in self._brought]
         self._brought.clear()
-        for number, entry, landing in landings:
+        for number, entry, landing in destinations:
             if (error := landing.finish()) is not None:
                 entry.fail(error)
                 spoil(number)
@@ -72,6 +72,6 @@ class DeviceEntries:
         self._direct.clear()
 
 
-def _fail(iov: GpuIov, error: DeviceError, result: int, viewed: bool) -> Landing:
+def _fail(iov: GpuIov, error: DeviceError, result: int, viewed: bool) -> DeviceCopy:
     """The ending of an entry whose device failed before it was submitted."""
-    return Landing(iov, Failed(error), None)
+    return DeviceCopy(iov, Failed(error), None)

@@ -1,0 +1,110 @@
+"""What the door of a mount has of the daemon before this one, and leaves to the next: four tables in shared memory.
+
+* the open files (`handles`);
+* inodes with content that is not stored: after a crash whoever has one open for writing hears that it is lost;
+* what requests were about to do (`idempotent_changes`): those whose answer the kernel never got it sends again;
+* where inodes were found last, which such requests may be about (`recent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvfuse.fs.handles import HandleTable
+from kvfuse.fs.idempotent_changes import Decisions
+from kvfuse.fs.recent import RecentPlaces
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.rows import Rows
+from kvfuse.volume.views.handover import Handover
+
+UNSAVED_FORM = 1
+UNSAVED_SIZE = 8
+"""bytes of a row: an inode, perhaps with a mark"""
+TOLD = 1 << 63
+"""mark: its handles know what is lost, and the kernel's cache is still to be told"""
+UNSAVED_MAX = 1 << 24
+
+
+class KeptHandover(Handover):
+    """Of a daemon with a keeper. Make it before the volume is opened, and give it to both."""
+
+    outlives = True
+
+    def __init__(self, keeper: Keeper) -> None:
+        super().__init__()
+        self.handles = HandleTable(keeper)
+        self.known_below = 0 if self.is_first else 1 << 64
+        self.decisions = Decisions(keeper)
+        self._recent = RecentPlaces(keeper)
+        self._unsaved = Rows(keeper, "fuse/unsaved", UNSAVED_FORM, UNSAVED_SIZE, UNSAVED_MAX)
+        memory = self._unsaved.memory
+        found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.used()}
+        self._offsets = {ino & ~TOLD: at for at, ino in found.items()}
+        self.lost = set(self._offsets)
+        """inodes of which the kernel may have content that is lost"""
+        self._changed = set[int]()
+        """those of them that were changed since"""
+        for fh, row in self.handles.before.items():
+            self.was_open(row.ino, row.places, writable=row.writable, is_new=row.is_new)
+            if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
+                self.handles.lose(fh)
+        for ino in self.lost:
+            self._note(ino, TOLD)
+
+    def miss(self, inos: Collection[int]) -> None:
+        super().miss(inos)
+        for fh, row in self.handles.before.items():
+            if row.writable and row.ino in inos:
+                self.handles.lose(fh)
+        for ino in inos:
+            self._note(ino, TOLD)
+
+    @property
+    def is_first(self) -> bool:
+        """There was no daemon before this one."""
+        return not self.handles.was_kept
+
+    def looked_up(self, ino: int, parent: int, name: bytes) -> None:
+        self._recent.add(ino, parent, name)
+
+    def place_before(self, ino: int) -> tuple[int, bytes] | None:
+        return self._recent.before.get(ino)
+
+    def moved(self, ino: int, parent: int, name: bytes) -> None:
+        self.handles.moved(ino, parent, name)
+
+    def stored(self, ino: int) -> None:
+        self.handles.stored(ino)
+
+    def unsaved(self, ino: int) -> None:
+        if ino in self.lost:
+            self._changed.add(ino)
+        self._note(ino)
+
+    def _note(self, ino: int, mark: int = 0) -> None:
+        offset = self._offsets.get(ino)
+        if offset is None:
+            offset = self._unsaved.take()
+            if offset is None:
+                return
+            self._offsets[ino] = offset
+        self._unsaved.memory[offset : offset + UNSAVED_SIZE] = (ino | mark).to_bytes(UNSAVED_SIZE, "little")
+
+    def saved(self, ino: int) -> None:
+        offset = self._offsets.pop(ino, None)
+        if offset is not None:
+            self._unsaved.free(offset)
+
+    def kernel_was_told(self) -> None:
+        """Nothing of the content of ``lost`` is left in the kernel's cache."""
+        for ino in self.lost - self._changed:
+            self.saved(ino)
+        self.lost, self._changed = set(), set()
+        self.handles.losses_dropped.set()
+
+    def close(self) -> None:
+        """The keeper goes on to have all."""
+        self.handles.close()
+        self.decisions.close()
+        self._recent.close()
+        self._unsaved.close()

@@ -1,0 +1,446 @@
+"""A volume on a mount point, from the mount to the flush after the unmount."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import json
+import logging
+import math
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pyfuse3
+import trio
+
+import kvfuse
+from kvfuse import failing
+from kvfuse.errors import EngineError, MountError
+from kvfuse.fs.control import when_cancelled
+from kvfuse.fs.door_handover import KeptHandover
+from kvfuse.fs.doors import Door, Doors, Service, running
+from kvfuse.fs.kernel import FuseKernelCache
+from kvfuse.fs.leaving import Leaving
+from kvfuse.fs.ops import KvfuseOperations
+from kvfuse.fs.turns import take_turns
+from kvfuse.fs.virtual import Viewer, VirtualFolder
+from kvfuse.fs.wakefulness import Wakefulness
+from kvfuse.holder.daemon_side import KERNEL_RESENDS, NOT_SENT_AGAIN
+from kvfuse.holder.guarding import Guarding
+from kvfuse.holder.takeover import checked, is_dead_mount, libc, takeover, unmount
+from kvfuse.kept.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
+from kvfuse.mounttable import all_mounts, top_mount
+from kvfuse.native import fusewire
+from kvfuse.options.options import MountOptions, Options
+from kvfuse.volume.running import open_volume
+from kvfuse.volume.views.kernel_cache import KernelCache
+from kvfuse.volume.volume import Volume
+
+log = logging.getLogger(__name__)
+
+IDLE_TASKS = 16
+"""tasks that wait for requests; below that pyfuse3 starts one for nearly every request"""
+TASKS_MAX = 256
+"""requests that may wait inside the volume at once, such as closes that share one strict commit"""
+PUBLIC_SECTIONS = "volume", "publish", "mount", "cache", "usrbio"
+"""tables of mount.conf whose values concern users of the mount"""
+PUBLIC_STATS = "pid", "degraded", "space", "volume", "uptime", "metadata", "capacity", "slab_size"
+"""what `df` tells, and what every user needs"""
+MS_REMOUNT = 32
+"""of mount(2)"""
+ALLOWING = frozenset({"allow_other", "allow_root"})
+"""flags for the kernel"""
+SHARED_ATTR_SECONDS = 1.0
+"""for which the kernel may show attributes that another host changed, where it could not be told"""
+KEPT = "fuse/connection"
+"""with INIT, and the descriptor; see `keeper`"""
+KEPT_DEVICE = "fuse/device"
+"""with its st_dev: the mount may be taken away before the next daemon asks for it"""
+END_SECONDS = 20.0
+"""for each step of the way out, so that a daemon that is told to end does"""
+DOORS_SECONDS = 5.0
+"""that doors have to leave what they have to the next daemon"""
+
+
+async def serve(
+    options: Options,
+    mountpoint: Path,
+    *,
+    on_ready: Callable[[], None],
+    source: Path | None = None,
+    doors: Sequence[Door] = (),
+    services: Sequence[Service] = (),
+    keeper: Keeper = NO_KEEPER,
+    leaving: Leaving | None = None,
+) -> None:
+    """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
+
+    ``on_ready`` is called once the mount answers and ``doors`` are ready; they are closed before it is unmounted, or
+    when it was. ``services`` run from before it is mounted. ``source`` is what mount tables show, by default the
+    volume's folder. ``keeper``: of what outlives this process; a mount of which it has the connection is served, and
+    stays as it is where that fails. ``leaving``: asks for all to be left to the next daemon; then this returns as if it
+    were unmounted. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after a sync. MountError
+    where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume cannot be
+    opened.
+    """
+    drop_unknown(keeper)
+    try:
+        async with trio.open_nursery() as nursery:
+            stop = trio.Event()
+            nursery.start_soon(when_cancelled, stop.set)
+            with trio.CancelScope() as scope:
+                handover = KeptHandover(keeper) if keeper.outlives else None
+                async with open_volume(options, os.path.abspath(mountpoint), keeper, handover) as volume:
+                    # From here on a cancellation only sets ``stop``: the volume's own tasks must go on until
+                    # the kernel has written everything back, or they could not flush it.
+                    scope.shield = True
+                    words = kernel_options(options.mount, source or Path(options.title))
+                    operations = make_operations(volume, options, handover)
+                    fusewire.configure(is_shared=options.is_shared)
+                    kernel = FuseKernelCache(volume.kernel_knows, operations.names, operations.absences)
+                    volume.tell(kernel)
+                    leaving = leaving or Leaving()
+                    opened = Doors(doors, volume, kernel, mountpoint, operations.admit_binder, keeper, leaving.begun)
+                    guarding = Guarding(mountpoint, keeper)
+                    session = _Session(mountpoint, options.mount, opened, guarding, keeper, handover, leaving)
+                    volume.sections["service_failures"] = lambda: dict(failing.failures)
+                    volume.sections["daemon_deaths"] = lambda: dict(keeper.deaths)
+                    is_first = handover is None or handover.is_first
+                    async with running(services, volume, must_begin=is_first):
+                        with _mounted(session, operations, words), failing.vital():
+                            await _answer(session, operations, volume, stop, on_ready)
+                leaving.is_done = handover is not None and handover.is_left
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise _alone(group) from None
+
+
+def _alone(error: BaseException) -> BaseException:
+    """A failure that nurseries wrapped in groups, as itself if it is the only one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def kernel_options(options: MountOptions, source: Path) -> set[str]:
+    """The words of mount(8) and libfuse that ``options`` stand for. ``source`` is what mount tables show."""
+    ascii_only = str(source).encode("ascii", "replace").decode()  # pyfuse3 passes nothing else on
+    shown = ascii_only.replace("\\", "\\\\").replace(",", "\\,")
+    words = {f"fsname={shown}", "subtype=kvfuse"}
+    is_for_root = os.geteuid() == 0 and not options.allow_other and not ALLOWING & set(options.flags)
+    checks = options.default_permissions
+    switches = {
+        "default_permissions": not is_for_root if checks is None else checks,
+        "allow_other": options.allow_other,
+        "ro": options.read_only,
+        "noatime": options.atime == "noatime",
+        "suid": os.geteuid() == 0,  # as mount(8): libfuse would forbid both even to root
+        "dev": os.geteuid() == 0,
+    }
+    words.update(word for word, wanted in switches.items() if wanted)
+    for flag in options.flags:
+        words.discard(flag.removeprefix("no") if flag.startswith("no") else f"no{flag}")
+        words.add(flag)
+    return words
+
+
+def make_operations(volume: Volume, options: Options, handover: KeptHandover | None = None) -> KvfuseOperations:
+    """The door to ``volume``, with the virtual files that tell about this daemon.
+
+    ``handover``: the one that the volume was opened with. None: nothing outlives this daemon.
+    """
+
+    def stats(reader: Viewer) -> bytes:
+        all_stats = {"pid": os.getpid(), "space": volume.space()._asdict(), **volume.stats(), "fs": operations.stats()}
+        if reader.sees_all:
+            return _json(all_stats)
+        public = {name: value for name, value in all_stats.items() if name in PUBLIC_STATS}
+        return _json({**public, **volume.stats_of(reader.uid)})
+
+    def config(reader: Viewer) -> bytes:
+        shown = msgspec.to_builtins(options, enc_hook=str)
+        if not reader.sees_all:  # users of the mount learn neither where anything lies, nor how to reach it
+            shown["volume"].pop("path")
+            shown = {section: shown[section] for section in PUBLIC_SECTIONS}
+        return _json(shown)
+
+    version = kvfuse.__version__.encode() + b"\n"
+    files = VirtualFolder({b"stats": stats, b"config": config, b"version": lambda _: version})
+    operations = KvfuseOperations(
+        volume,
+        files,
+        entry_timeout=options.mount.entry_timeout,
+        attr_timeout=min(options.mount.attr_timeout, SHARED_ATTR_SECONDS if options.is_shared else math.inf),
+        negative_timeout=options.mount.negative_timeout,
+        handover=handover,
+    )
+    return operations
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+@dataclass
+class _Session:
+    """One mount, from pyfuse3.init to pyfuse3.close."""
+
+    mountpoint: Path
+    options: MountOptions
+    doors: Doors
+    guarding: Guarding
+    keeper: Keeper = NO_KEEPER
+    handover: KeptHandover | None = None
+    leaving: Leaving = field(default_factory=Leaving)
+    is_ending: bool = False
+    """by a word of ours, not because somebody unmounted it"""
+    device: int | None = None
+    """st_dev of the mount, once that is known"""
+    detached: bool = False
+    """the mount is not in the mount table any more"""
+    is_adopted: bool = False
+    """a daemon before this one mounted it"""
+    is_left: bool = False
+    """to the next daemon"""
+    detaching: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def is_read_only_late(self) -> bool:
+        """A socket can only be bound where the kernel lets names be made; until then the volume refuses changes."""
+        return self.options.read_only and bool(self.doors) and os.geteuid() == 0 and not self.is_adopted
+
+
+@contextmanager
+def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -> Iterator[None]:
+    """Mount, or go on with a mount that is there; and leave none behind, unless it is left to the next daemon."""
+    point = session.mountpoint
+    if (left := session.keeper.take(KEPT)) is not None:
+        with _adopted(session, operations, words, left):
+            yield
+        return
+    plain_point = os.path.realpath(point)  # once it is mounted, that is a question to ourselves
+    if session.is_read_only_late:
+        words = words - {"ro"}
+    replaces = is_dead_mount(Path(plain_point))
+    with takeover(Path(plain_point)) if replaces else nullcontext(point) as place:
+        try:
+            pyfuse3.init(operations, os.fspath(place), words)
+        except RuntimeError as error:
+            raise MountError(f"{point} cannot be mounted ({error}); 'kvfuse doctor' tells what is missing") from error
+    with session.guarding:
+        try:
+            if row := top_mount(Path(plain_point)):
+                session.guarding.start(row.st_dev)
+            else:
+                log.warning("%s has no guard: it is not in the mount table", point)
+            yield
+        finally:
+            stays = session.detached or session.is_left or _place(session) != plain_point
+            pyfuse3.close(unmount=not stays)
+            if place != point and not stays:  # libfuse knows another place
+                unmount(Path(plain_point))
+
+
+@contextmanager
+def _adopted(session: _Session, operations: KvfuseOperations, words: set[str], left: Kept) -> Iterator[None]:
+    """Go on with a mount that another daemon made; see `fusewire.replay`."""
+    (descriptor,) = left.descriptors
+    session.is_adopted = True
+    # libfuse owns the descriptor from here on, and unmounts nothing.
+    pyfuse3.init(operations, f"/dev/fd/{descriptor}", words)
+    operations.have_socket()
+    fusewire.replay(left.content, descriptor)
+    with session.guarding:
+        try:
+            session.guarding.start(None)
+            yield
+        finally:
+            pyfuse3.close(unmount=False)
+            if not (session.detached or session.is_left) and (on_top := _place(session)) is not None:
+                unmount(Path(on_top))
+
+
+async def _answer(
+    session: _Session,
+    operations: KvfuseOperations,
+    volume: Volume,
+    stop: trio.Event,
+    on_ready: Callable[[], None],
+) -> None:
+    """Answer the kernel until the mount is gone, which ``stop`` brings about, or left to the next daemon."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(failing.vital_task, _announce, session, on_ready, nursery)
+        nursery.start_soon(failing.vital_task, _leave_when_asked, session, operations, volume)
+        nursery.start_soon(failing.vital_task, _end_when_told, stop, session, nursery.cancel_scope)
+        try:
+            with failing.vital():
+                await _main_loop(session)
+            session.detached |= not (session.is_ending or session.is_left)  # or else the loop would go on
+        finally:
+            if not session.is_left:
+                await _let_go(session)
+        nursery.cancel_scope.cancel()
+
+
+async def _main_loop(session: _Session) -> None:
+    """Return when the mount is gone."""
+    wakefulness = Wakefulness(wanted=session.options.keep_awake)
+    take_turns(wakefulness, session.leaving.gate)
+    try:
+        await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
+    except* OSError as group:
+        # What the kernel answers, instead of "no such device", where the mount went while it handed a request over.
+        _, others = group.split(lambda error: isinstance(error, OSError) and error.errno == errno.ECONNABORTED)
+        if others is not None:
+            raise others from None
+    finally:
+        wakefulness.close()
+
+
+async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
+    """Wait until the mount answers, raise its read-ahead, open the doors, say that it is ready."""
+    await trio.to_thread.run_sync(os.statvfs, session.mountpoint)  # the kernel has no answer of its own to that
+    if (left := session.keeper.take(KEPT_DEVICE)) is not None:
+        device = int(left.content)
+    else:
+        device = (await trio.to_thread.run_sync(os.stat, session.mountpoint)).st_dev
+        session.keeper.keep(KEPT_DEVICE, b"%d" % device)
+    session.device = device
+    if (begun := fusewire.connection()) is not None and not session.is_adopted:
+        session.keeper.keep(KEPT, begun[0], [begun[1]])
+        if session.keeper.outlives and fusewire.kernel() < KERNEL_RESENDS:
+            log.warning("this kernel does not send calls again that a killed daemon had taken: %s", NOT_SENT_AGAIN)
+    if session.handover is not None and session.handover.lost:
+        await trio.to_thread.run_sync(_drop_lost, session.doors.kernel, set(session.handover.lost))
+        session.handover.kernel_was_told()
+    if session.options.read_ahead:
+        _set_read_ahead(device, session.options.read_ahead)
+    if session.doors:
+        nursery.start_soon(failing.vital_task, session.doors.run, device)
+        await session.doors.opened.wait()
+    if session.is_read_only_late:
+        await trio.to_thread.run_sync(_make_read_only, session.mountpoint, device)
+    await trio.lowlevel.checkpoint_if_cancelled()  # something else may have failed just now
+    on_ready()
+
+
+def _drop_lost(kernel: KernelCache, lost: set[int]) -> None:
+    """Have the kernel forget pages of files that were not stored when the daemon before this one was killed."""
+    for ino in lost:
+        with suppress(EngineError):
+            kernel.drop_content(ino)
+
+
+def _make_read_only(mountpoint: Path, device: int) -> None:
+    """Remount, if it is still file system ``device`` that is mounted there. The volume refuses changes anyhow."""
+    try:
+        point = os.open(mountpoint, os.O_PATH)
+        try:
+            if os.fstat(point).st_dev == device:
+                # All other options stay: some of them have to be said again. The ST_ flags are mount(2)'s.
+                kept = os.fstatvfs(point).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_SYNCHRONOUS)
+                flags = ctypes.c_ulong(MS_REMOUNT | os.ST_RDONLY | kept)
+                checked(libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None))
+        finally:
+            os.close(point)
+    except OSError as error:
+        log.warning("%s: the kernel does not know that it is read-only: %s", mountpoint, error.strerror)
+
+
+def _set_read_ahead(device: int, size: int) -> None:
+    """How far the kernel reads ahead on the mount, in bytes. It is a speed-up that needs root: without, go on."""
+    knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    try:
+        knob.write_text(str(size // 1024))
+    except OSError as error:
+        log.info("read-ahead stays as it is: %s", error)
+
+
+async def _leave_when_asked(session: _Session, operations: KvfuseOperations, volume: Volume) -> None:
+    """End the main loop once all can be left to the next daemon; see `leaving`."""
+    if not await session.leaving.wait(operations, volume):
+        return
+    session.is_left = True
+    volume.hand_over()
+    await session.doors.leave(DOORS_SECONDS)
+    pyfuse3.terminate()
+    session.leaving.gate.end()
+
+
+async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:
+    """Wait for ``stop``, then see to it that the main loop ends: each step is for what the one before left."""
+    await stop.wait()
+    if session.is_left:
+        return
+    session.is_ending = True
+    session.leaving.give_up()
+    with trio.move_on_after(END_SECONDS):
+        await session.doors.close()
+        if await _detach(session):
+            await trio.sleep_forever()  # the loop ends by itself, unless another mount namespace has the mount too
+    pyfuse3.terminate()
+    await trio.sleep(END_SECONDS)  # for requests under way
+    log.error("%s: requests are still not answered after %g s: they are given up", session.mountpoint, END_SECONDS)
+    scope.cancel()
+
+
+async def _let_go(session: _Session) -> None:
+    """Nobody answers any more: let all who wait for that know. A thread of ours may be one of them (`holder.guard`)."""
+    if session.guarding.abort() and not session.detached:  # and libfuse would take it for unmounted
+        with trio.move_on_after(END_SECONDS, shield=True):
+            await _detach(session)
+
+
+async def _detach(session: _Session) -> bool:
+    """Take the mount out of the mount table while the main loop still answers, so that the kernel can write back.
+
+    False where somebody uses the mount: then it is detached all the same, after a sync, but lives on until
+    the main loop ends.
+    """
+    async with session.detaching:  # the main loop may end before the first one hears of it
+        return session.detached or await _detach_once(session)
+
+
+async def _detach_once(session: _Session) -> bool:
+    command = ["umount", "-i"] if os.geteuid() == 0 else ["fusermount3", "-u"]
+    lazily = "-l" if os.geteuid() == 0 else "-z"
+    path = _place(session)
+    if path is None:
+        log.error("%s is beneath another mount, and stays there without a daemon", session.mountpoint)
+        await _succeeds(["sync"])
+        return False
+    session.detached = await _succeeds([*command, path])
+    if session.detached:
+        return True
+    log.warning("%s is in use and is cut off from its users", path)
+    await _succeeds(["sync", "-f", path])
+    session.detached = await _succeeds([*command, lazily, path])
+    return False
+
+
+def _place(session: _Session) -> str | None:
+    """Where the mount is on top: it may have been moved. None: nowhere, as where another one is mounted on it."""
+    row = top_mount(session.mountpoint)
+    if session.device is None or (row is not None and row.st_dev == session.device):
+        return os.fspath(row.point if row is not None else session.mountpoint)
+    on_top = {str(row.point): row.st_dev for row in all_mounts()}
+    return next((point for point, device in on_top.items() if device == session.device), None)
+
+
+async def _succeeds(command: list[str]) -> bool:
+    """Run a command; its complaints go to the log. A cancellation leaves it behind: it may wait for the kernel."""
+    run = functools.partial(subprocess.run, command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    try:
+        done = await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+    except OSError as error:
+        log.warning("%s: %s", command[0], error)
+        return False
+    if done.returncode != 0:
+        log.info("%s: %s", subprocess.list2cmdline(command), os.fsdecode(done.stderr).strip())
+    return done.returncode == 0

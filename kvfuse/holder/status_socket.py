@@ -1,0 +1,252 @@
+"""Where the holder of a mount is asked things, and what it tells systemd. Standard library only, as all of `main`.
+
+A socket at a path that only root and the holder's user reach: /run/kvfuse/holder-MAJOR-MINOR.sock, for others than root
+below $XDG_RUNTIME_DIR or /run/user/UID; the numbers are the mount's. It answers whatever the daemon does. One datagram
+of JSON asks, ``{"do": "status"}`` or ``{"do": "upgrade", "python": PATH, "seconds": N}``, and one more is the answer.
+
+    asks       of whom                                        what it changes
+    status     uid 0, the holder's user                       nothing
+    upgrade    the same, if `rights.check_caller`             PATH runs as the holder does, if `check_program`
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __name__.startswith("kvfuse."):
+    from kvfuse.holder.child import CAUSES, Child
+    from kvfuse.holder.rights import Refused, check_caller, peer_of
+else:
+    from child import CAUSES
+    from rights import Refused, check_caller, peer_of
+
+STANDING_BY, LEAVING, BEGINNING, GOING_BACK = "standing by", "leaving", "beginning", "going back"
+"""phases of an upgrade"""
+REQUEST_SECONDS = 1.0
+"""for which a client that connected may be silent: it is root, or whoever could kill the holder"""
+ANSWER_SIZE_MAX = 1 << 16
+UPGRADE_SECONDS_MAX = 3600.0
+
+
+def folders(uid: int) -> list[str]:
+    """Where a holder of this user may have its socket; the best place first."""
+    if uid == 0:
+        return ["/run/kvfuse"]
+    own = os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None
+    return [f"{folder}/kvfuse" for folder in (own, f"/run/user/{uid}") if folder]
+
+
+def path_in(folder: str, device: str) -> str:
+    """``device``: MAJOR:MINOR of the mount."""
+    return f"{folder}/holder-{device.replace(':', '-')}.sock"
+
+
+def device_of(point: str) -> str | None:
+    """MAJOR:MINOR of the mount that is on top at this path, which no link is part of. The mount is not touched."""
+    found = None
+    with open("/proc/self/mountinfo", "rb") as table:
+        for row in table:
+            fields = row.split(b" ", 5)
+            place = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), fields[4])
+            if os.fsdecode(place) == point:
+                found = fields[2].decode()
+    return found
+
+
+def _sweep(folder: str) -> None:
+    """Remove sockets of holders that were killed."""
+    for path in glob.glob(f"{folder}/holder-*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as stream:
+            try:
+                stream.connect(path)
+            except ConnectionRefusedError:
+                with suppress(OSError):
+                    os.unlink(path)
+            except OSError:
+                pass  # it is another user's, or very busy
+
+
+class StatusCaller:
+    """Somebody who asked for what it may, and waits for one answer."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        """Read its request. Refused: it may not ask for that, or it makes no sense; OSError: it says nothing."""
+        self._stream = stream
+        self.program: str | None = None
+        """to upgrade to, checked only once it is started; None: it asks for the status"""
+        self.seconds = 0.0
+        stream.settimeout(REQUEST_SECONDS)
+        said = stream.recv(ANSWER_SIZE_MAX)  # first, as a caller that is refused before it spoke would get no answer
+        if peer_of(stream)[1] not in (0, os.geteuid()):
+            raise Refused("only root, and the user who mounted, may ask for that")
+        try:
+            request = json.loads(said)
+        except (ValueError, RecursionError):
+            request = None
+        what = request.get("do") if isinstance(request, dict) else None
+        if what == "upgrade":
+            check_caller(stream)
+            self.program, self.seconds = _upgrade_of(request)
+        elif what != "status":
+            raise Refused("the holder does not know what is asked: it answers 'status' and 'upgrade'")
+
+    def answer(self, **content: object) -> None:
+        with suppress(OSError):
+            self._stream.send(json.dumps(content).encode()[:ANSWER_SIZE_MAX])
+        self._stream.close()
+
+
+def _upgrade_of(request: dict[str, object]) -> tuple[str, float]:
+    """(program, seconds)"""
+    program, seconds = request.get("python"), request.get("seconds")
+    if isinstance(program, str) and isinstance(seconds, int | float) and 0 < seconds <= UPGRADE_SECONDS_MAX:
+        return program, float(seconds)
+    raise Refused(f"an upgrade is asked for with a program and at most {UPGRADE_SECONDS_MAX:.0f} seconds")
+
+
+class DaemonFacts:
+    """What `kvfuse status` tells of the daemons of a mount, by these names."""
+
+    def __init__(self) -> None:
+        self.deaths = self.upgrades = 0
+        self.last_death: str | None = None
+        """a signal, an exit status, or an error of its own"""
+        self.causes = dict.fromkeys(CAUSES, 0)
+        """cause -> deaths"""
+        self.last_stall: float | None = None
+        """seconds for which calls waited for the last daemon"""
+        self.longest_stall: float | None = None
+        self.last_change: int | None = None
+        """seconds of the epoch: when that daemon was ready"""
+
+    def daemon_died(self, how: str, cause: str) -> None:
+        self.deaths += 1
+        self.causes[cause] += 1
+        self.last_death = how
+
+    def another_serves(self, stall: float) -> None:
+        """After ``stall`` seconds."""
+        self.last_stall = round(stall, 3)
+        self.longest_stall = max(self.longest_stall or 0.0, self.last_stall)
+        self.last_change = int(time.time())
+
+
+class Upgrade:
+    """One that is under way. ``next`` is to serve, ``back`` where it cannot. None: that one is dead."""
+
+    def __init__(self, client: StatusCaller, next: Child, back: Child, command: list[str], seconds: float) -> None:
+        self.client, self.command, self.seconds = client, command, seconds
+        self.next: Child | None = next
+        self.back: Child | None = back
+        self.began = 0.0
+        """when the serving daemon was asked to leave"""
+        self.failure = ""
+        """why ``next`` does not serve"""
+        self.enter(STANDING_BY, seconds)
+
+    def enter(self, phase: str, seconds: float) -> None:
+        self.phase, self.deadline = phase, time.monotonic() + seconds
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def answer(self, **content: object) -> None:
+        waited = round(time.monotonic() - self.began, 3) if self.began else 0.0
+        self.client.answer(**content, waited=waited)
+
+
+class StatusSocket:
+    """The socket of one holder, from `open` to `close`."""
+
+    def __init__(self) -> None:
+        self._notify = os.environ.pop("NOTIFY_SOCKET", None)  # not for daemons: systemd is to hear of one process
+        self._listener: socket.socket | None = None
+        self._path = ""
+        self._device: str | None = None
+        self.problem = ""
+        """why nobody can ask anything"""
+
+    def open(self, point: str) -> None:
+        """Once the mount is there."""
+        if self._listener is not None:
+            return
+        self._device = device_of(point)
+        self.problem = "no folder for it: XDG_RUNTIME_DIR is not set"
+        for folder in folders(os.geteuid()):
+            try:
+                self._listen(folder, self._device or "")
+            except (OSError, ValueError) as error:
+                self.problem = f"{folder}: {error}"
+            else:
+                self.problem = ""
+                return
+
+    def is_on_top(self, point: str) -> bool:
+        """The mount is what is mounted there, and no other one above it."""
+        return self._device is not None and device_of(point) == self._device
+
+    def _listen(self, folder: str, device: str) -> None:
+        if not device:
+            raise ValueError("the mount is not in the mount table")
+        os.makedirs(folder, 0o755, exist_ok=True)
+        path = path_in(folder, device)
+        _sweep(folder)
+        made = f"{path}.{os.getpid()}"  # in its place once it listens: nobody takes it for a dead holder's
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        former = os.umask(0o177)
+        try:
+            listener.bind(made)
+            listener.listen(8)
+            os.rename(made, path)
+        except BaseException:
+            listener.close()
+            with suppress(OSError):
+                os.unlink(made)
+            raise
+        finally:
+            os.umask(former)
+        self._listener, self._path = listener, path
+
+    def fileno(self) -> int:
+        """-1: it is closed."""
+        return self._listener.fileno() if self._listener is not None else -1
+
+    def accept(self) -> StatusCaller | None:
+        """Whoever asked; None: nobody who may. The others have been answered."""
+        assert self._listener is not None
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:
+            return None
+        try:
+            return StatusCaller(stream)
+        except Refused as refusal:
+            with suppress(OSError):
+                stream.send(json.dumps({"error": str(refusal)}).encode())
+        except OSError:
+            pass
+        stream.close()
+        return None
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            with suppress(OSError):
+                os.unlink(self._path)
+
+    def tell_systemd(self, *words: str) -> None:
+        """sd_notify(3)."""
+        if not self._notify:
+            return
+        name = "\0" + self._notify[1:] if self._notify.startswith("@") else self._notify
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as speaker, suppress(OSError):
+            speaker.sendto(os.fsencode("\n".join(words)), name)

@@ -1,0 +1,126 @@
+"""The registered things of one client, as the threads of its rings and its calls in the event loop find them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import trio
+
+from kvfuse.usrbio.daemon import kept_records
+from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
+from kvfuse.usrbio.daemon.call import Call
+from kvfuse.usrbio.daemon.call_memory import Share
+from kvfuse.usrbio.daemon.client_process import ClientProcess
+from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping, KeptConnection
+from kvfuse.usrbio.daemon.device_iovs import MEMORIES_MAX
+from kvfuse.usrbio.daemon.limits import Limits
+from kvfuse.usrbio.daemon.loop_calls import Calls
+from kvfuse.usrbio.daemon.pins import Pins
+from kvfuse.usrbio.daemon.put_batches import PutBatch
+from kvfuse.usrbio.daemon.registered_things import HandleMap, NamespaceHandle
+from kvfuse.usrbio.daemon.user_accounts import UserAccount
+from kvfuse.usrbio.daemon.write_batches import WriteBatch
+from kvfuse.volume.tier.shared_tier import ReadClass, TierBlock
+
+log = logging.getLogger(__name__)
+
+THINGS_MAX = 65536
+"""files, iovs, namespaces and pins of one connection"""
+RINGS_MAX = 256
+"""rings of one connection: each has a thread"""
+TIER_PART = 0.5
+"""of the tier's capacity, for calls of one user that are under way"""
+
+
+class ClientRegistry:
+    """The connection owns it. Any thread may look and call; the event loop alone adds and removes.
+
+    ``fail``: ends the connection.
+    """
+
+    def __init__(
+        self, limits: Limits, peer: ClientProcess, account: UserAccount, share: Share, calls: Calls,
+        fail: Callable[[], None], left: KeptConnection | None = None,
+    ) -> None:  # fmt: skip
+        """``left``: the connection, by the daemon before this one."""
+        keeping = self.keeping = ConnectionKeeping(limits.keeper, left, limits.kept_files)
+        self.files = HandleMap("file", THINGS_MAX, keeping, account, "user_files", keep=kept_records.file)
+        self.iovs = HandleMap("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.iov)
+        self.devices = HandleMap(
+            "device", MEMORIES_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.device
+        )
+        self.namespaces = HandleMap(
+            "namespace", THINGS_MAX, keeping, account, "user_files", keep=kept_records.namespace
+        )
+        self.rings: HandleMap[Any] = HandleMap(
+            "ring", RINGS_MAX, keeping, account, "user_rings", "user_ring_size", lambda ring: ring.kept()
+        )
+        pins_max = THINGS_MAX if limits.volume.tier.may_show(is_unlimited=peer.is_unlimited) else 0
+        self.pins = Pins(pins_max, limits.pinned, account.key, keeping, left.pins if left else None)
+        self.share = share
+        self._user_key: Hashable = (peer.uid, peer.is_unlimited)
+        self.user = limits.bell_watcher.interpreter.user(self._user_key)
+        self._peer = peer
+        self._limits = limits
+        self._calls = calls
+        self._fail = fail
+        self._token = trio.lowlevel.current_trio_token()
+
+    @property
+    def bell_watcher(self) -> BellWatcher:
+        return self._limits.bell_watcher
+
+    def start(self, calls: list[Call]) -> None:
+        """In the event loop: do these calls of a ring."""
+        self._limits.call_queue.put(self._user_key, calls, self._calls.start)
+
+    def start_writes(self, batch: WriteBatch) -> None:
+        """In the event loop: do these writes."""
+        self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
+
+    def start_puts(self, batch: PutBatch) -> None:
+        """In the event loop: do these puts."""
+        self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.puts.start(batch))
+
+    def cancel(self, call: Call) -> None:
+        """In the event loop: end the call that ``call`` wants to cancel."""
+        self._limits.call_queue.put(self._user_key, [call], self._calls.cancel)
+
+    def in_loop(self, function: Callable[[], object]) -> None:
+        """Call it in the event loop soon, unless that ends."""
+        with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
+            self._token.run_sync_soon(function)
+
+    def allocate(self, namespace: NamespaceHandle, size: int) -> TierBlock | None:
+        """A block of the tier for a new file of the namespace, or None."""
+        return self.allocate_many(namespace, [size])[0]
+
+    def allocate_many(self, namespace: NamespaceHandle, sizes: Sequence[int]) -> list[TierBlock | None]:
+        """As `allocate`, for many new files.
+
+        None where the user's calls under way could hold too much of the tier: their blocks cannot be evicted. Also
+        where the directory may give new files another group by now, until the event loop has looked at it.
+        """
+        tier = self._limits.volume.tier
+        if self.share.user_size > TIER_PART * tier.capacity:
+            return [None] * len(sizes)
+        group = namespace.group
+        readers = ReadClass(namespace.ino, self._peer.uid, group.gid, namespace.mode & 0o444)
+        blocks = [tier.allocate(size, readers) if size else None for size in sizes]
+        if not group.is_current:  # or others than who may read the files would have the arena mapped
+            return [None] * len(sizes)
+        return blocks
+
+    def failed(self, reason: str) -> None:
+        """The client broke its ring: disconnect it."""
+        log.info("disconnecting a client: %s", reason)
+        self.in_loop(self._fail)
+
+    def counts(self) -> dict[str, int]:
+        """How much of what is registered."""
+        counts = {name: len(getattr(self, name)) for name in ("files", "iovs", "namespaces", "rings", "pins")}
+        counts["iovs"] += len(self.devices)
+        return counts

@@ -1,0 +1,56 @@
+"""What is kept of each thing that a connection registers, for the next daemon: content, and descriptors."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvfuse.usrbio.daemon.client_memory import MappedIov
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov
+from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
+from kvfuse.volume.views.ring_files import KeptFile
+
+Kept = tuple[object, list[int]]
+
+
+class KeptIov(msgspec.Struct):
+    """With the descriptor of the memory."""
+
+    size: int
+    offset: int = 0
+    """of memory of a device"""
+
+
+class KeptNamespace(msgspec.Struct):
+    ino: int
+    mode: int
+    gid: int
+    read_only: bool
+    descriptor: str
+    by_path: bool = False
+
+
+class KeptRing(msgspec.Struct):
+    """With descriptors of its memory, its journal, the daemon's bell and the client's."""
+
+    entries: int
+    aux_size: int
+    op_mask: int
+    """-1: all operations"""
+
+
+def file(thing: OpenFile) -> Kept:
+    place = thing.handle.place
+    return KeptFile(thing.ino, thing.readable, thing.writable, [place] if place[1] else []), []
+
+
+def iov(thing: MappedIov) -> Kept:
+    return KeptIov(thing.size), [thing.descriptor]
+
+
+def device(thing: DeviceIov) -> Kept:
+    return KeptIov(thing.size, thing.offset), [thing.descriptor]
+
+
+def namespace(thing: NamespaceHandle) -> Kept:
+    row = KeptNamespace(thing.ino, thing.mode, thing.group.gid, thing.read_only, thing.descriptor, thing.by_path)
+    return row, []

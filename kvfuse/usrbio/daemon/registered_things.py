@@ -1,0 +1,245 @@
+"""Things that a client registers with the daemon: files, namespaces. Checked here, trusted nowhere else.
+
+Objects are made by the event loop and then read by ring threads, which keep their own references: a thing that
+was dropped stays usable until the last operation that found it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
+
+from kvfuse import errors
+from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
+from kvfuse.usrbio.daemon.user_accounts import Limit, UserAccount
+from kvfuse.usrbio.protocol.wire import Access
+from kvfuse.volume.api import Binding
+from kvfuse.volume.measures.gates import Gates
+from kvfuse.volume.measures.measures import Measures
+from kvfuse.volume.measures.uses import Uses
+from kvfuse.volume.views.ancestors import Ancestors
+from kvfuse.volume.views.content_map import ContentMap
+
+TMPFS_MAGIC = 0x01021994
+"""the type of tmpfs, and of memfds, in statfs(2)"""
+BINDINGS_MAX = 100_000
+"""keys that a connection remembers, of all its namespaces"""
+UNCHECKED = -2
+"""no epoch of `Gates`"""
+_NO_GATES, _NO_ANCESTORS = Gates(), Ancestors()
+_fstatfs = ctypes.CDLL(None, use_errno=True).fstatfs
+
+
+@dataclass(eq=False)
+class OpenFile:
+    """A registered file. ``handle``: the volume's, open as long as the file is registered."""
+
+    handle: Any
+    ino: int
+    readable: bool
+    writable: bool
+    map: ContentMap
+    measures: Measures = field(default_factory=Measures)
+    """of its namespace"""
+    use_count: int = 0
+    """operations on the event loop that need the handle"""
+    dropped: bool = False
+    is_cut: bool = False
+    """the daemon before this one had not stored all that was written to it, and no FSYNC said so yet"""
+    when_told: Callable[[], None] = lambda: None
+    """called when one does"""
+
+
+@dataclass(eq=False)
+class Remembered:
+    """How many keys the namespaces of a connection remember together. Event loop only."""
+
+    count: int = 0
+    namespaces: set[NamespaceHandle] = field(default_factory=set)
+
+    def make_room(self) -> None:
+        """Make room for one more key: where ``BINDINGS_MAX`` are remembered, forget all; they are looked up anew."""
+        if self.count >= BINDINGS_MAX:
+            for namespace in self.namespaces:
+                namespace.bindings = {}
+            self.namespaces.clear()
+            self.count = 0
+
+
+class Group(NamedTuple):
+    """The group of new blocks in a directory, as of ``changes`` of ``ancestors``."""
+
+    gid: int
+    ancestors: Ancestors = _NO_ANCESTORS
+    changes: int = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Neither the directory's group nor its mode is about to be another one. Any thread."""
+        return self.changes == self.ancestors.changes
+
+
+NO_GROUP = Group(0)
+"""where nothing is put"""
+
+
+@dataclass(eq=False)
+class NamespaceHandle:
+    """A registered directory, whose files are blocks."""
+
+    ino: int
+    mode: int
+    """permission bits of new blocks"""
+    group: Group
+    read_only: bool = False
+    """the peer has it through a mount that is bound read-only"""
+    may_list: bool = False
+    """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
+    may_put: bool = True
+    """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
+    uses: Uses | None = None
+    """if it is in a cache, as far as known: where to note which of its blocks are asked for"""
+    measures: Measures = field(default_factory=Measures)
+    """of the volume's namespace that it is in"""
+    waits: bool = False
+    """a put in it waits for its commit, as far as known"""
+    by_path: bool = False
+    """the peer's user could search all directories above it when the peer registered it: so it has to be able to later,
+    too. Else somebody gave it the descriptor, or it has the directory through a bind mount"""
+    gates: Gates = _NO_GATES
+    epoch: int = UNCHECKED
+    """of ``gates``, as of which what follows is known"""
+    ancestors: Ancestors = _NO_ANCESTORS
+    changes: int = 0
+    """of ``ancestors``, the same"""
+    descriptor: str = ""
+    """what the client says its blocks are; it may not use the directory where the namespace has another one"""
+    has_token: bool = False
+    """the peer has shown the token of the volume's namespace that it is in, and may all there"""
+    is_absent: bool = False
+    """the peer may not use that namespace: for it the directory is empty"""
+    is_cut_off: bool = False
+    """a directory above it does not let the peer through any more"""
+    bindings: dict[bytes, Binding] = field(default_factory=dict)
+    """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
+    remembered: Remembered = field(default_factory=Remembered)
+    """of all namespaces of the connection"""
+
+    @property
+    def may_copy(self) -> bool:
+        """A put may be copied before the event loop looks at it. Any thread."""
+        return self.may_put and self.group.is_current
+
+    @property
+    def is_checked(self) -> bool:
+        """Nobody may use the directory, or may not, who might, or might not, when that was found out. Any thread."""
+        return self.epoch == self.gates.epoch and self.changes == self.ancestors.changes
+
+    def remember(self, name: bytes, binding: Binding) -> None:
+        self.remembered.make_room()
+        self.remembered.namespaces.add(self)
+        self.remembered.count += name not in self.bindings
+        self.bindings[name] = binding
+
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, repr=False)
+class HandleMap(dict[int, T]):
+    """Registered things of one kind, by handles that no other thing of the connection has. Ring threads only look.
+
+    ``limit``, ``size_limit``: the limits of the user's account for their number and their sizes. ``keep``: how the next
+    daemon is to know a thing: content, and descriptors, which stay the thing's.
+    """
+
+    kind: str
+    count_max: int
+    handles: ConnectionKeeping
+    account: UserAccount
+    limit: Limit
+    size_limit: Limit | None = None
+    keep: Callable[[T], tuple[object, list[int]]] | None = None
+
+    @contextmanager
+    def taking(self, size: int = 0) -> Iterator[None]:
+        """Charge the user for one more of ``size`` bytes; not where the body fails. InvalidArgument, QuotaExceeded."""
+        if len(self) >= self.count_max:
+            raise errors.InvalidArgument(f"the connection has {self.count_max} registered already: drop some")
+        with (
+            self.account.taking(self.limit),
+            self.account.taking(self.size_limit, size) if self.size_limit else nullcontext(),
+        ):
+            yield
+
+    def add(self, thing: T) -> int:
+        """Register a thing that `taking` has charged; returns its handle."""
+        handle = next(self.handles)
+        if self.keep is not None:
+            self.handles.add(self.kind, handle, *self.keep(thing))
+        self[handle] = thing
+        return handle
+
+    def is_gone(self, handle: int) -> bool:
+        """The daemon before this one dropped it, for a request that is asked again, as it was not answered."""
+        return handle not in self and self.handles.was_dropped(handle)
+
+    def remove(self, handle: int) -> T:
+        """Unregister a thing, and refund the user. BadHandle."""
+        if handle not in self:
+            raise errors.BadHandle(f"{self.kind} {handle} is not registered")
+        self.handles.drop(self.kind, handle)
+        thing: Any = self.pop(handle)
+        self.account.give(self.limit)
+        if self.size_limit:
+            self.account.give(self.size_limit, thing.size)
+        return cast(T, thing)
+
+
+def check_memory(descriptor: int) -> None:
+    """OSError EINVAL for anything but shared memory in ordinary pages.
+
+    Huge pages (hugetlbfs, or a memfd of them) have seals, too. But a hole in them is SIGBUS where the machine's pool is
+    empty, whereas tmpfs fills it, or fails the system call.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    kind = (ctypes.c_long * 32)()
+    if _fstatfs(descriptor, kind) or kind[0] != TMPFS_MAGIC:
+        raise OSError(errno.EINVAL, "the memory must be a memfd of ordinary pages, or a file in a tmpfs")
+
+
+def check_file(descriptor: int, device: int, access: Access) -> int:
+    """The inode of a descriptor of a regular file of the mount, open as ``access`` says. May wait for the kernel.
+
+    KvfuseError: BadHandle, PermissionDenied, InvalidArgument.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    status = os.fstat(descriptor)
+    if status.st_dev != device or flags & os.O_PATH:
+        raise errors.BadHandle("the descriptor is not of an open file of this mount")
+    if not stat.S_ISREG(status.st_mode):
+        raise errors.InvalidArgument("the descriptor is not of a regular file")
+    mode = flags & os.O_ACCMODE
+    if (access & Access.READ and mode == os.O_WRONLY) or (access & Access.WRITE and mode == os.O_RDONLY):
+        raise errors.PermissionDenied(f"the descriptor is not open for {access.name}")
+    return status.st_ino
+
+
+def check_directory(descriptor: int, device: int) -> tuple[int, bool]:
+    """(inode, bound read-only) of a descriptor of a directory of the mount. May wait for the kernel.
+
+    KvfuseError: BadHandle, NotADirectory.
+    """
+    status = os.fstat(descriptor)
+    if status.st_dev != device:
+        raise errors.BadHandle("the descriptor is not of this mount")
+    if not stat.S_ISDIR(status.st_mode):
+        raise errors.NotADirectory("the descriptor is not of a directory")
+    return status.st_ino, bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)

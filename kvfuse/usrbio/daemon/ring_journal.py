@@ -1,0 +1,239 @@
+"""What the next daemon must know of a ring after this one was killed: its positions, and the entries under way.
+
+It is memory that the client does not see (a memfd which the holder keeps, see `connection_keeping.py`). The client's
+ring says nothing that a daemon may believe, and the places of entries that were taken are the client's again.
+
+Each entry that is taken gets a *place* here, with a copy of it. The daemon's threads know it by the number of its
+place, which stands in the field ``user_data`` meanwhile; the client's own number is in the copy. A completion frees the
+place.
+
+A kill may come between any two stores, and both positions change with one: they are written to the half of the
+words that is not the present one, and then that half is made the present one (`commit`). What is written before, for
+a completion or for entries that are being taken, counts from that store on. Each place says in one word what it has:
+
+* taken, and the position in the submission queue: under way if that queue's position is beyond it. A mark beside it
+  says that answers of the entry are in the aux area (`begin`): of a DELETE they are there before a block is removed;
+* pinned, and a pin: under way; a GET has the pin of the view that it will be answered with;
+* done, and the position of the last completion that was posted with it: under way until that was committed, then free.
+
+So an entry is under way or completed, and never both or neither. Those under way are served again by the next daemon.
+
+An entry that comes alone, and is answered at once, gets no place: it stays in the submission queue until one `commit`
+moves both positions.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.usrbio.protocol.wire import CQE_STRUCT, PAGE, SQE
+
+Places = npt.NDArray[np.int64]
+
+_HALF = 0
+"""word: where the present positions are, 8 or 10"""
+_LONE = 1
+"""word: the pin that an entry without a place has, below the low half of its position"""
+_HALVES = (8, 10)
+_TAKEN, _PINNED, _DONE = (number << 62 for number in (1, 2, 3))
+_KIND = 3 << 62
+_BEGUN = 1 << 61
+_VALUE = _BEGUN - 1
+_LOW = (1 << 32) - 1
+_ROW_WORDS = SQE.itemsize // 8
+_USER_DATA = 6
+"""word of an SQE"""
+NO_PLACE = (1 << 64) - 1
+"""the number of no place"""
+
+
+class KeptRingState(NamedTuple):
+    """What a ring's journal says when a daemon takes over."""
+
+    rows: Entries
+    """entries under way, the oldest first; their ``user_data`` are their places"""
+    times: npt.NDArray[np.float64]
+    """when each was taken, monotonic seconds"""
+    pins: list[int]
+    """of views that entries under way would have been answered with"""
+    uncommitted: range
+    """positions of completions that were written and not committed: they may have pins, too"""
+
+
+class RingJournal:
+    """The journal of one ring, for whoever has the lock of its `Completions`. ``entries``: those of its queues."""
+
+    def __init__(self, descriptor: int, entries: int) -> None:
+        self._mapping = mmap.mmap(descriptor, size_of(entries))
+        memory, rows_end = memoryview(self._mapping), PAGE + entries * SQE.itemsize
+        self._words = memory[:PAGE].cast("Q")
+        self._row_bytes = memory[PAGE:rows_end]
+        self._row_words = self._row_bytes.cast("Q")
+        tables = np.frombuffer(self._mapping, np.uint64, offset=PAGE).reshape(-1)
+        self._rows = tables[: entries * _ROW_WORDS].reshape(-1, _ROW_WORDS)
+        self._user_data = self._rows[:, _USER_DATA]
+        self._states = tables[entries * _ROW_WORDS :][:entries]
+        self._times = tables[entries * (_ROW_WORDS + 1) :][:entries].view(np.float64)
+        self._state_words = memory[rows_end : rows_end + 8 * entries].cast("Q")
+        self._time_words = memory[rows_end + 8 * entries : rows_end + 16 * entries].cast("d")
+        self._busy = bytearray(entries)
+        """1 for each place that is not free"""
+        self._are_busy = np.frombuffer(self._busy, np.uint8)
+        self._places = np.arange(entries, dtype=np.uint64)
+        self._next = 0
+        """where to look for a free place first"""
+
+    @classmethod
+    def create(cls, entries: int) -> tuple[RingJournal, int]:
+        """(journal, descriptor) of a new ring. OSError."""
+        descriptor = os.memfd_create("kvfuse-journal", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size_of(entries))
+            journal = cls(descriptor, entries)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        journal.commit(0, 0)
+        return journal, descriptor
+
+    # -- positions -----------------------------------------------------------------------------------
+
+    def commit(self, taken: int, given: int) -> None:
+        """Both positions in one step: entries taken, completions given."""
+        words = self._words
+        half = _HALVES[words[_HALF] == _HALVES[0]]
+        words[half], words[half + 1] = taken, given
+        words[_HALF] = half
+
+    def positions(self) -> tuple[int, int]:
+        """(taken, given) as of the last `commit`."""
+        half = self._words[_HALF]
+        return self._words[half], self._words[half + 1]
+
+    # -- places --------------------------------------------------------------------------------------
+
+    def enter(self, packed: bytearray, taken_at: float, taken: int) -> None:
+        """Give entries places, from the position ``taken`` on. In ``packed`` they have their places' numbers then."""
+        count = len(packed) // SQE.itemsize
+        first = self._next if self._next + count <= len(self._busy) else 0
+        if self._busy.find(1, first, first + count) >= 0:
+            self._enter_apart(packed, taken_at, taken)
+            return
+        end = self._next = first + count
+        self._row_bytes[first * SQE.itemsize : end * SQE.itemsize] = packed
+        self._time_words[first] = taken_at
+        self._state_words[first] = _TAKEN | taken
+        if count > 1:
+            self._times[first:end] = taken_at
+            self._states[first:end] = self._places[first:end] + ((_TAKEN | taken) - first)
+        self._busy[first:end] = b"\1" * count
+        np.frombuffer(packed, np.uint64)[_USER_DATA::_ROW_WORDS] = self._places[first:end]
+
+    def _enter_apart(self, packed: bytearray, taken_at: float, taken: int) -> None:
+        """As `enter`, in places that are not one behind the other."""
+        rows = np.frombuffer(packed, np.uint64).reshape(-1, _ROW_WORDS)
+        places = np.flatnonzero(self._are_busy == 0)[: len(rows)]
+        self._rows[places] = rows
+        self._times[places] = taken_at
+        self._states[places] = np.arange(len(rows), dtype=np.uint64) + (_TAKEN | taken)
+        self._are_busy[places] = 1
+        self._next = int(places[-1]) + 1
+        rows[:, _USER_DATA] = places
+
+    def user_data(self, place: int) -> int:
+        """The client's number of the entry at a place."""
+        return self._row_words[place * _ROW_WORDS + _USER_DATA]
+
+    def user_data_of(self, places: Places) -> npt.NDArray[np.uint64]:
+        """`user_data` of many."""
+        return self._user_data[places]
+
+    def packed(self, place: int, answer: Sequence[int]) -> bytes:
+        """The completion of the entry at a place: `wire.CQE` without its first field is ``answer``."""
+        return CQE_STRUCT.pack(self._row_words[place * _ROW_WORDS + _USER_DATA], *answer)
+
+    def find(self, user_data: int, before: int) -> int:
+        """The place of the oldest entry under way with that number of the client's; `NO_PLACE` where there is none.
+
+        ``before``: a place; only what was taken before that one is looked for.
+        """
+        found = np.flatnonzero((self._user_data == user_data) & (self._are_busy == 1))
+        older = [(self._state_words[place] & ~_BEGUN, place) for place in found.tolist()]
+        return min([row for row in older if row[0] < self._state_words[before] & ~_BEGUN], default=(0, NO_PLACE))[1]
+
+    def begin(self, place: int) -> None:
+        """The aux area has answers of the entry at a place from here on, as far as it got."""
+        self._state_words[place] |= _BEGUN
+
+    def has_begun(self, place: int) -> bool:
+        """This daemon, or one before it, has called `begin`."""
+        return self._state_words[place] & (_KIND | _BEGUN) == _TAKEN | _BEGUN
+
+    def pin(self, place: int, pin: int) -> None:
+        """The entry at a place has this pin, until it is done."""
+        self._state_words[place] = _PINNED | pin
+
+    def pin_lone(self, taken: int, pin: int) -> None:
+        """The entry at the position ``taken``, which has no place, has this pin."""
+        self._words[_LONE] = (taken & _LOW) << 32 | pin
+
+    def finish_one(self, place: int, taken: int, given: int) -> None:
+        """`finish` of one."""
+        self._state_words[place] = _DONE | given - 1
+        self.commit(taken, given)
+        self._busy[place] = 0
+
+    def finish(self, places: Places | list[int], taken: int, given: int) -> None:
+        """The completions of these have been written, and are committed now, with the positions."""
+        self._states[places] = _DONE | given - 1
+        self.commit(taken, given)
+        self._are_busy[places] = 0
+
+    def forget(self, place: int) -> None:
+        """The entry at a place is done, and has no completion."""
+        self._state_words[place] = 0
+        self._busy[place] = 0
+
+    # -- the next daemon -----------------------------------------------------------------------------
+
+    def left(self) -> KeptRingState:
+        """What is under way. `go_on` when the pins are given back."""
+        taken, given = self.positions()
+        kinds, values = self._states & np.uint64(_KIND), self._states & np.uint64(_VALUE)
+        is_pinned, is_done = kinds == _PINNED, (kinds == _DONE) & (values >= given)
+        places = np.flatnonzero((kinds == _TAKEN) & (values < taken) | is_pinned | is_done)
+        order = np.where(kinds[places] == _TAKEN, values[places], 0)
+        places = places[np.argsort(order, kind="stable")]
+        rows = self._rows[places]
+        rows[:, _USER_DATA] = places
+        pins = values[is_pinned].tolist()
+        lone = self._words[_LONE]
+        if lone >> 32 == taken & _LOW:
+            pins.append(lone & _LOW)
+        end = int(values[is_done].max()) + 1 if is_done.any() else given
+        return KeptRingState(
+            rows.view(SQE).reshape(-1), self._times[places], [pin for pin in pins if pin], range(given, end)
+        )
+
+    def go_on(self, rows: Entries) -> None:
+        """Begin with these entries under way, which `left` returned. A kill meanwhile changes nothing of them."""
+        places = rows["user_data"].astype(np.intp)
+        self._words[_LONE] = 0
+        states = self._states[places]
+        begun = np.where(states & np.uint64(_KIND) == _TAKEN, states & np.uint64(_BEGUN), np.uint64(0))
+        self._states[places] = np.arange(len(places), dtype=np.uint64) + _TAKEN + begun
+        self._are_busy[:] = 0
+        self._are_busy[places] = 1
+        self._states[self._are_busy == 0] = 0
+
+
+def size_of(entries: int) -> int:
+    """Bytes of a journal."""
+    return PAGE + entries * (SQE.itemsize + 16)

@@ -1,0 +1,61 @@
+"""Files that clients have open by handles of a daemon before this one, see `views.handover`."""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.api import Caller
+from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.parts import Parts
+
+log = logging.getLogger(__name__)
+
+
+class RestoredFiles:
+    """Implements `api.RestoredFilesApi`. Each membership has one."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._core, self._lookups, self._coherence = parts.core, parts.lookups, parts.coherence
+        handover = self._handover = parts.core.nodes.handover
+        self.ring_files, self.movers = handover.ring_files, handover.movers
+
+    async def load(self, ino: int) -> None:
+        node = await self._lookups.node(ino)
+        if not node.nlink and node.handles and self._coherence is not None:
+            self._coherence.hold(node)
+
+    def take_over(self, ino: int, flags: int, caller: Caller) -> FileHandle:
+        node = self._core.nodes.get(ino)
+        assert node is not None, f"inode {ino} is not loaded"
+        handle = FileHandle(node, flags, caller)
+        self._uncount(node, writable=handle.writable)
+        if self._coherence is not None:
+            self._coherence.taken_over(handle)
+        return handle
+
+    def give_up(self, ino: int, *, writable: bool) -> None:
+        node = self._core.nodes.get(ino)
+        if node is not None:
+            self._uncount(node, writable=writable)
+        else:
+            self._handover.took(ino, writable=writable)
+
+    def _uncount(self, node: Node, *, writable: bool) -> None:
+        """The node has counted the handle since it came into memory."""
+        node.handles -= 1
+        node.writers -= writable
+        self._handover.took(node.ino, writable=writable)
+
+    async def load_all(self) -> None:
+        """Have all in memory, so that nobody takes an open file for a closed one. In the background of a start."""
+        for ino in list(self._handover.still_open):
+            if ino in self._handover.still_open:
+                try:
+                    await self.load(ino)
+                except errors.OperationError as error:
+                    log.info("inode %d is open, and cannot be read: %s", ino, error)
+            await trio.lowlevel.checkpoint()
