@@ -18,6 +18,8 @@ from kvfuse.options.options import EtcdOptions
 from kvfuse.remote.records.etcd.client import Endpoint, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 
+pytestmark = pytest.mark.ring(2)
+
 ROOT_PASSWORD = "root's"
 
 

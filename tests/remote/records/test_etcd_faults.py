@@ -18,6 +18,8 @@ from kvfuse.errors import EngineTimeout
 from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 
+pytestmark = pytest.mark.ring(2)
+
 DEADLINE = 5.0
 SLACK = 1.0
 """seconds that a busy machine may add to a deadline"""

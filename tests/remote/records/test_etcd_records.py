@@ -23,6 +23,8 @@ from kvfuse.remote.records.etcd import wire
 from kvfuse.remote.records.etcd.client import ATTEMPT_SHARE, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 
+pytestmark = pytest.mark.ring(2)
+
 DEADLINE = 1.5
 SLOW = 0.25
 """of a deadline"""
