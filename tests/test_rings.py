@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 from pathlib import Path
 
 import pytest
 import rings
 
-LAB_WORDS = re.compile(r"\b(own_ceph|ceph_cluster|run_in_machine|EngineHost|engine_python)\b")
-"""what starts servers, machines and engines of the lab"""
+LAB_WORDS = re.compile(r"\b(own_ceph|ceph_cluster|PROGRAMS|run_in_machine|EngineHost|engine_python)\b")
+"""what finds or starts servers, machines and engines of the lab"""
 SOME = """
 [seconds.rings]
 [seconds.lab]
@@ -34,12 +36,25 @@ def test_folders_are_there() -> None:
     assert [folder for folder in rings.FOLDERS if not (rings.TESTS / folder).is_dir()] == []
 
 
+@functools.cache
+def starting_the_lab(path: Path) -> set[str]:
+    """Tests and fixtures of the file that name what does so."""
+    text = path.read_text()
+    functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    lines = text.splitlines()
+    return {node.name for node in functions if LAB_WORDS.search("\n".join(lines[node.lineno - 1 : node.end_lineno]))}
+
+
 def test_rings_1_and_2_use_nothing_of_the_lab() -> None:
-    """Files without a test in ring 3; what asks for it in spite of that fails, see the next test."""
-    files = {item.path for item in rings.collected}
-    in_lab = {item.path for item in rings.collected if rings.ring_of(item) == rings.LAB}
-    others = files - in_lab - {Path(__file__)}
-    assert {path.name: found for path in others if (found := LAB_WORDS.findall(path.read_text()))} == {}
+    """As far as their files say; the next test is about what else they use."""
+    wrong = {
+        item.nodeid
+        for item in rings.collected
+        if rings.ring_of(item) != rings.LAB
+        and item.path != Path(__file__)
+        and starting_the_lab(item.path) & {item.name.partition("[")[0], *getattr(item, "fixturenames", ())}
+    }
+    assert wrong == set()
 
 
 @pytest.mark.parametrize("ring", [1, 2])

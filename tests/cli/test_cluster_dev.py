@@ -68,6 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert "holds no cluster" in cluster_dev("down", "--folder", folder).stderr
 
 
+@pytest.mark.needs("ceph")
 def test_the_status_is_a_table_of_all_servers(cluster: Path) -> None:
     done = cluster_dev("status", "--folder", cluster)
     assert done.returncode == 0, done.stdout
@@ -84,6 +85,7 @@ def test_the_status_is_a_table_of_all_servers(cluster: Path) -> None:
         assert re.search(rf"{re.escape(name)} +{row['pid']} +up +{row['role']}", done.stdout)
 
 
+@pytest.mark.needs("ceph")
 def test_what_is_there_is_left_alone(cluster: Path, tmp_path: Path) -> None:
     before = servers(cluster)
     done = cluster_dev("up", "--folder", cluster)
@@ -97,6 +99,7 @@ def test_what_is_there_is_left_alone(cluster: Path, tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "keep\n"
 
 
+@pytest.mark.needs("ceph")
 @pytest.mark.root
 def test_its_mount_conf_mounts_a_volume(cluster: Path, tmp_path: Path) -> None:
     conf = cluster / "mount.conf"
@@ -114,6 +117,7 @@ def test_its_mount_conf_mounts_a_volume(cluster: Path, tmp_path: Path) -> None:
     assert kvfuse("fsck", conf).returncode == 0
 
 
+@pytest.mark.needs("ceph")
 def test_a_dead_server_is_seen(cluster: Path) -> None:
     member = next(name for name, row in servers(cluster).items() if row["role"] == "follower")
     os.kill(servers(cluster)[member]["pid"], signal.SIGKILL)

@@ -18,6 +18,8 @@ from kvfuse.remote.records.etcd.gateway import Endpoint, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 from kvfuse_cluster.etcd import EtcdServers, EtcdSettings
 
+pytestmark = pytest.mark.ring(2)
+
 ROOT_PASSWORD = "root's"
 
 

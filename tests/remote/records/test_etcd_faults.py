@@ -18,6 +18,8 @@ from kvfuse.remote.records.etcd.gateway import ATTEMPT_SHARE
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 from kvfuse_cluster.etcd import EtcdServers
 
+pytestmark = pytest.mark.ring(2)
+
 DEADLINE = 5.0
 SLACK = 1.0
 """seconds that a busy machine may add to a deadline"""

@@ -23,6 +23,8 @@ from kvfuse.remote.records.etcd.gateway import ATTEMPT_SHARE, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 from kvfuse_cluster.etcd import EtcdServers
 
+pytestmark = pytest.mark.ring(2)
+
 DEADLINE = 1.5
 SLOW = 0.25
 """of a deadline"""

@@ -21,6 +21,8 @@ from kvfuse.remote.segments.rados.objects import object_name
 from kvfuse.remote.segments.rados.store import RadosSegments
 from kvfuse_cluster.ceph import CephServers, CephSettings
 
+pytestmark = pytest.mark.needs("ceph")
+
 STALL_S = 4.0
 """less than a cluster needs to take a stalled OSD for down"""
 
