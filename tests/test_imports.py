@@ -67,7 +67,7 @@ INNER: dict[str, list[set[str]]] = {
     "volume": [
         *[{"views"}, {"measures"}, {"tier"}, {"api"}, {"store"}, {"disk"}, {"namespaces"}, {"inodes"}],
         *[{"slots"}, {"commit"}, {"content"}, {"names"}, {"eviction"}, {"blocks"}, {"tenancy"}, {"hosts"}],
-        *[{"opening"}, {"check"}, {"parts"}, {"operations", "left_open"}, {"volume"}, {"running"}],
+        *[{"opening"}, {"check"}, {"parts"}, {"operations", "restored_files"}, {"volume"}, {"running"}],
     ],
     "usrbio": [{"protocol"}, {"client", "daemon"}, {"hf3fs"}],
     "remote": [{"libc", "faults"}, {"mapguard"}, {"records", "segments"}],
