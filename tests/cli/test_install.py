@@ -113,7 +113,7 @@ umount mnt
 mount -t fuse.kvfuse volume mnt -o ro,nodev
 if touch mnt/more; then exit 1; fi
 exec 9< mnt/file
-if umount mnt; then exit 1; fi
+if umount mnt 9<&-; then exit 1; fi  # so that the shell alone has the file open
 umount -l mnt
 exec 9<&-
 

@@ -206,6 +206,7 @@ def test_mount_conf_is_read_again_at_an_upgrade_alone(tmp_path: Path) -> None:
             conf.unlink() if text is None else conf.write_text(text)
             os.kill(daemon_of(mount), signal.SIGKILL)
             assert entry_timeout() == 11
+            wait_until(lambda: holder_says(mount)["serves"] is True, "the next daemon to be ready")
             if text != good.replace("11", "22"):
                 assert "mount.conf" in refused(mount)
         conf.write_text(good.replace("11", "22"))
