@@ -36,6 +36,7 @@ TURNS = pytest.StashKey[Turns]()
 SERVERS = pytest.StashKey[RunServers]()
 RUN_FOLDER = "KVFUSE_TEST_RUN"
 """variable with the folder by which the processes of one run take turns and find servers"""
+
 hypothesis.settings.register_profile("kvfuse", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvfuse")
 

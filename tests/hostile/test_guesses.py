@@ -13,7 +13,7 @@ from mounting import temporary_mount
 
 from kvfuse.usrbio.client import BlockStore
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.ring(3)]  # it measures time
 
 COUNT = 4000
 TOKENS = "correct-horse-battery-staple", "another-horse-battery-staple"

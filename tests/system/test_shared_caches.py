@@ -218,7 +218,7 @@ def test_hosts_share_quotas(mounts: Mounts) -> None:
 
 
 @on_files
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.ring(3))])
 def test_a_host_is_killed_while_both_evict(mounts: Mounts, killed: int) -> None:
     """The other one goes on, takes over what the killed one had, and evicts that, too."""
     victim, survivor = mounts[killed], mounts[1 - killed]
