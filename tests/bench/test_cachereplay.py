@@ -26,6 +26,8 @@ from kvfuse_bench.simulate import Setup, simulate
 from kvfuse_bench.textplot import chart
 from kvfuse_bench.traffic import Generator, Request
 
+pytestmark = pytest.mark.ring(3)
+
 PLAN = ReplayPlan("llama-3-8b", 512, 4096, request_max=400)
 
 
@@ -42,7 +44,6 @@ def replayed(point: Path, setup: Setup, requests: list[Request] | None = None) -
         return replay_on_cache(requests or Generator(), folder, PLAN, lambda result: None)
 
 
-@pytest.mark.ring(3)
 @pytest.mark.parametrize(("policy", "admission"), [("lru", "all"), ("chain", "adaptive")])
 def test_a_volume_hits_what_the_simulation_hits(point: Path, policy: str, admission: str, tmp_path: Path) -> None:
     result = replayed(point, Setup(policy, admission, 2000))

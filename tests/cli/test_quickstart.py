@@ -43,6 +43,7 @@ def quickstart(
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False, cwd=cwd)
 
 
+@pytest.mark.ring(3)
 def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[str, str]) -> None:
     volume, point, trace = tmp_path / "a volume", tmp_path / "a mount", tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')

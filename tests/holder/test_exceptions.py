@@ -321,6 +321,7 @@ def test_a_stopped_holder_takes_no_daemon_for_silent() -> None:
         assert holder_says(mount)["deaths"] == 0
 
 
+@pytest.mark.ring(3)
 @pytest.mark.parametrize("mistakes", [1, 2])
 def test_taking_over_a_client_of_rings_is_tried_again_once(folder: Path, mistakes: int) -> None:
     with temporary_mount(OUTLIVE) as mount:

@@ -251,6 +251,7 @@ def rename_exchange(one: Path, other: Path) -> None:
         raise OSError(ctypes.get_errno(), "renameat2")
 
 
+@pytest.mark.ring(3)
 def test_a_daemon_that_dies_before_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of request is done, and then the daemon dies: the next one gets it again, and does not do it again."""
     monkeypatch.setenv("KVFUSE_TESTS_DEADLY", str(tmp_path))

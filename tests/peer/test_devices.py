@@ -149,6 +149,7 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, mi
 
     verbs.pyverbs.cache_clear()
     monkeypatch.setattr(verbs.importlib, "import_module", load)
+    monkeypatch.setattr(verbs, "load_constants", dict)
     monkeypatch.setattr(verbs, "find_devices", list)
     with pytest.raises(verbs.NoDevice, match="python3-pyverbs" if missing == "pyverbs" else "no RDMA device") as caught:
         verbs.open_device()

@@ -78,7 +78,9 @@ def test_a_host_that_crawls_is_not_waited_for(pair: Pair) -> None:
         readers.wait_for_reads()
 
 
-@pytest.mark.parametrize("end", [KvfuseMount.kill, KvfuseMount.unmount], ids=["killed", "unmounted"])
+@pytest.mark.parametrize(
+    "end", [KvfuseMount.kill, pytest.param(KvfuseMount.unmount, marks=pytest.mark.ring(3))], ids=["killed", "unmounted"]
+)
 def test_a_host_that_ended_comes_back_as_another(end: Callable[[KvfuseMount], None], etcd: EtcdServers) -> None:
     """Its blocks are read from the segments meanwhile; those that it puts when it is back from its memory."""
     with pairs(etcd, lease=6) as pair:

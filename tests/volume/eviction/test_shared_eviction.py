@@ -54,6 +54,7 @@ async def present(volume: Volume, names: list[bytes]) -> int:
     return sum(await volume.blocks.exists(ROOT_INODE, names))
 
 
+@pytest.mark.ring(3)
 async def test_two_hosts_fill_a_cache_three_times(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
     async with volumes(cache_disk(), OPTIONS, 2, rng, quick(rng, 2)) as (one, two):
         count = 3 * one.space().size // BLOCK // 2
