@@ -39,7 +39,7 @@ BACKLOG = 32
 
 
 @asynccontextmanager
-async def control_socket(
+async def open_control_socket(
     mountpoint: Path, admit: Callable[[int], None], keeper: Keeper
 ) -> AsyncIterator[socket.socket]:
     """The listener, SOCK_SEQPACKET and non-blocking, from when the mount answers. MountError where it cannot be had.
@@ -88,14 +88,14 @@ async def wait_until_unmounted(device: int) -> None:
     stop = os.eventfd(0)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(when_cancelled, partial(os.eventfd_write, stop, 1))
+            nursery.start_soon(call_when_cancelled, partial(os.eventfd_write, stop, 1))
             await trio.to_thread.run_sync(_follow_mounts, device, stop)
             nursery.cancel_scope.cancel()
     finally:
         os.close(stop)
 
 
-async def when_cancelled(action: Callable[[], object]) -> None:
+async def call_when_cancelled(action: Callable[[], object]) -> None:
     """Wait to be cancelled, then do this."""
     try:
         await trio.sleep_forever()

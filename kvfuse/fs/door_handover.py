@@ -38,7 +38,7 @@ class KeptHandover(Handover):
         self._recent = RecentPlaces(keeper)
         self._unsaved = Rows(keeper, "fuse/unsaved", UNSAVED_FORM, UNSAVED_SIZE, UNSAVED_MAX)
         memory = self._unsaved.memory
-        found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.used()}
+        found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.list_used()}
         self._offsets = {ino & ~TOLD: at for at, ino in found.items()}
         self.lost = set(self._offsets)
         """inodes of which the kernel may have content that is lost"""
@@ -47,17 +47,17 @@ class KeptHandover(Handover):
         for fh, row in self.handles.before.items():
             self.was_open(row.ino, row.places, writable=row.writable, is_new=row.is_new)
             if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
-                self.handles.lose(fh)
+                self.handles.mark_lost(fh)
         for ino in self.lost:
-            self._note(ino, TOLD)
+            self._write_row(ino, TOLD)
 
     def miss(self, inos: Collection[int]) -> None:
         super().miss(inos)
         for fh, row in self.handles.before.items():
             if row.writable and row.ino in inos:
-                self.handles.lose(fh)
+                self.handles.mark_lost(fh)
         for ino in inos:
-            self._note(ino, TOLD)
+            self._write_row(ino, TOLD)
 
     @property
     def is_first(self) -> bool:
@@ -65,26 +65,26 @@ class KeptHandover(Handover):
         return not self.handles.was_kept
 
     def looked_up(self, ino: int, parent: int, name: bytes) -> None:
-        self._recent.add(ino, parent, name)
+        self._recent.add_place(ino, parent, name)
 
     def place_before(self, ino: int) -> tuple[int, bytes] | None:
         return self._recent.before.get(ino)
 
     def moved(self, ino: int, parent: int, name: bytes) -> None:
-        self.handles.moved(ino, parent, name)
+        self.handles.add_place(ino, parent, name)
 
     def stored(self, ino: int) -> None:
-        self.handles.stored(ino)
+        self.handles.mark_stored(ino)
 
     def unsaved(self, ino: int) -> None:
         if ino in self.lost:
             self._changed.add(ino)
-        self._note(ino)
+        self._write_row(ino)
 
-    def _note(self, ino: int, mark: int = 0) -> None:
+    def _write_row(self, ino: int, mark: int = 0) -> None:
         offset = self._offsets.get(ino)
         if offset is None:
-            offset = self._unsaved.take()
+            offset = self._unsaved.take_row()
             if offset is None:
                 return
             self._offsets[ino] = offset
@@ -93,9 +93,9 @@ class KeptHandover(Handover):
     def saved(self, ino: int) -> None:
         offset = self._offsets.pop(ino, None)
         if offset is not None:
-            self._unsaved.free(offset)
+            self._unsaved.free_row(offset)
 
-    def kernel_was_told(self) -> None:
+    def end_losses(self) -> None:
         """Nothing of the content of ``lost`` is left in the kernel's cache."""
         for ino in self.lost - self._changed:
             self.saved(ino)

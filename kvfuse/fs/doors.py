@@ -15,7 +15,7 @@ import trio
 
 from kvfuse import failing
 from kvfuse.errors import MountError, innermost
-from kvfuse.fs.control import control_socket, wait_until_unmounted
+from kvfuse.fs.control import open_control_socket, wait_until_unmounted
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
@@ -58,7 +58,7 @@ class Service(NamedTuple):
 
 
 @asynccontextmanager
-async def running(services: Sequence[Service], volume: Volume, *, must_begin: bool) -> AsyncIterator[None]:
+async def run_services(services: Sequence[Service], volume: Volume, *, must_begin: bool) -> AsyncIterator[None]:
     """Services run meanwhile.
 
     ``must_begin``: an error of one that cannot begin is raised, before the body. Else it is tried again beside it.
@@ -100,40 +100,40 @@ class Doors:
     def __bool__(self) -> bool:
         return bool(self.doors)
 
-    async def run(self, device: int) -> None:
+    async def run_doors(self, device: int) -> None:
         """Keep the doors open until `close`, or until no mount of ``device`` (st_dev) is left."""
         async with self._running:
             try:
                 with self._scope:
-                    async with control_socket(self.mountpoint, self.admit, self.keeper) as listener:
+                    async with open_control_socket(self.mountpoint, self.admit, self.keeper) as listener:
                         with failing.vital():
-                            await self._serve(listener, device)
+                            await self._serve_doors(listener, device)
             except* (MountError, OSError) as group:
                 log.warning("there are no rings: %s", innermost(group))
             finally:
                 self.opened.set()
 
-    async def close(self) -> None:
+    async def close_doors(self) -> None:
         """Close the doors, and return when nothing of them holds the mount any more."""
         self._scope.cancel()
         async with self._running:
             pass
 
-    async def leave(self, seconds: float) -> None:
+    async def leave_doors(self, seconds: float) -> None:
         """As `close`, after ``leaving`` was set: doors have some seconds to leave what they have."""
         with trio.move_on_after(seconds):
             async with self._running:
                 pass
         self.keeper.seal()
-        await self.close()
+        await self.close_doors()
 
-    async def _serve(self, listener: socket.socket, device: int) -> None:
+    async def _serve_doors(self, listener: socket.socket, device: int) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(failing.vital_task, self._close_when_unmounted, device)
             async with trio.open_nursery() as doors:
                 for door in self.doors:
                     ready = trio.Event()
-                    doors.start_soon(self._serve_one, door, listener, device, ready)
+                    doors.start_soon(self._serve_door, door, listener, device, ready)
                     with failing.vital():
                         await ready.wait()
                 self.opened.set()
@@ -146,7 +146,7 @@ class Doors:
         log.info("%s is unmounted: its doors are closed", self.mountpoint)
         self._scope.cancel()
 
-    async def _serve_one(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
+    async def _serve_door(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
         try:
             async with trio.open_nursery() as nursery:
                 with failing.vital():  # before the nursery ends the door

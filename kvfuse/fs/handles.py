@@ -100,15 +100,15 @@ class HandleTable:
         self._told: dict[int, int] = {}
         """number of a request to a daemon before this one that was about to say so -> fh"""
         self._serial = 0
-        for offset in self._rows.used():
-            self._find(offset)
+        for offset in self._rows.list_used():
+            self._restore_row(offset)
 
-    def _find(self, offset: int) -> None:
+    def _restore_row(self, offset: int) -> None:
         """Take a row of a daemon before this one."""
         serial = ROW.unpack_from(self._rows.memory, offset)[-1]
-        row = self._read(offset)
+        row = self._read_row(offset)
         if row is None or serial > SERIAL_MAX:
-            self._rows.free(offset)
+            self._rows.free_row(offset)
             return
         fh = serial << PLACE_BITS | offset // ROW_SIZE
         self._serial = max(self._serial, serial)
@@ -118,7 +118,7 @@ class HandleTable:
         if row.marks & LOST:
             self.lost[fh] = 0 if row.marks & SAID_TWICE else 1 if row.marks & SAID_ONCE else 2
 
-    def _read(self, offset: int) -> HandleRow | None:
+    def _read_row(self, offset: int) -> HandleRow | None:
         """None: it makes no sense."""
         memory = self._rows.memory
         ino, unique, flags, uid, gid, pid, marks, *ends = ROW.unpack_from(memory, offset)
@@ -134,7 +134,7 @@ class HandleTable:
     ) -> int:
         """A file is opened: its fh."""
         self._serial = serial = self._serial + 1 if self._serial < SERIAL_MAX else 1
-        offset = self._rows.take()
+        offset = self._rows.take_row()
         if offset is None:
             return serial << PLACE_BITS | NO_PLACE
         memory, (parent, name), length = self._rows.memory, place, len(place[1])
@@ -163,12 +163,12 @@ class HandleTable:
             del self._offsets[ino]
         self.before.pop(fh, None)
         self.lost.pop(fh, None)
-        self._rows.free(offset)
+        self._rows.free_row(offset)
 
-    def moved(self, ino: int, parent: int, name: bytes) -> None:
+    def add_place(self, ino: int, parent: int, name: bytes) -> None:
         """A file, which may be open, has another name, and perhaps is still stored under the former one."""
         for offset in self._offsets.get(ino, ()):
-            row = self._read(offset)
+            row = self._read_row(offset)
             if row is None or row.places[:1] == [(parent, name)]:
                 continue
             memory, number = self._rows.memory, 0 if row.marks & SECOND else 1
@@ -177,53 +177,53 @@ class HandleTable:
             memory[start : start + len(name)] = name
             _PARENT.pack_into(memory, offset + _PARENTS_AT + number * _PARENT.size, parent)
             _LENGTH.pack_into(memory, offset + _LENGTHS_AT + number * _LENGTH.size, len(name))
-            self._mark(offset, row.marks ^ SECOND)
+            self._write_marks(offset, row.marks ^ SECOND)
 
-    def stored(self, ino: int) -> None:
+    def mark_stored(self, ino: int) -> None:
         """A file that was new is in the store."""
         for offset in self._offsets.get(ino, ()):
-            row = self._read(offset)
+            row = self._read_row(offset)
             if row is not None:
-                self._mark(offset, row.marks & ~NEW)
+                self._write_marks(offset, row.marks & ~NEW)
 
-    def _mark(self, offset: int, marks: int) -> None:
+    def _write_marks(self, offset: int, marks: int) -> None:
         _MARKS.pack_into(self._rows.memory, offset + _MARKS_AT, marks)
 
-    def opened_by(self, unique: int) -> int | None:
+    def pop_opened_by(self, unique: int) -> int | None:
         """What a request, which was sent again, had opened in a daemon before this one, and nobody asked for since."""
         fh = self._by_request.pop(unique, None)
         return fh if fh in self.before else None
 
-    def lose(self, fh: int) -> None:
+    def mark_lost(self, fh: int) -> None:
         """The handle is to hear that bytes were lost: of this daemon, or of one after it."""
-        self._mark((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE | TOLD) | LOST)
+        self._write_marks((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE | TOLD) | LOST)
         self.lost[fh] = 2
 
-    def write_lost(self, fh: int) -> None:
+    def fail_write(self, fh: int) -> None:
         """A write, by a handle of `lost`. EngineError, until its caller must have heard that bytes were lost."""
         count = self.lost[fh]
         if count:
             self.lost[fh] = count - 1
-            self._say_lost(fh, 0, SAID_ONCE if count == 2 else SAID_TWICE)
+            self._raise_lost(fh, 0, SAID_ONCE if count == 2 else SAID_TWICE)
 
-    def sync_lost(self, fh: int, unique: int, *, is_resent: bool) -> None:
+    def fail_fsync(self, fh: int, unique: int, *, is_resent: bool) -> None:
         """An fsync by a request of this number. EngineError: bytes were lost, and whoever has the handle knows now."""
         if self.lost.pop(fh, None) is not None:
             _REQUEST.pack_into(self._rows.memory, (fh & NO_PLACE) * ROW_SIZE + _REQUEST_AT, unique)
-            self._say_lost(fh, LOST | SAID_ONCE | SAID_TWICE, TOLD)
+            self._raise_lost(fh, LOST | SAID_ONCE | SAID_TWICE, TOLD)
         if is_resent and self._told.get(unique) == fh:
-            self._say_lost(fh, 0, 0)
+            self._raise_lost(fh, 0, 0)
 
-    def close_lost(self, fh: int) -> None:
+    def fail_close(self, fh: int) -> None:
         """One of the descriptors of a handle of `lost` is closed. EngineError. The end of a process closes, too, and
         hears nothing: so another one is told as well."""
-        self._say_lost(fh, 0, 0)
+        self._raise_lost(fh, 0, 0)
 
-    def _say_lost(self, fh: int, drop: int, add: int) -> None:
+    def _raise_lost(self, fh: int, drop: int, add: int) -> None:
         offset = (fh & NO_PLACE) * ROW_SIZE
-        row = self._read(offset)
+        row = self._read_row(offset)
         if row is not None:
-            self._mark(offset, row.marks & ~drop | add)
+            self._write_marks(offset, row.marks & ~drop | add)
         raise EngineError("the daemon was killed before it had stored all that was written to the file")
 
     def close(self) -> None:
@@ -283,17 +283,17 @@ class OpenFiles:
                 self._inodes[fh] = row.ino
         return handle
 
-    async def drop(self, unique: int) -> None:
+    async def drop_resent(self, unique: int) -> None:
         """A request that was sent again is answered anew: the kernel never heard of the handle that it had."""
-        fh = self._table.opened_by(unique) if self._table is not None else None
+        fh = self._table.pop_opened_by(unique) if self._table is not None else None
         if fh is not None:
             await self.release(fh)
 
-    def append_offset(self, fh: int, handle: Handle, offset: int) -> int:
+    def limit_append(self, fh: int, handle: Handle, offset: int) -> int:
         """Where bytes go that the kernel wants at ``offset``, by a handle for appends: it may know a lost end."""
         return min(offset, handle.size) if self._cut and self._inodes.get(fh) in self._cut else offset
 
-    async def losses_dropped(self) -> None:
+    async def wait_for_dropped_losses(self) -> None:
         """With `has_losses`: wait until the kernel's cache has nothing of them, so that whoever hears of a loss reads
         what is left.
 
@@ -303,16 +303,16 @@ class OpenFiles:
             with trio.move_on_after(TOLD_SECONDS):
                 await self._table.losses_dropped.wait()
 
-    def tell_lost(self, fh: int, by: Callable[[HandleTable, int], None]) -> None:
+    def report_loss(self, fh: int, by: Callable[[HandleTable, int], None]) -> None:
         """EngineError, where the daemon before this one was killed before it had stored what the file has. ``by``: the
         method of the table, by what the caller is told."""
         if self._table is not None and fh in self._table.lost:
             by(self._table, fh)
 
-    def sync_lost(self, fh: int, unique: int, is_resent: bool) -> None:
+    def report_loss_to_fsync(self, fh: int, unique: int, is_resent: bool) -> None:
         """As `tell_lost`, for an fsync by a request of this number: the last that says so."""
         if self._table is not None and (is_resent or self._table.lost):
-            self._table.sync_lost(fh, unique, is_resent=is_resent)
+            self._table.fail_fsync(fh, unique, is_resent=is_resent)
 
     async def release(self, fh: int) -> bool:
         """The file was closed. False: this is no handle of a volume's file."""
@@ -322,16 +322,16 @@ class OpenFiles:
                 await self.find(fh)
             except OperationError:  # its inode is not there, or cannot be read: nobody else has this handle
                 self._volume.left_open.give_up(row.ino, writable=row.writable)
-                self._forget(fh, row.ino)
+                self._remove_row(fh, row.ino)
                 return True
         handle = self._handles.pop(fh, None)
         if handle is None:
             return False
         if self._table is not None:
-            self._forget(fh, self._inodes.pop(fh))
+            self._remove_row(fh, self._inodes.pop(fh))
         await self._volume.files.release(handle)
         return True
 
-    def _forget(self, fh: int, ino: int) -> None:
+    def _remove_row(self, fh: int, ino: int) -> None:
         if self._table is not None:
             self._table.remove(fh, ino)

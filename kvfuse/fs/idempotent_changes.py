@@ -50,28 +50,28 @@ class Decisions:
         self.before: dict[int, Decision] = {}
         """number of a request of a daemon before this one -> what it was about to do"""
         self._answered: deque[int] = deque()
-        found = [(*ROW.unpack_from(self._rows.memory, offset), offset) for offset in self._rows.used()]
+        found = [(*ROW.unpack_from(self._rows.memory, offset), offset) for offset in self._rows.list_used()]
         for ino, other, unique, offset in sorted(found, key=lambda row: row[2]):
             self.before[unique] = Decision(ino, other)
             self._answered.append(offset)
 
-    def decide(self, unique: int, offset: int | None, ino: int, other: int) -> int | None:
+    def record_decision(self, unique: int, offset: int | None, ino: int, other: int) -> int | None:
         """The request is about to do this. ``offset``: of its row, if it has one. Returns it; None: no room."""
         if offset is None:
-            offset = self._rows.take()
+            offset = self._rows.take_row()
         if offset is not None:
             ROW.pack_into(self._rows.memory, offset, ino, other, unique)
         return offset
 
-    def answer(self, offset: int) -> None:
+    def mark_answered(self, offset: int) -> None:
         """The request is about to be answered."""
         self._answered.append(offset)
         if len(self._answered) > ANSWERED:
-            self._rows.free(self._answered.popleft())
+            self._rows.free_row(self._answered.popleft())
 
-    def drop(self, offset: int) -> None:
+    def drop_decision(self, offset: int) -> None:
         """The request did nothing."""
-        self._rows.free(offset)
+        self._rows.free_row(offset)
 
     def close(self) -> None:
         self._rows.close()
@@ -88,58 +88,58 @@ class IdempotentChanges:
         self._decisions = decisions
         self._number = number
 
-    def _former(self) -> tuple[int, Decision | None]:
+    def _pop_former(self) -> tuple[int, Decision | None]:
         """(number of the present request, what it had decided in a daemon before this one)"""
         unique, is_resent = self._number()
         if not is_resent or self._decisions is None:
             return unique, None
         return unique, self._decisions.before.pop(unique, None)
 
-    async def _do(self, unique: int, change: Awaitable[R]) -> R:
+    async def _run_change(self, unique: int, change: Awaitable[R]) -> R:
         """Await a change, and keep what it decides."""
         decisions = self._decisions
         if decisions is None:
             return await change
         offset: int | None = None
 
-        def decided(ino: int, other: int) -> None:
+        def record(ino: int, other: int) -> None:
             nonlocal offset
-            offset = decisions.decide(unique, offset, ino, other)
+            offset = decisions.record_decision(unique, offset, ino, other)
 
-        token = DECIDED.set(decided)
+        token = DECIDED.set(record)
         try:
             result = await change
         except errors.OperationError as error:
             if offset is not None and not isinstance(error, errors.EngineError):
-                decisions.drop(offset)
+                decisions.drop_decision(offset)
                 offset = None
             raise
         finally:
             DECIDED.reset(token)
             if offset is not None:
-                decisions.answer(offset)
+                decisions.mark_answered(offset)
         return result
 
-    async def _meant(self, parent: int, name: bytes) -> Attributes | None:
+    async def _look_up(self, parent: int, name: bytes) -> Attributes | None:
         """The inode of a name, counted as looked up."""
         try:
             return await self._volume.tree.lookup(parent, name)
         except errors.NotFound:
             return None
 
-    async def _ino_of(self, parent: int, name: bytes) -> int:
+    async def _find_ino(self, parent: int, name: bytes) -> int:
         """The inode of a name; 0 for none."""
-        meant = await self._meant(parent, name)
+        meant = await self._look_up(parent, name)
         if meant is None:
             return 0
         self._volume.tree.forget(meant.ino, 1)
         return meant.ino
 
-    async def _made(self, former: Decision | None, parent: int, name: bytes) -> Attributes | None:
+    async def _find_made(self, former: Decision | None, parent: int, name: bytes) -> Attributes | None:
         """What the request made in a daemon before this one, counted as looked up; None: that is not there."""
         if former is None:
             return None
-        meant = await self._meant(parent, name)
+        meant = await self._look_up(parent, name)
         if meant is not None and meant.ino != former.ino:
             self._volume.tree.forget(meant.ino, 1)
             return None
@@ -150,11 +150,11 @@ class IdempotentChanges:
     async def create(
         self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
     ) -> tuple[Handle, Attributes]:
-        unique, former = self._former()
-        made = await self._made(former, parent, name)
+        unique, former = self._pop_former()
+        made = await self._find_made(former, parent, name)
         if made is not None:
             return await self._volume.files.open(made.ino, flags & ~os.O_TRUNC, caller), made
-        return await self._do(unique, self._volume.tree.create(parent, name, mode, caller, flags))
+        return await self._run_change(unique, self._volume.tree.create(parent, name, mode, caller, flags))
 
     async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attributes:
         return await self._make(parent, name, lambda: self._volume.tree.make_node(parent, name, mode, rdev, caller))
@@ -169,34 +169,34 @@ class IdempotentChanges:
         return await self._make(parent, name, lambda: self._volume.tree.link(ino, parent, name))
 
     async def _make(self, parent: int, name: bytes, make: Callable[[], Awaitable[Attributes]]) -> Attributes:
-        unique, former = self._former()
-        made = await self._made(former, parent, name)
-        return made if made is not None else await self._do(unique, make())
+        unique, former = self._pop_former()
+        made = await self._find_made(former, parent, name)
+        return made if made is not None else await self._run_change(unique, make())
 
     # -- names that go -------------------------------------------------------------------------------
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        unique, former = self._former()
-        if former is None or await self._ino_of(parent, name) == former.ino:
-            await self._do(unique, self._volume.tree.unlink(parent, name))
+        unique, former = self._pop_former()
+        if former is None or await self._find_ino(parent, name) == former.ino:
+            await self._run_change(unique, self._volume.tree.unlink(parent, name))
 
     async def remove_directory(self, parent: int, name: bytes) -> None:
-        unique, former = self._former()
-        if former is None or await self._ino_of(parent, name) == former.ino:
-            await self._do(unique, self._volume.tree.remove_directory(parent, name))
+        unique, former = self._pop_former()
+        if former is None or await self._find_ino(parent, name) == former.ino:
+            await self._run_change(unique, self._volume.tree.remove_directory(parent, name))
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
         """Both names may be of one inode: that is no change, and may be made twice."""
-        unique, former = self._former()
-        if former is None or await self._ino_of(parent, name) == former.ino:
-            await self._do(unique, self._volume.tree.rename(parent, name, new_parent, new_name, flags))
+        unique, former = self._pop_former()
+        if former is None or await self._find_ino(parent, name) == former.ino:
+            await self._run_change(unique, self._volume.tree.rename(parent, name, new_parent, new_name, flags))
 
     # -- others --------------------------------------------------------------------------------------
 
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller) -> None:
-        unique, former = self._former()
+        unique, former = self._pop_former()
         try:
-            await self._do(unique, self._remove_xattr(ino, name, caller))
+            await self._run_change(unique, self._remove_xattr(ino, name, caller))
         except errors.NoAttribute:
             if former is None:
                 raise

@@ -43,7 +43,7 @@ class CachedNames:
         self._ends: dict[int, float] = {}
         self._end_of_all = 0.0
 
-    def note(self, directory: int) -> float:
+    def note_directory(self, directory: int) -> float:
         """The reply to the kernel names an entry of ``directory``, which the kernel may cache for so many seconds."""
         if not self._timeout:
             return 0.0
@@ -73,24 +73,24 @@ class FuseKernelCache:
     def drop_content(self, ino: int) -> None:
         fusewire.forget(ino)
         if self._knows(ino):
-            _notify(pyfuse3.invalidate_inode, ino, False)
+            _notify_kernel(pyfuse3.invalidate_inode, ino, False)
 
     def drop_attributes(self, ino: int) -> None:
         fusewire.forget(ino)
         if self._knows(ino):
-            _notify(pyfuse3.invalidate_inode, ino, True)
+            _notify_kernel(pyfuse3.invalidate_inode, ino, True)
 
     def drop_name(self, parent: int, name: bytes, ino: int = 0) -> None:
         is_kept = ino and self._knows(ino) and self._names.may_be_cached(parent)
         if is_kept or self._absences.may_be_cached(parent):
-            _notify(pyfuse3.invalidate_entry, parent, name)
+            _notify_kernel(pyfuse3.invalidate_entry, parent, name)
 
     def drop_any_name(self, parent: int, name: bytes) -> None:
         if self._names.may_be_cached(parent) or self._absences.may_be_cached(parent):
-            _notify(pyfuse3.invalidate_entry, parent, name)
+            _notify_kernel(pyfuse3.invalidate_entry, parent, name)
 
 
-def _notify(notification: Callable[..., None], *arguments: object) -> None:
+def _notify_kernel(notification: Callable[..., None], *arguments: object) -> None:
     try:
         notification(*arguments)
     except OSError as error:

@@ -30,15 +30,15 @@ that may wait for somebody who reads them. So the gate is opened for a moment no
 class Asking(Protocol):
     """Asks a daemon to make way; `daemon_side.Holding` does."""
 
-    async def hear(self) -> None:
+    async def answer_holder(self) -> None:
         """Hear what it says, until cancelled; for as long as there is an event loop."""
         ...
 
-    async def asked(self) -> float:
+    async def wait_until_asked(self) -> float:
         """Wait until it is asked; returns the seconds that storing everything may take."""
         ...
 
-    def refuse(self, why: str) -> None:
+    def refuse_to_leave(self, why: str) -> None:
         """It cannot, and goes on as if nothing had been."""
         ...
 
@@ -67,20 +67,20 @@ class Leaving:
         self.is_done = False
         """everything is stored, and left to the next daemon"""
 
-    async def hear(self) -> None:
+    async def answer_holder(self) -> None:
         """Hear and answer whoever asks, until cancelled."""
         if self._asking is not None:
-            await self._asking.hear()
+            await self._asking.answer_holder()
 
-    async def wait(self, operations: Serving, volume: Storing) -> bool:
+    async def wait_to_leave(self, operations: Serving, volume: Storing) -> bool:
         """Return when the daemon is asked to leave, the gate is shut, and everything stored. False after `give_up`."""
         if self._asking is None:
             return False
         with self._waiting:
             while True:
-                seconds = await self._asking.asked()
+                seconds = await self._asking.wait_until_asked()
                 try:
-                    await self._settle(operations, volume, seconds)
+                    await self._store_everything(operations, volume, seconds)
                 except KvfuseError as error:
                     why = str(error)
                 except trio.TooSlowError:
@@ -94,24 +94,24 @@ class Leaving:
                     if not self.begun.is_set():
                         self.gate.open()
                 log.warning("the daemon does not make way for another one: %s", why)
-                self._asking.refuse(why)
+                self._asking.refuse_to_leave(why)
         return False
 
-    async def _settle(self, operations: Serving, volume: Storing, seconds: float) -> None:
+    async def _store_everything(self, operations: Serving, volume: Storing, seconds: float) -> None:
         log.info("the daemon makes way for the next one")
         with trio.fail_after(seconds):
-            while not await self._is_quiet(operations):
+            while not await self._drain_requests(operations):
                 self.gate.open()
                 await trio.sleep(PAUSE_SECONDS)
             await volume.sync()
 
-    async def _is_quiet(self, operations: Serving) -> bool:
+    async def _drain_requests(self, operations: Serving) -> bool:
         self.gate.shut()
         with trio.move_on_after(TRY_SECONDS):
             while operations.under_way_count:  # noqa: ASYNC110  an event would cost each request something
                 await trio.sleep(LOOK_SECONDS)
         return not operations.under_way_count
 
-    def give_up(self) -> None:
+    def give_up_leaving(self) -> None:
         """The mount is to end: it needs its daemon for that."""
         self._waiting.cancel()

@@ -29,7 +29,7 @@ class RecentPlaces:
         self._rows = Rows(keeper, "fuse/places", FORM, ROW.size, COUNT)
         self.before: dict[int, tuple[int, bytes]] = {}
         """inode -> (folder, name), of the daemon before this one"""
-        found = [(*ROW.unpack_from(self._rows.memory, offset), offset) for offset in self._rows.used()]
+        found = [(*ROW.unpack_from(self._rows.memory, offset), offset) for offset in self._rows.list_used()]
         last = (0, -ROW.size)
         for serial, ino, parent, length, name, offset in sorted(found):
             last = serial, offset
@@ -37,7 +37,7 @@ class RecentPlaces:
                 self.before[ino] = parent, name[:length]
         self._serial, self._offset = last
 
-    def add(self, ino: int, parent: int, name: bytes) -> None:
+    def add_place(self, ino: int, parent: int, name: bytes) -> None:
         """The kernel is about to hear that the inode is there. A kill in between leaves a row that says nothing true:
         see `before`."""
         self._serial += 1

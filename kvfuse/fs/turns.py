@@ -56,7 +56,7 @@ class TurnLock:
         while self._is_held:
             task = trio.lowlevel.current_task()
             self._waiting.append(task)
-            await trio.lowlevel.wait_task_rescheduled(functools.partial(self._leave, task))
+            await trio.lowlevel.wait_task_rescheduled(functools.partial(self._leave_queue, task))
             self._is_one_coming = False
         self._is_held = True
 
@@ -66,7 +66,7 @@ class TurnLock:
             self._is_one_coming = True
             trio.lowlevel.reschedule(self._waiting.pop())  # the last one: its memory is warm
 
-    def _leave(self, task: trio.lowlevel.Task, _: object) -> trio.lowlevel.Abort:
+    def _leave_queue(self, task: trio.lowlevel.Task, _: object) -> trio.lowlevel.Abort:
         self._waiting.remove(task)
         return trio.lowlevel.Abort.SUCCEEDED
 
@@ -87,18 +87,18 @@ class RequestGate:
         """Go on."""
         if not self._is_over:
             self.is_shut = False
-            self._change()
+            self._wake_waiters()
 
     def end(self) -> None:
         """Whoever waits, or comes, is told that there is nothing to wait for."""
         self.is_shut = self._is_over = True
-        self._change()
+        self._wake_waiters()
 
-    def _change(self) -> None:
+    def _wake_waiters(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
-    async def wait(self) -> None:
+    async def wait_until_open(self) -> None:
         """Until it is open. trio.ClosedResourceError: it never will be."""
         while self.is_shut:
             if self._is_over:
@@ -124,7 +124,7 @@ class Requests:
         """waits since the last one awake"""
         self._is_watched = False
 
-    async def wait(self, descriptor: int) -> None:
+    async def wait_for_request(self, descriptor: int) -> None:
         """`trio.lowlevel.wait_readable`, but the other tasks may not get a turn where a request comes at once.
 
         From here on nobody waits in a read of ``descriptor``.
@@ -136,29 +136,29 @@ class Requests:
             self._descriptor = descriptor
         while True:
             if self._gate.is_shut:
-                await self._gate.wait()
+                await self._gate.wait_until_open()
             began = time.perf_counter()
-            if self._poll.poll(0) or self._comes_soon(began):
-                self._wakefulness.waited(0.0)
+            if self._poll.poll(0) or self._spin_for_request(began):
+                self._wakefulness.note_wait(0.0)
                 if time.perf_counter() - self._turn_began < TURN_SECONDS:
                     return
                 await trio.lowlevel.checkpoint()
                 self._turn_began = time.perf_counter()
             else:
-                await self._sleep(descriptor)
+                await self._sleep_until_request(descriptor)
                 self._turn_began = time.perf_counter()
-                self._learn(self._turn_began - began)
+                self._learn_wait(self._turn_began - began)
             if self._poll.poll(0) and not self._gate.is_shut:  # it has not gone meanwhile
                 return
 
-    async def _sleep(self, descriptor: int) -> None:
+    async def _sleep_until_request(self, descriptor: int) -> None:
         """Until there is a request."""
         if self._wakefulness.is_kept and not self._is_watched:
             self._is_watched = True
-            trio.lowlevel.spawn_system_task(failing.vital_task, self._watch)
+            trio.lowlevel.spawn_system_task(failing.vital_task, self._watch_for_idleness)
         await trio.lowlevel.wait_readable(descriptor)
 
-    async def _watch(self) -> None:
+    async def _watch_for_idleness(self) -> None:
         """While processors are kept awake: end that when no request came for a while. A timer of each wait costs more
         than most requests do.
         """
@@ -166,10 +166,10 @@ class Requests:
             before = self._turn_began
             await trio.sleep(LINGER_SECONDS)
             if self._turn_began == before:
-                self._wakefulness.end()
+                self._wakefulness.allow_sleep()
         self._is_watched = False
 
-    def _comes_soon(self, began: float) -> bool:
+    def _spin_for_request(self, began: float) -> bool:
         """Look for a request for a while, if that pays. Each look lets threads run."""
         if self._usual > SPIN_SECONDS and self._slept < TRIAL_WAITS:
             self._slept += 1
@@ -181,8 +181,8 @@ class Requests:
                 return True
         return False
 
-    def _learn(self, took: float) -> None:
-        self._wakefulness.waited(took)
+    def _learn_wait(self, took: float) -> None:
+        self._wakefulness.note_wait(took)
         self._usual += (min(took, REMEMBERED_SECONDS) - self._usual) / 4
 
 
@@ -190,7 +190,7 @@ SessionLoop = Callable[..., Awaitable[None]]
 """A worker of pyfuse3's: reads and answers requests until the mount is gone."""
 
 
-def read_again(loop: SessionLoop) -> SessionLoop:
+def retry_reads(loop: SessionLoop) -> SessionLoop:
     """``loop``, begun again where the request went in the instant between the last look at it and the read.
 
     What the loop says then leaves its buffer behind: that must be rare.
@@ -217,7 +217,7 @@ def take_turns(wakefulness: Wakefulness, gate: RequestGate | None = None) -> Non
     """Have pyfuse3's workers take turns as said above. To be called before each `pyfuse3.main`."""
     names = vars(pyfuse3)
     if names["trio"] is trio:
-        names["_session_loop"] = read_again(names["_session_loop"])
+        names["_session_loop"] = retry_reads(names["_session_loop"])
     # New ones for each mount: its descriptor may have the number of the last one's.
-    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness, gate).wait})
+    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness, gate).wait_for_request})
     names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})

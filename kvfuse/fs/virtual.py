@@ -42,7 +42,7 @@ class Viewer(NamedTuple):
     """it runs the daemon, or could read its memory"""
 
     @classmethod
-    def of(cls, uid: int, pid: int) -> Self:
+    def from_process(cls, uid: int, pid: int) -> Self:
         """A process that asks the kernel. Uid 0 alone is not root: a container's may do as little as anybody."""
         if uid == 0:
             return cls(uid, Credentials.of(pid, uid).has(Capability.SYS_ADMIN))
@@ -94,7 +94,7 @@ class VirtualFolder:
             self._attributes[ino] = VirtualAttributes(ino, stat.S_IFREG | 0o444, 1, now, now, now)
         self.binder: int | None = None
 
-    def attributes(self, ino: int) -> VirtualAttributes:
+    def get_attributes(self, ino: int) -> VirtualAttributes:
         """Attributes of the folder or a file. NotFound for a reserved number that is not used."""
         try:
             return self._attributes[ino]
@@ -110,7 +110,7 @@ class VirtualFolder:
         except KeyError:
             raise NotFound(os.fsdecode(name)) from None
 
-    def rows(self, after: int) -> list[DirEntry]:
+    def list_files(self, after: int) -> list[DirEntry]:
         """The files after the cookie ``after``; an inode number, always above 2, serves as the cookie."""
         return [DirEntry(name, ino, self._attributes[ino]) for name, ino in self._inodes.items() if ino > after]
 
@@ -124,9 +124,9 @@ class VirtualFolder:
         if name != SOCKET_NAME or not stat.S_ISSOCK(mode) or pid != self.binder:
             raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
         self.binder = None
-        return self.have_socket()
+        return self.add_socket()
 
-    def have_socket(self) -> VirtualAttributes:
+    def add_socket(self) -> VirtualAttributes:
         """The control socket is there from now on: it is made, or was by a daemon before this one, which bound it."""
         now = time.time_ns()
         ino = FIRST_FILE_INODE + len(self._texts)

@@ -43,9 +43,9 @@ class Wakefulness:
         self.is_kept = False
         """A thread that waits longer than ``LINGER_SECONDS`` from now, or twice as long, calls `end`."""
         if wanted:
-            self._open(device)
+            self._open_device(device)
 
-    def _open(self, device: Path) -> None:
+    def _open_device(self, device: Path) -> None:
         try:
             if IDLE_DRIVER.read_text().strip() == GUEST_DRIVER:
                 self._latency = 0
@@ -53,21 +53,21 @@ class Wakefulness:
         except OSError as error:  # not root, a container, a machine whose processors know one way to idle
             log.debug("idle processors sleep as they like: %s", error)
 
-    def waited(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         """There is work, after so long."""
         if seconds >= SHORT_SECONDS:
             self._short_waits = 0
             return
         self._short_waits += 1
         if self._short_waits == BUSY_WAITS and not self.is_kept:
-            self.is_kept = self._wish(self._latency)
+            self.is_kept = self._write_latency(self._latency)
 
-    def end(self) -> None:
+    def allow_sleep(self) -> None:
         """Processors may sleep, as far as this thread is concerned."""
         self._short_waits = 0
         if self.is_kept:
             self.is_kept = False
-            self._wish(ANY_LATENCY)
+            self._write_latency(ANY_LATENCY)
 
     def close(self) -> None:
         self.is_kept = False
@@ -75,7 +75,7 @@ class Wakefulness:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _wish(self, latency: int) -> bool:
+    def _write_latency(self, latency: int) -> bool:
         if self._descriptor < 0:
             return False
         try:

@@ -107,12 +107,12 @@ class Child:
     def fork(self) -> Child:
         """A daemon that is as if it had waited, too. TimeoutError: there is no answer; OSError: this one is dead, or
         the new one, or there can be no more processes."""
-        ours, theirs = _ends()
+        ours, theirs = _make_socket_pair()
         try:
             with theirs:
                 self.send(FORK, descriptors=[theirs.fileno()])
             ours.settimeout(FORK_SECONDS)
-            data, descriptors = receive(ours)
+            data, descriptors = receive_datagram(ours)
             if not data:
                 raise ConnectionResetError
             ours.settimeout(SEND_SECONDS)
@@ -126,7 +126,7 @@ class Child:
         child.skills = self.skills
         return child
 
-    def speaks_to(self, descriptor: int) -> None:
+    def redirect_output(self, descriptor: int) -> None:
         """Where its standard output and errors, and those of its copies, go from now on."""
         if self.may_fork:
             with suppress(OSError):
@@ -142,14 +142,14 @@ class Child:
     def receive(self) -> tuple[int, str, bytes, list[int]] | None:
         """Its next message; None: it says nothing any more."""
         try:
-            data, descriptors = receive(self.socket)
+            data, descriptors = receive_datagram(self.socket)
         except ConnectionResetError:
             return None
         if not data:
             return None
         name, _, content = data[1:].partition(b"\0")
         if data[0] == ALIVE:
-            self.pulse.answered()
+            self.pulse.note_answer()
         elif data[0] == DIED:
             self.pulse.cause, self.pulse.reason = "exception", content.decode("utf-8", "replace")
         return data[0], name.decode(), content, descriptors
@@ -162,7 +162,7 @@ class Child:
     def takes_many(self) -> bool:
         return "many" in self.skills
 
-    def said_hello(self, content: bytes) -> None:
+    def read_hello(self, content: bytes) -> None:
         said = json.loads(content)
         self.version, self.problem = str(said["version"]), str(said["problem"] or "")
         self.skills, self.standby = frozenset(word for word in SKILLS if said.get(word)), said.get("standby")
@@ -176,7 +176,7 @@ class Child:
         if self.pulse.is_due():
             with suppress(OSError):  # it is dead, or takes nothing: then it does not answer either
                 self.send(ASK)
-            self.pulse.asked()
+            self.pulse.note_question()
         return self.pulse.is_lost(self.pid, is_ready=self.is_ready)
 
     def kill(self, cause: str) -> None:
@@ -184,20 +184,20 @@ class Child:
         self.pulse.cause = cause
         os.kill(self.pid, signal.SIGKILL)
 
-    def cause_of_death(self, code: int) -> str:
+    def find_cause(self, code: int) -> str:
         """One of ``CAUSES``. ``code``: as of `os.waitstatus_to_exitcode`."""
         if self.pulse.cause:
             return self.pulse.cause
         return "exit" if code >= 0 else "killed" if code == -signal.SIGKILL else "crash"
 
-    def last_words(self) -> str:
+    def read_last_words(self) -> str:
         """What it said when it could not begin, if that is known."""
         if self.said is None:
             return ""
         begin = max(0, os.fstat(self.said).st_size - SAID_SIZE_MAX)
         return os.pread(self.said, SAID_SIZE_MAX, begin).decode("utf-8", "replace").strip()
 
-    def wait(self) -> None:
+    def wait_for_last_thread(self) -> None:
         """For its last thread, when the first one has ended; not for long."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
@@ -206,7 +206,7 @@ class Child:
             if not is_writing(self.pid) or time.monotonic() > limit:
                 break
 
-    def dismissed(self) -> int:
+    def kill_unneeded(self) -> int:
         """It is not needed: kill it. Its pid, to be waited for."""
         os.kill(self.pid, signal.SIGKILL)
         self.close()
@@ -220,13 +220,13 @@ class Child:
             self.said = None
 
 
-def started(command: list[str], folder: str, *, heard: bool = False, checked: bool = False) -> Child:
+def spawn(command: list[str], folder: str, *, heard: bool = False, checked: bool = False) -> Child:
     """A process of its own that imports all that a daemon needs, says hello and waits. ``heard``: see `Child`.
 
     ``checked``: only if nobody else can change the program. That process looks, as a file system may not answer.
     """
     said = os.memfd_create("kvfuse-errors") if heard else None
-    ours, theirs = _ends()
+    ours, theirs = _make_socket_pair()
     pid = os.fork()
     if pid == 0:
         try:
@@ -263,7 +263,7 @@ def _inherit_nothing() -> None:
             os.set_inheritable(int(number), int(number) < 3)
 
 
-def _ends() -> tuple[socket.socket, socket.socket]:
+def _make_socket_pair() -> tuple[socket.socket, socket.socket]:
     """Of the holder, and of a daemon."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
@@ -272,7 +272,7 @@ def _ends() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def receive(end: socket.socket) -> tuple[bytes, list[int]]:
+def receive_datagram(end: socket.socket) -> tuple[bytes, list[int]]:
     """The next datagram and its descriptors, which no child gets (`socket.recv_fds` of Python 3.11 takes no flags)."""
     descriptors = array.array("i")
     size = socket.CMSG_SPACE(DESCRIPTORS_MAX * descriptors.itemsize)
@@ -291,7 +291,7 @@ Thing = tuple[str, bytes, list[int]]
 """name, content, descriptors"""
 
 
-def packed(things: Iterable[Thing]) -> Iterator[tuple[bytes, list[int]]]:
+def pack_things(things: Iterable[Thing]) -> Iterator[tuple[bytes, list[int]]]:
     """(content, descriptors) of messages MANY with all of these things, in that order."""
     parts, size, passed = list[bytes](), 0, list[int]()
     for name, content, descriptors in things:
@@ -306,7 +306,7 @@ def packed(things: Iterable[Thing]) -> Iterator[tuple[bytes, list[int]]]:
         yield b"".join(parts), passed
 
 
-def unpacked(content: bytes, descriptors: Sequence[int]) -> Iterator[Thing]:
+def unpack_things(content: bytes, descriptors: Sequence[int]) -> Iterator[Thing]:
     """The things of a MANY."""
     at = passed = 0
     while at < len(content):

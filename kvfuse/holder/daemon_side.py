@@ -25,7 +25,7 @@ from kvfuse.holder import child as holder_child
 from kvfuse.holder import guard
 from kvfuse.holder import main as holder
 from kvfuse.holder import things as holder_things
-from kvfuse.kept.keeper import Kept, check
+from kvfuse.kept.keeper import Kept, check_sizes
 
 if TYPE_CHECKING:
     import trio
@@ -58,7 +58,7 @@ class Holding:
     outlives = True
 
     def __init__(self, descriptor: int, holder_pid: int | None = None) -> None:
-        self._socket = _end_of(descriptor)
+        self._socket = _wrap_end(descriptor)
         self._holder = os.getppid() if holder_pid is None else holder_pid
         self._left: dict[str, Kept] = {}
         self._names: dict[str, None] = {}
@@ -77,7 +77,7 @@ class Holding:
         """of who waits for that"""
 
     @classmethod
-    def of_this_process(cls) -> Holding | None:
+    def from_environment(cls) -> Holding | None:
         """None: no holder started this process. It ends with its holder from here on."""
         descriptor = os.environ.pop(holder_child.VARIABLE, None)
         if descriptor is None:
@@ -91,7 +91,7 @@ class Holding:
         if os.getppid() != self._holder:
             sys.exit(HOLDER_IS_DEAD)
 
-    def wait(self, problem: str = "", standby: bool | None = None) -> bool:
+    def wait_for_turn(self, problem: str = "", standby: bool | None = None) -> bool:
         """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount.
 
         ``problem``: with mount.conf; no upgrade begins with that. ``standby``: what mount.conf says of it, for an
@@ -100,23 +100,23 @@ class Holding:
         """
         hello: dict[str, object] = {"version": kvfuse.__version__, "problem": problem, "standby": standby}
         hello |= dict.fromkeys(("forks", "answers", "many"), True)
-        self._send(holder_child.HELLO, "", _json(hello))
+        self._send(holder_child.HELLO, "", _encode_json(hello))
         while True:
-            kind, name, content, descriptors = self._receive()
+            kind, name, content, descriptors = self._receive_message()
             if kind == holder_child.START:
                 self._socket.setblocking(False)
                 said = json.loads(content or b"{}")
                 self.is_afresh = bool(said.get("afresh"))
                 self.deaths = {str(cause): int(count) for cause, count in (said.get("deaths") or {}).items()}
-                self._speak_up()
+                self._restore_stderr()
                 return holder_things.CONNECTION not in self._left
             if kind == holder_child.FORK:
-                self._fork(*descriptors)
+                self._fork_daemon(*descriptors)
             elif kind == holder_child.SPEAK:
-                self._speak_to(*descriptors)
+                self._redirect_output(*descriptors)
             elif kind in (holder_child.KEPT, holder_child.MANY):
                 is_one = kind == holder_child.KEPT
-                things = [(name, content, descriptors)] if is_one else holder_child.unpacked(content, descriptors)
+                things = [(name, content, descriptors)] if is_one else holder_child.unpack_things(content, descriptors)
                 for thing, kept, passed in things:
                     self._left[thing] = Kept(kept, tuple(passed))
                     self._names[thing] = None
@@ -124,14 +124,14 @@ class Holding:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
-    def _fork(self, descriptor: int) -> None:
+    def _fork_daemon(self, descriptor: int) -> None:
         """Return in this process, which goes on to stand by, and in a daemon, whose end of its socket this is.
 
         The daemon is the holder's own child: that of a process between, which ends at once (`main`).
         """
         if not gc.get_freeze_count():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the daemon sees to it, and the holder
-            _be_named(STANDBY_NAME)
+            _set_process_name(STANDBY_NAME)
         gc.freeze()  # what is here a daemon never looks at, so that most of it stays shared memory
         sys.stdout.flush()
         sys.stderr.flush()
@@ -147,14 +147,14 @@ class Holding:
         except BaseException as error:
             os.write(2, f"kvfuse: a daemon cannot be forked: {error}\n".encode())
             os._exit(1)
-        self._be_born(descriptor, between)
+        self._begin_as_daemon(descriptor, between)
 
-    def _be_born(self, descriptor: int, between: int) -> None:
-        _be_named(DAEMON_NAME)
+    def _begin_as_daemon(self, descriptor: int, between: int) -> None:
+        _set_process_name(DAEMON_NAME)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._socket.close()
-        self._socket = _end_of(descriptor)
-        reseed()
+        self._socket = _wrap_end(descriptor)
+        reseed_random()
         given_up = time.monotonic() + holder_child.FORK_SECONDS
         while os.getppid() == between and time.monotonic() < given_up:
             time.sleep(LOOK_SECONDS)  # nothing tells a process that it has another parent now
@@ -163,7 +163,7 @@ class Holding:
         self._send(holder_child.BORN, "", b"%d" % os.getpid(), [pidfd])
         os.close(pidfd)
 
-    def _speak_to(self, descriptor: int) -> None:
+    def _redirect_output(self, descriptor: int) -> None:
         """Of a process that stands by: files take the places of what it was started with."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         for opened, number in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
@@ -174,9 +174,9 @@ class Holding:
         if errors is not None:
             os.close(int(errors))
 
-    def _receive(self) -> tuple[int, str, bytes, list[int]]:
+    def _receive_message(self) -> tuple[int, str, bytes, list[int]]:
         try:
-            data, descriptors = holder_child.receive(self._socket)
+            data, descriptors = holder_child.receive_datagram(self._socket)
         except ConnectionResetError:
             data = b""
         if not data:
@@ -184,7 +184,7 @@ class Holding:
         name, _, content = data[1:].partition(b"\0")
         return data[0], name.decode(), content, descriptors
 
-    def _speak_up(self) -> None:
+    def _restore_stderr(self) -> None:
         """What this process says is not for an upgrade's answer any more."""
         errors = os.environ.pop(holder_child.ERRORS_VARIABLE, None)
         if errors is not None:
@@ -194,26 +194,26 @@ class Holding:
 
     # -- Keeper ----------------------------------------------------------------------------------------
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         return [name for name in self._names if name.startswith(prefix)]
 
     def take(self, name: str) -> Kept | None:
         return self._left.pop(name, None)
 
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        check(content, descriptors)
-        self._forget(name)
+        check_sizes(content, descriptors)
+        self._close_left(name)
         self._send(holder_child.KEEP, name, content, descriptors)
 
     def drop(self, name: str) -> None:
         if not self._is_sealed:
-            self._forget(name)
+            self._close_left(name)
             self._send(holder_child.DROP, name)
 
     def seal(self) -> None:
         self._is_sealed = True
 
-    def _forget(self, name: str) -> None:
+    def _close_left(self, name: str) -> None:
         self._names.pop(name, None)
         left = self._left.pop(name, None)
         for descriptor in left.descriptors if left else ():
@@ -221,21 +221,21 @@ class Holding:
 
     # -- for the holder itself -------------------------------------------------------------------------
 
-    def ready(self) -> None:
+    def report_ready(self) -> None:
         """The mount answers."""
         self._send(holder_child.READY)
 
-    def end(self, report: object = None) -> None:
+    def report_end(self, report: object = None) -> None:
         """There is nothing for a next daemon to do; ``report``: why the start failed."""
-        self._send(holder_child.END, "", b"" if report is None else _json(report) + b"\n")
+        self._send(holder_child.END, "", b"" if report is None else _encode_json(report) + b"\n")
 
-    async def hear(self) -> None:
+    async def answer_holder(self) -> None:
         """Say that the event loop runs, whenever the holder asks; hear what else it says. Until cancelled."""
         import trio
 
         while True:
             await trio.lowlevel.wait_readable(self._socket)
-            kind, _, content, descriptors = self._receive()
+            kind, _, content, descriptors = self._receive_message()
             for descriptor in descriptors:
                 os.close(descriptor)
             if kind == holder_child.ASK:
@@ -245,7 +245,7 @@ class Holding:
                 if self._leave is not None:
                     self._leave.set()
 
-    async def asked(self) -> float:
+    async def wait_until_asked(self) -> float:
         """Wait until this daemon is to make way for another one; for `fs.leaving`. `hear` runs meanwhile."""
         import trio
 
@@ -255,11 +255,11 @@ class Holding:
         seconds, self._leave_seconds = self._leave_seconds, None
         return seconds
 
-    def refuse(self, why: str) -> None:
+    def refuse_to_leave(self, why: str) -> None:
         """This daemon goes on."""
         self._send(holder_child.STAYS, "", why.encode("utf-8", "backslashreplace"))
 
-    def left(self) -> None:
+    def report_left(self) -> None:
         """All is stored and left to the next daemon. This process is killed now."""
         self._socket.setblocking(True)
         self._send(holder_child.LEFT)
@@ -267,32 +267,32 @@ class Holding:
     def _send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         message = bytes([kind]) + name.encode() + b"\0" + content
         with self._lock:
-            if self._waiting or not self._pass(message, descriptors):
+            if self._waiting or not self._try_send(message, descriptors):
                 self._waiting.append((message, tuple(map(os.dup, descriptors))))
-                self._pass_waiting()
+                self._send_waiting()
             if self._waiting and not self._is_passed_on:
                 with suppress(RuntimeError):  # no thread can be started: the next message tries again
-                    threading.Thread(target=self._pass_on, name="kvfuse-holding", daemon=True).start()
+                    threading.Thread(target=self._run_sender, name="kvfuse-holding", daemon=True).start()
                     self._is_passed_on = True
 
-    def _pass_on(self) -> None:
+    def _run_sender(self) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
         while True:
             poll.poll()
             with self._lock:
-                self._pass_waiting()
+                self._send_waiting()
                 if not self._waiting:
                     self._is_passed_on = False
                     return
             time.sleep(LOOK_SECONDS)  # there may be room for bytes, and none for descriptors
 
-    def _pass_waiting(self) -> None:
-        while self._waiting and self._pass(*self._waiting[0]):
+    def _send_waiting(self) -> None:
+        while self._waiting and self._try_send(*self._waiting[0]):
             for descriptor in self._waiting.popleft()[1]:
                 os.close(descriptor)
 
-    def _pass(self, message: bytes, descriptors: Sequence[int]) -> bool:
+    def _try_send(self, message: bytes, descriptors: Sequence[int]) -> bool:
         """False: the holder has to take others first."""
         try:
             socket.send_fds(self._socket, [message], list(descriptors))
@@ -303,7 +303,7 @@ class Holding:
         return True
 
 
-def die(holding: Holding, error: BaseException) -> NoReturn:
+def end_daemon(holding: Holding, error: BaseException) -> NoReturn:
     """End this process at once, as `kill -9` does, for an error of its own: the next daemon goes on. In any thread."""
     reason = innermost(error)
     if isinstance(reason, SystemExit):  # the holder has died: the kernel ends this process, too
@@ -316,7 +316,7 @@ def die(holding: Holding, error: BaseException) -> NoReturn:
         os._exit(holder_child.DIED_STATUS)
 
 
-def _end_of(descriptor: int) -> socket.socket:
+def _wrap_end(descriptor: int) -> socket.socket:
     """The daemon's end of its socket; no child of it gets that."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
@@ -325,21 +325,21 @@ def _end_of(descriptor: int) -> socket.socket:
     return end
 
 
-def reseed() -> None:
+def reseed_random() -> None:
     """Have other random numbers than other forks. Python sees to its own; by trio's, tasks take turns."""
     with suppress(KeyError, AttributeError):
         sys.modules["trio._core._run"]._r.seed()  # private
 
 
-def _be_named(name: str) -> None:
+def _set_process_name(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-def _json(content: object) -> bytes:
+def _encode_json(content: object) -> bytes:
     return json.dumps(content).encode()
 
 
-def command(config: dict[str, Any]) -> list[str]:
+def build_command(config: dict[str, Any]) -> list[str]:
     """How a holder is started; see `main.Holder` for ``config``."""
     config["guard"] = [sys.executable, "-I", "-S", guard.__file__]
     return [sys.executable, "-I", "-S", holder.__file__, json.dumps(config)]

@@ -40,7 +40,7 @@ class Guarding:
         self._switch: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, device: int | None) -> None:
+    def start_guard(self, device: int | None) -> None:
         """Guard the mount with this st_dev. Where that cannot be, the log says so: the mount does without.
 
         None: a daemon before this one mounted it, and has said so, if it has none.
@@ -70,7 +70,7 @@ class Guarding:
                 "missing, as root: mount -t fusectl none %s", self._mountpoint, error, CONNECTIONS, CONNECTIONS,
             )  # fmt: skip
 
-    def abort(self) -> bool:
+    def abort_connection(self) -> bool:
         """End the connection, if it has not ended: whoever waits for an answer gets an error. False: it cannot be."""
         if self._switch is None:
             return False

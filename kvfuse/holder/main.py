@@ -34,7 +34,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
-    from kvfuse.holder.child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
+    from kvfuse.holder.child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, spawn
     from kvfuse.holder.pace import Backoff, Failures
     from kvfuse.holder.signals import STOP_SIGNALS, take_signals
     from kvfuse.holder.status_socket import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING or __name__ != "__main__":
     from kvfuse.holder.things import Things
 else:
     sys.path.append(os.path.dirname(__file__))
-    from child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
+    from child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, spawn
     from pace import Backoff, Failures
     from signals import STOP_SIGNALS, take_signals
     from status_socket import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, DaemonFacts, StatusSocket, Upgrade
@@ -90,7 +90,7 @@ class Holder:
 
     # -- what it says ----------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
             line = repr(f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}")  # for terminals
@@ -98,7 +98,7 @@ class Holder:
         except OSError:
             pass
 
-    def report(self, content: bytes) -> None:
+    def report_start(self, content: bytes) -> None:
         """How the start went, to whoever waits for it."""
         report = self.config.pop("report", None)
         if isinstance(report, int):
@@ -108,7 +108,7 @@ class Holder:
                 pass
             os.close(report)
 
-    def speak_to_log(self) -> None:
+    def redirect_to_log(self) -> None:
         """From the first daemon that is ready on: whoever waits for the end of this output gets it."""
         path = self.config.pop("log", None)
         if path:
@@ -122,18 +122,18 @@ class Holder:
 
     # -- daemons ---------------------------------------------------------------------------------------
 
-    def new(self, command: list[str], *, heard: bool = False, checked: bool = False) -> Child:
-        return started(command, str(self.config["folder"]), heard=heard, checked=checked)
+    def spawn(self, command: list[str], *, heard: bool = False, checked: bool = False) -> Child:
+        return spawn(command, str(self.config["folder"]), heard=heard, checked=checked)
 
-    def start(self, waiting: Child | None = None) -> None:
+    def start_daemon(self, waiting: Child | None = None) -> None:
         """Let the next daemon serve: from this one, else the one that stands by, else a new one."""
         if waiting is None:
-            waiting, self.standby = self.standby or self.new(self.command), None
+            waiting, self.standby = self.standby or self.spawn(self.command), None
         self.serving = waiting
         if waiting.has_said_hello:
-            self.begin(waiting)
+            self.begin_turn(waiting)
 
-    def begin(self, waiting: Child) -> None:
+    def begin_turn(self, waiting: Child) -> None:
         """It is the turn of one that waited: of a copy of it where one is to stand by."""
         is_new = self.upgrade is not None and self.upgrade.phase == BEGINNING and waiting.standby is not None
         if waiting.may_fork and (waiting.standby if is_new else self.config["standby"]):
@@ -141,30 +141,30 @@ class Holder:
                 try:
                     self.serving = waiting.fork()
                 except TimeoutError:
-                    self.say(f"process {waiting.pid}, which stands by, does not answer: it is killed")
+                    self.warn(f"process {waiting.pid}, which stands by, does not answer: it is killed")
                     os.kill(waiting.pid, signal.SIGKILL)
                     return  # the loop finds it dead, and goes on
                 except OSError:
                     continue
                 self.standby = waiting
-                self.hand_over(self.serving)
+                self.give_turn(self.serving)
                 return
-        self.hand_over(waiting)
+        self.give_turn(waiting)
 
-    def hand_over(self, child: Child) -> None:
+    def give_turn(self, child: Child) -> None:
         """Give a daemon all that is kept, and have it begin."""
         try:
-            self.things.give_to(child)
+            self.things.send_all_to(child)
             is_afresh = self.upgrade is not None and self.upgrade.phase == BEGINNING
             child.send(START, "", json.dumps({"afresh": is_afresh, "deaths": self.facts.causes}).encode())
             child.begun = time.monotonic()
         except TimeoutError:
-            self.say(f"the daemon {child.pid} takes nothing: it is killed")
+            self.warn(f"the daemon {child.pid} takes nothing: it is killed")
             child.kill("silent")
         except OSError:
             pass  # it is dead: the loop finds that by its pidfd, and starts another one
 
-    def read(self, child: Child) -> bool:
+    def read_message(self, child: Child) -> bool:
         """One message of a daemon. False: there is none."""
         message = child.receive()
         if message is None:
@@ -172,100 +172,100 @@ class Holder:
         kind, name, content, descriptors = message
         if kind == HELLO:
             try:
-                child.said_hello(content)
+                child.read_hello(content)
             except (ValueError, LookupError, TypeError, AttributeError):
-                self.say(f"process {child.pid} is killed: it is no daemon of kvfuse by its first message")
+                self.warn(f"process {child.pid} is killed: it is no daemon of kvfuse by its first message")
                 os.kill(child.pid, signal.SIGKILL)
                 return True
             if child is self.serving:
-                self.begin(child)
+                self.begin_turn(child)
         elif kind == KEEP and child is self.serving:
             self.things.keep(name, content, descriptors)
             return True
         elif kind == DROP and child is self.serving:
             self.things.drop(name)
         elif kind == READY and child is self.serving:
-            self.is_served(child)
+            self.note_ready(child)
         elif kind == LEFT and child is self.serving:
             child.has_left = True
             os.kill(child.pid, signal.SIGKILL)  # there is nothing left for it to do
         elif kind == STAYS and self.upgrade is not None and child is self.serving:
             self.stalled_at = 0.0
-            self.refuse(f"the daemon cannot make way: {content.decode()}")
+            self.refuse_upgrade(f"the daemon cannot make way: {content.decode()}")
         elif kind == END:
             child.has_ended = True
-            self.report(content or b"{}\n")
+            self.report_start(content or b"{}\n")
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
-    def ended(self, child: Child) -> None:
+    def handle_death(self, child: Child) -> None:
         """A daemon is dead: all that it said is read, then another one begins, or the mount is over."""
         child.socket.setblocking(False)
         try:
-            while self.read(child):
+            while self.read_message(child):
                 pass
         except BlockingIOError:
             pass
-        child.wait()
+        child.wait_for_last_thread()
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL
         if not pid:
             self.dying.append(child.pid)
-        words = child.last_words()
+        words = child.read_last_words()
         child.close()
         how = child.pulse.reason or (f"exit status {code}" if code >= 0 else signal.Signals(-code).name)
         if child is not self.serving:
-            self.ended_beside(child, words or how)
+            self.handle_death_beside(child, words or how)
             return
         self.serving = None
         if child.is_ready and not self.stalled_at:
             self.stalled_at = time.monotonic()
-        if self.goes_on_with_upgrade(child, how):
+        if self.continue_upgrade(child, how):
             return
         if self.told_to_end is not None:
-            self.failures.daemon_died_at_the_end()
+            self.failures.count_death_at_end()
         if child.has_ended or not self.was_ready or not self.failures.may_end_anew:
             if self.was_ready and not child.has_ended and self.status_socket.is_on_top(str(self.config["point"])):
                 self.things.unmount()
-            self.finish(code if code >= 0 else 128 - code)
+            self.finish_mount(code if code >= 0 else 128 - code)
             return
         lived = time.monotonic() - child.begun
         was_killed = code == -signal.SIGKILL and not child.pulse.cause
-        self.failures.daemon_died(lived, was_killed=was_killed, was_ready=child.is_ready)
-        self.facts.daemon_died(how, child.cause_of_death(code))
+        self.failures.count_death(lived, was_killed=was_killed, was_ready=child.is_ready)
+        self.facts.count_death(how, child.find_cause(code))
         what = f"the daemon {child.pid} is dead ({how})"
         while not self.failures.are_too_many:
             pause = self.failures.pause
-            self.say(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
+            self.warn(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
             if pause:
                 time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
             try:
-                self.start()
+                self.start_daemon()
             except OSError as error:  # no process, memory or descriptor is free
                 how = what = f"no daemon can be started ({error})"
-                self.failures.daemon_died(0.0, was_killed=False, was_ready=False)
+                self.failures.count_death(0.0, was_killed=False, was_ready=False)
             else:
                 return
         what = "the mount is given up, and what was not stored is lost"
-        self.say(f"too many daemons in a row have failed, the last with {how}: {what}")
-        self.things.abort()
-        self.finish(1)
+        self.warn(f"too many daemons in a row have failed, the last with {how}: {what}")
+        self.things.abort_connection()
+        self.finish_mount(1)
 
-    def is_served(self, child: Child) -> None:
+    def note_ready(self, child: Child) -> None:
         """A daemon is ready."""
         child.is_ready = True
-        self.report(b"{}\n")
-        self.speak_to_log()
-        self.status_socket.open(str(self.config["point"]))
+        self.report_start(b"{}\n")
+        self.redirect_to_log()
+        self.status_socket.open_socket(str(self.config["point"]))
         if not self.was_ready and self.status_socket.problem:
-            self.say(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.status_socket.problem}")
+            self.warn(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.status_socket.problem}")
         if self.was_ready:
-            self.facts.another_serves(time.monotonic() - self.stalled_at)
+            self.facts.count_stall(time.monotonic() - self.stalled_at)
         self.was_ready, self.stalled_at = True, 0.0
-        self.is_upgraded(child)
+        self.end_upgrade(child)
         if self.standby is not None:
-            self.standby.speaks_to(2)
+            self.standby.redirect_output(2)
         status = f"STATUS=process {child.pid}, version {child.version}, serves {self.config['point']}"
         self.status_socket.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
         if self.told_to_end is not None:
@@ -273,9 +273,9 @@ class Holder:
 
     # -- upgrades --------------------------------------------------------------------------------------
 
-    def asked(self) -> None:
+    def answer_caller(self) -> None:
         """Somebody asks something."""
-        client = self.status_socket.accept()
+        client = self.status_socket.accept_caller()
         if client is None:
             return
         child = self.serving
@@ -290,35 +290,35 @@ class Holder:
         else:
             command = [str(client.program), *self.command[1:]]
             try:
-                self.standby = self.standby or self.new(self.command, heard=True)
-                next = self.new(command, heard=True, checked=command != self.command)
+                self.standby = self.standby or self.spawn(self.command, heard=True)
+                next = self.spawn(command, heard=True, checked=command != self.command)
             except OSError as error:
                 client.answer(error=f"no daemon can be started: {error}")
                 return
             back, self.standby = self.standby, None
             self.upgrade = Upgrade(client, next, back, command, client.seconds)
 
-    def refuse(self, why: str) -> None:
+    def refuse_upgrade(self, why: str) -> None:
         """No upgrade: the daemon that serves goes on, or one of its version follows it."""
         upgrade, self.upgrade = self.upgrade, None
         assert upgrade is not None
-        self.say(f"there was no upgrade: {why}")
-        upgrade.answer(error=why)
+        self.warn(f"there was no upgrade: {why}")
+        upgrade.answer_client(error=why)
         for child in (upgrade.next, upgrade.back):
             if child is None or child is self.serving:
                 continue
             if child is upgrade.back and self.config["standby"] and self.standby in (None, child):
                 self.standby = child
             else:
-                self.dismiss(child)
+                self.dismiss_child(child)
 
-    def dismiss(self, child: Child) -> None:
+    def dismiss_child(self, child: Child) -> None:
         """It is not needed."""
         if child is self.standby:
             self.standby = None
-        self.dying.append(child.dismissed())
+        self.dying.append(child.kill_unneeded())
 
-    def advance(self) -> None:
+    def advance_upgrade(self) -> None:
         """The next step of an upgrade, if it is time for it."""
         upgrade, serving = self.upgrade, self.serving
         if upgrade is None or serving is None:
@@ -326,38 +326,38 @@ class Holder:
         child, back = upgrade.next, upgrade.back
         if upgrade.phase == STANDING_BY and child is not None:
             if child.problem:
-                self.refuse(child.problem)
+                self.refuse_upgrade(child.problem)
             elif child.has_said_hello and (back is None or back.has_said_hello):
-                upgrade.enter(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
+                upgrade.enter_phase(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
                 self.stalled_at = upgrade.began = time.monotonic()
                 with suppress(OSError):  # it has just died, or takes nothing: then it is late
                     serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
             elif upgrade.is_late:
-                words = child.last_words()
-                self.refuse("the new daemon did not get ready in time" + (f": {words}" if words else ""))
+                words = child.read_last_words()
+                self.refuse_upgrade("the new daemon did not get ready in time" + (f": {words}" if words else ""))
         elif upgrade.is_late:
             is_new = upgrade.phase == BEGINNING
             upgrade.failure = f"it was not ready in {upgrade.seconds:g} s" if is_new else ""
             upgrade.deadline = float("inf")
-            self.say(f"the daemon {serving.pid} is killed: it takes too long, {upgrade.phase}")
+            self.warn(f"the daemon {serving.pid} is killed: it takes too long, {upgrade.phase}")
             os.kill(serving.pid, signal.SIGKILL)
 
-    def ended_beside(self, child: Child, how: str) -> None:
+    def handle_death_beside(self, child: Child, how: str) -> None:
         """A daemon is dead that did not serve."""
         upgrade = self.upgrade
         if child is self.standby:
             self.standby = None
-            self.say(f"process {child.pid}, which stood by, is dead: {how}")
-            self.pace.one_died(time.monotonic() - child.begun)
+            self.warn(f"process {child.pid}, which stood by, is dead: {how}")
+            self.pace.count_death(time.monotonic() - child.begun)
         if upgrade is not None and child is upgrade.back:
-            self.say(f"the upgrade has no way back: no other daemon of the present version begins: {how}")
+            self.warn(f"the upgrade has no way back: no other daemon of the present version begins: {how}")
             upgrade.back = None
         elif upgrade is not None and child is upgrade.next:
             upgrade.next, upgrade.failure = None, how
             if upgrade.phase == STANDING_BY:
-                self.refuse(f"the new daemon does not begin: {how}")
+                self.refuse_upgrade(f"the new daemon does not begin: {how}")
 
-    def goes_on_with_upgrade(self, child: Child, how: str) -> bool:
+    def continue_upgrade(self, child: Child, how: str) -> bool:
         """The daemon that served is dead. False: it is not, or no more, for the upgrade to start the next one."""
         upgrade = self.upgrade
         if upgrade is None:
@@ -367,25 +367,27 @@ class Holder:
         if upgrade.phase in (STANDING_BY, GOING_BACK) or child.has_ended:
             if self.standby is None and not child.has_ended:
                 self.standby, upgrade.back = upgrade.back, None
-            self.refuse(f"the daemon has ended meanwhile ({how})")
+            self.refuse_upgrade(f"the daemon has ended meanwhile ({how})")
             return False
         if upgrade.phase == LEAVING and upgrade.next is not None:
-            upgrade.enter(BEGINNING, upgrade.seconds)
-            self.start(upgrade.next)
+            upgrade.enter_phase(BEGINNING, upgrade.seconds)
+            self.start_daemon(upgrade.next)
             return True
         upgrade.failure = upgrade.failure or how
         if upgrade.next is not None:  # it stands by
-            self.dismiss(upgrade.next)
+            self.dismiss_child(upgrade.next)
             upgrade.next = None
         if upgrade.back is None:
-            self.refuse(f"the new daemon failed: {upgrade.failure}; another one of the former version takes over")
+            self.refuse_upgrade(
+                f"the new daemon failed: {upgrade.failure}; another one of the former version takes over"
+            )
             return False
-        self.say(f"the new daemon failed: {upgrade.failure}; the former version takes over")
-        upgrade.enter(GOING_BACK, float("inf"))
-        self.start(upgrade.back)
+        self.warn(f"the new daemon failed: {upgrade.failure}; the former version takes over")
+        upgrade.enter_phase(GOING_BACK, float("inf"))
+        self.start_daemon(upgrade.back)
         return True
 
-    def is_upgraded(self, child: Child) -> None:
+    def end_upgrade(self, child: Child) -> None:
         """A daemon is ready: with that an upgrade ends, one way or the other."""
         upgrade = self.upgrade
         if upgrade is None or upgrade.phase not in (BEGINNING, GOING_BACK):
@@ -394,17 +396,17 @@ class Holder:
             before = None
             if upgrade.back is not None:
                 before = upgrade.back.version
-                self.dismiss(upgrade.back)
+                self.dismiss_child(upgrade.back)
             self.command, self.upgrade = upgrade.command, None
             if child.standby is not None:
                 self.config["standby"] = child.standby
-            self.failures.forget()
+            self.failures.reset_count()
             self.facts.upgrades += 1
-            upgrade.answer(before=before, version=child.version, pid=child.pid)
+            upgrade.answer_client(before=before, version=child.version, pid=child.pid)
         else:
-            self.refuse(f"the new daemon failed: {upgrade.failure}; the former version goes on")
+            self.refuse_upgrade(f"the new daemon failed: {upgrade.failure}; the former version goes on")
 
-    def finish(self, status: int) -> None:
+    def finish_mount(self, status: int) -> None:
         """The mount is over."""
         self.status = status
         self.serving = None
@@ -417,9 +419,9 @@ class Holder:
             self.standby.close()
             self.standby = None
         self.things.close()
-        self.report(b"")
+        self.report_start(b"")
 
-    def signalled(self, number: int) -> None:
+    def end_mount(self, number: int) -> None:
         """Somebody wants the mount to end: the daemon sees to it."""
         self.told_to_end = number
         if self.serving is not None:
@@ -427,14 +429,14 @@ class Holder:
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def run(self) -> int:
+    def run_loop(self) -> int:
         """Until the mount is over; returns the exit status."""
         wake = take_signals()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self.start()
+        self.start_daemon()
         while self.serving is not None:
-            self.reap()
-            children = self.children()
+            self.reap_children()
+            children = self.list_children()
             poll = select.poll()
             poll.register(wake, select.POLLIN)
             if self.status_socket.fileno() >= 0:
@@ -447,47 +449,47 @@ class Holder:
             if wake.fileno() in ready:
                 for caught in wake.recv(100):
                     if caught in STOP_SIGNALS:
-                        self.signalled(caught)
+                        self.end_mount(caught)
             for child in children:
-                if child not in self.children():
+                if child not in self.list_children():
                     continue  # it ended with another one
                 if child.socket.fileno() in ready:
-                    if self.read(child):
+                    if self.read_message(child):
                         continue
                     child.is_silent = True
                 if child.pidfd in ready or is_dead(child.pid):
-                    self.ended(child)
+                    self.handle_death(child)
             if self.status_socket.fileno() in ready:
-                self.asked()
+                self.answer_caller()
             if self.was_ready and self.serving is not None and self.serving.is_lost():
-                self.say(f"the daemon {self.serving.pid} has not answered for too long: it is killed")
+                self.warn(f"the daemon {self.serving.pid} has not answered for too long: it is killed")
                 self.serving.kill("silent")
-            self.advance()
-            self.have_standby()
+            self.advance_upgrade()
+            self.ensure_standby()
         return self.status
 
-    def have_standby(self) -> None:
+    def ensure_standby(self) -> None:
         serving = self.serving
         is_wanted = self.config["standby"] and self.standby is None and self.upgrade is None
         if is_wanted and serving is not None and serving.is_ready and self.pace.is_due:
             try:
-                self.standby = self.new(self.command)
+                self.standby = self.spawn(self.command)
             except OSError as error:
-                self.say(f"nobody can stand by: {error}")
-                self.pace.one_died(0.0)
+                self.warn(f"nobody can stand by: {error}")
+                self.pace.count_death(0.0)
 
-    def reap(self) -> None:
+    def reap_children(self) -> None:
         """Take dead processes out of the table, whoever began them: those whose parents died are ours now."""
         self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        known = {*self.dying, *(child.pid for child in self.children())}
+        known = {*self.dying, *(child.pid for child in self.list_children())}
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in known:
                 break  # it is seen to elsewhere, and others another time
             os.waitpid(ended.si_pid, 0)
             if ended.si_pid == self.things.guard:
-                self.things.guard_ended()
+                self.things.restart_guard()
 
-    def children(self) -> list[Child]:
+    def list_children(self) -> list[Child]:
         upgrade = self.upgrade
         found = [self.serving, self.standby, *((upgrade.next, upgrade.back) if upgrade is not None else ())]
         return list(dict.fromkeys(child for child in found if child is not None))
@@ -499,7 +501,7 @@ def main() -> None:
         comm.write("kvfuse-holder")
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # it has what the daemon has of clients
-    sys.exit(Holder(json.loads(sys.argv[1])).run())
+    sys.exit(Holder(json.loads(sys.argv[1])).run_loop())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Failures:
         self._count = 0.0
         self._ends = 0
 
-    def daemon_died_at_the_end(self) -> None:
+    def count_death_at_end(self) -> None:
         """It was told to end the mount."""
         self._ends += 1
 
@@ -37,7 +37,7 @@ class Failures:
         """The next daemon may be told so."""
         return self._ends <= ENDS_MAX
 
-    def daemon_died(self, lived: float, *, was_killed: bool, was_ready: bool) -> None:
+    def count_death(self, lived: float, *, was_killed: bool, was_ready: bool) -> None:
         """After ``lived`` seconds of its turn."""
         if was_ready and was_killed:
             self._count = 0
@@ -46,7 +46,7 @@ class Failures:
         else:
             self._count += KILL_WEIGHT if was_killed else 1
 
-    def forget(self) -> None:
+    def reset_count(self) -> None:
         """The next daemon is another version."""
         self._count = 0
 
@@ -67,7 +67,7 @@ class Backoff:
         self._pause = 0.0
         self._due = 0.0
 
-    def one_died(self, lived: float) -> None:
+    def count_death(self, lived: float) -> None:
         """After ``lived`` seconds."""
         self._pause = 0.0 if lived > PROVEN_SECONDS else min(STANDBY_SECONDS_MAX, 2 * self._pause + 0.5)
         self._due = time.monotonic() + self._pause

@@ -39,10 +39,10 @@ class Pulse:
             return False
         return now - self._heard >= ASK_SECONDS
 
-    def asked(self) -> None:
+    def note_question(self) -> None:
         self._is_asked, self.silent = True, 0.0
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         self._is_asked, self.silent, self._heard = False, 0.0, time.monotonic()
 
     def is_lost(self, pid: int, *, is_ready: bool) -> bool:

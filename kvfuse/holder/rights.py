@@ -33,7 +33,7 @@ class Refused(Exception):
     """The text says why, and what to do."""
 
 
-def peer_of(stream: socket.socket) -> tuple[int, int]:
+def get_peer(stream: socket.socket) -> tuple[int, int]:
     """(pid, effective uid) of the process that connected, at that time."""
     pid, uid, _ = struct.unpack("iII", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
@@ -41,24 +41,24 @@ def peer_of(stream: socket.socket) -> tuple[int, int]:
 
 def check_caller(stream: socket.socket) -> None:
     """Refused, unless the process that connected may do all that a program of this process may."""
-    pid, uid = peer_of(stream)
+    pid, uid = get_peer(stream)
     try:
-        lacking = _lacking(stream, pid, uid)
+        lacking = _find_lacking(stream, pid, uid)
     except (OSError, ValueError, KeyError) as error:
-        raise Refused(f"it is not known what process {pid} of user {uid} may do ({error}): {_asker()}") from None
+        raise Refused(f"it is not known what process {pid} of user {uid} may do ({error}): {_advise()}") from None
     if lacking:
         bits = [bit for bit in range(lacking.bit_length()) if lacking >> bit & 1]
         named = [CAPABILITIES.get(bit, f"capability {bit}") for bit in bits]
         few = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
-        raise Refused(f"process {pid} of user {uid} lacks {few}, which the new daemon would have: {_asker()}")
+        raise Refused(f"process {pid} of user {uid} lacks {few}, which the new daemon would have: {_advise()}")
 
 
-def _asker() -> str:
+def _advise() -> str:
     who = "root, with the capabilities of the holder" if os.geteuid() == 0 else f"user {os.geteuid()}, who mounted it"
     return f"ask as {who} and in the same user namespace"
 
 
-def _lacking(stream: socket.socket, pid: int, uid: int) -> int:
+def _find_lacking(stream: socket.socket, pid: int, uid: int) -> int:
     """Capabilities that a program of this process would have, and the peer has not. OSError: that is not proven."""
     try:
         pidfd = struct.unpack("i", stream.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
@@ -67,8 +67,8 @@ def _lacking(stream: socket.socket, pid: int, uid: int) -> int:
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             raise OSError("/proc has the processes of another place, by other numbers")
-        needed = _given(uid)
-        fields = _status(str(pid))
+        needed = _read_granted(uid)
+        fields = _read_status(str(pid))
         # Capabilities first, then the namespace: in between a process may enter a child namespace, never a parent.
         has = int(fields["CapEff"], 16)
         if os.readlink(f"/proc/{pid}/ns/user") != os.readlink("/proc/self/ns/user"):
@@ -84,15 +84,15 @@ def _lacking(stream: socket.socket, pid: int, uid: int) -> int:
         os.close(pidfd)
 
 
-def _given(uid: int) -> int:
+def _read_granted(uid: int) -> int:
     """Capabilities that a program has which this process executes, and the peer of this uid is to have."""
-    fields = _status("self")
+    fields = _read_status("self")
     if os.geteuid() == 0:
         return int(fields["CapInh"], 16) | int(fields["CapBnd"], 16)
     return int(fields["CapAmb"], 16) | (0 if uid == os.geteuid() else BECOME_ANOTHER_USER)
 
 
-def _status(process: str) -> dict[str, str]:
+def _read_status(process: str) -> dict[str, str]:
     with open(f"/proc/{process}/status", errors="replace") as file:  # its name, which it chooses, is any bytes
         return dict(line.split(":", 1) for line in file.read().split("\n") if line)
 
@@ -104,7 +104,7 @@ def check_program(path: str) -> None:
     """Refused, unless ``path`` is a program that only root and this user can change. OSError: it cannot be found."""
     if not path.startswith("/"):
         raise Refused("the program is to be named by its whole path")
-    names, place, links = _names(path), "", 0
+    names, place, links = _split_path(path), "", 0
     found = os.stat("/")
     with ExitStack() as opened:
         folder: int | None = None
@@ -113,23 +113,23 @@ def check_program(path: str) -> None:
             here = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             opened.callback(os.close, here)
             found = os.fstat(here)
-            _check(os.path.join(place, name), found)
+            _check_place(os.path.join(place, name), found)
             if not stat.S_ISLNK(found.st_mode):
                 folder, place = here, os.path.join(place, name)
             elif (links := links + 1) <= LINKS_MAX:
-                names += _names(os.readlink("", dir_fd=here))
+                names += _split_path(os.readlink("", dir_fd=here))
             else:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
     if not stat.S_ISREG(found.st_mode) or not found.st_mode & 0o111:
         raise Refused("it is no program")
 
 
-def _names(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     """The last one first. That of the root is "/"."""
     return [name for name in path.split("/")[::-1] if name] + ["/"] * path.startswith("/")
 
 
-def _check(place: str, found: os.stat_result) -> None:
+def _check_place(place: str, found: os.stat_result) -> None:
     """Refused where others than root and this user can change what is at ``place``, or put something else there."""
     if found.st_uid not in (0, os.geteuid()):
         whose = f"root's or user {os.geteuid()}'s" if os.geteuid() else "root's"

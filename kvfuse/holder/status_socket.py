@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
     from kvfuse.holder.child import CAUSES, Child
-    from kvfuse.holder.rights import Refused, check_caller, peer_of
+    from kvfuse.holder.rights import Refused, check_caller, get_peer
 else:
     from child import CAUSES
-    from rights import Refused, check_caller, peer_of
+    from rights import Refused, check_caller, get_peer
 
 STANDING_BY, LEAVING, BEGINNING, GOING_BACK = "standing by", "leaving", "beginning", "going back"
 """phases of an upgrade"""
@@ -35,7 +35,7 @@ ANSWER_SIZE_MAX = 1 << 16
 UPGRADE_SECONDS_MAX = 3600.0
 
 
-def folders(uid: int) -> list[str]:
+def list_folders(uid: int) -> list[str]:
     """Where a holder of this user may have its socket; the best place first."""
     if uid == 0:
         return ["/run/kvfuse"]
@@ -43,12 +43,12 @@ def folders(uid: int) -> list[str]:
     return [f"{folder}/kvfuse" for folder in (own, f"/run/user/{uid}") if folder]
 
 
-def path_in(folder: str, device: str) -> str:
+def make_path(folder: str, device: str) -> str:
     """``device``: MAJOR:MINOR of the mount."""
     return f"{folder}/holder-{device.replace(':', '-')}.sock"
 
 
-def device_of(point: str) -> str | None:
+def find_device(point: str) -> str | None:
     """MAJOR:MINOR of the mount that is on top at this path, which no link is part of. The mount is not touched."""
     found = None
     with open("/proc/self/mountinfo", "rb") as table:
@@ -60,7 +60,7 @@ def device_of(point: str) -> str | None:
     return found
 
 
-def _sweep(folder: str) -> None:
+def _remove_dead_sockets(folder: str) -> None:
     """Remove sockets of holders that were killed."""
     for path in glob.glob(f"{folder}/holder-*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as stream:
@@ -84,7 +84,7 @@ class StatusCaller:
         self.seconds = 0.0
         stream.settimeout(REQUEST_SECONDS)
         said = stream.recv(ANSWER_SIZE_MAX)  # first, as a caller that is refused before it spoke would get no answer
-        if peer_of(stream)[1] not in (0, os.geteuid()):
+        if get_peer(stream)[1] not in (0, os.geteuid()):
             raise Refused("only root, and the user who mounted, may ask for that")
         try:
             request = json.loads(said)
@@ -93,7 +93,7 @@ class StatusCaller:
         what = request.get("do") if isinstance(request, dict) else None
         if what == "upgrade":
             check_caller(stream)
-            self.program, self.seconds = _upgrade_of(request)
+            self.program, self.seconds = _parse_upgrade(request)
         elif what != "status":
             raise Refused("the holder does not know what is asked: it answers 'status' and 'upgrade'")
 
@@ -103,7 +103,7 @@ class StatusCaller:
         self._stream.close()
 
 
-def _upgrade_of(request: dict[str, object]) -> tuple[str, float]:
+def _parse_upgrade(request: dict[str, object]) -> tuple[str, float]:
     """(program, seconds)"""
     program, seconds = request.get("python"), request.get("seconds")
     if isinstance(program, str) and isinstance(seconds, int | float) and 0 < seconds <= UPGRADE_SECONDS_MAX:
@@ -126,12 +126,12 @@ class DaemonFacts:
         self.last_change: int | None = None
         """seconds of the epoch: when that daemon was ready"""
 
-    def daemon_died(self, how: str, cause: str) -> None:
+    def count_death(self, how: str, cause: str) -> None:
         self.deaths += 1
         self.causes[cause] += 1
         self.last_death = how
 
-    def another_serves(self, stall: float) -> None:
+    def count_stall(self, stall: float) -> None:
         """After ``stall`` seconds."""
         self.last_stall = round(stall, 3)
         self.longest_stall = max(self.longest_stall or 0.0, self.last_stall)
@@ -149,16 +149,16 @@ class Upgrade:
         """when the serving daemon was asked to leave"""
         self.failure = ""
         """why ``next`` does not serve"""
-        self.enter(STANDING_BY, seconds)
+        self.enter_phase(STANDING_BY, seconds)
 
-    def enter(self, phase: str, seconds: float) -> None:
+    def enter_phase(self, phase: str, seconds: float) -> None:
         self.phase, self.deadline = phase, time.monotonic() + seconds
 
     @property
     def is_late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def answer(self, **content: object) -> None:
+    def answer_client(self, **content: object) -> None:
         waited = round(time.monotonic() - self.began, 3) if self.began else 0.0
         self.client.answer(**content, waited=waited)
 
@@ -174,15 +174,15 @@ class StatusSocket:
         self.problem = ""
         """why nobody can ask anything"""
 
-    def open(self, point: str) -> None:
+    def open_socket(self, point: str) -> None:
         """Once the mount is there."""
         if self._listener is not None:
             return
-        self._device = device_of(point)
+        self._device = find_device(point)
         self.problem = "no folder for it: XDG_RUNTIME_DIR is not set"
-        for folder in folders(os.geteuid()):
+        for folder in list_folders(os.geteuid()):
             try:
-                self._listen(folder, self._device or "")
+                self._listen_in(folder, self._device or "")
             except (OSError, ValueError) as error:
                 self.problem = f"{folder}: {error}"
             else:
@@ -191,14 +191,14 @@ class StatusSocket:
 
     def is_on_top(self, point: str) -> bool:
         """The mount is what is mounted there, and no other one above it."""
-        return self._device is not None and device_of(point) == self._device
+        return self._device is not None and find_device(point) == self._device
 
-    def _listen(self, folder: str, device: str) -> None:
+    def _listen_in(self, folder: str, device: str) -> None:
         if not device:
             raise ValueError("the mount is not in the mount table")
         os.makedirs(folder, 0o755, exist_ok=True)
-        path = path_in(folder, device)
-        _sweep(folder)
+        path = make_path(folder, device)
+        _remove_dead_sockets(folder)
         made = f"{path}.{os.getpid()}"  # in its place once it listens: nobody takes it for a dead holder's
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         former = os.umask(0o177)
@@ -219,7 +219,7 @@ class StatusSocket:
         """-1: it is closed."""
         return self._listener.fileno() if self._listener is not None else -1
 
-    def accept(self) -> StatusCaller | None:
+    def accept_caller(self) -> StatusCaller | None:
         """Whoever asked; None: nobody who may. The others have been answered."""
         assert self._listener is not None
         try:

@@ -48,7 +48,7 @@ class Store:
         if said["LISTEN_PID"] == str(os.getpid()) and said["LISTEN_FDS"].isdigit():
             self._names = said["LISTEN_FDNAMES"].split(":")[: int(said["LISTEN_FDS"])]
 
-    def take(self) -> dict[str, Thing]:
+    def take_things(self) -> dict[str, Thing]:
         """What the holder before this one left, which systemd keeps no more; {} where that is not all of it."""
         descriptors = list(range(FIRST, FIRST + len(self._names)))
         names, self._names = self._names, []
@@ -56,14 +56,14 @@ class Store:
             os.set_inheritable(descriptor, False)
         if not names:
             return {}
-        is_out = self._tell([(f"FDSTOREREMOVE=1\nFDNAME={name}", None) for name in dict.fromkeys(names)])
-        things = _things(names, descriptors) if is_out else {}
+        is_out = self._notify_systemd([(f"FDSTOREREMOVE=1\nFDNAME={name}", None) for name in dict.fromkeys(names)])
+        things = _join_things(names, descriptors) if is_out else {}
         used = {descriptor for _, own in things.values() for descriptor in own}
         for descriptor in set(descriptors) - used:
             os.close(descriptor)
         return things
 
-    def leave(self, things: dict[str, Thing]) -> None:
+    def leave_things(self, things: dict[str, Thing]) -> None:
         """Leave those of the tier. They go on to be the caller's."""
         if VOLUME not in things:
             return
@@ -84,12 +84,12 @@ class Store:
                     messages.append((f"FDSTORE=1\nFDNAME={word}", descriptor))
             if messages:
                 messages.append((f"FDSTORE=1\nFDNAME={COMPLETE},0,1,{len(messages):08x}", empty))
-                self._tell(messages)
+                self._notify_systemd(messages)
         finally:
             for carrier in carriers:
                 os.close(carrier)
 
-    def _tell(self, messages: Sequence[tuple[str, int | None]]) -> bool:
+    def _notify_systemd(self, messages: Sequence[tuple[str, int | None]]) -> bool:
         """Returns when systemd has taken them. False: it has not, in time."""
         if not self._address:
             return False
@@ -116,7 +116,7 @@ class Store:
                 os.close(theirs)
 
 
-def _things(names: Sequence[str], descriptors: Sequence[int]) -> dict[str, Thing]:
+def _join_things(names: Sequence[str], descriptors: Sequence[int]) -> dict[str, Thing]:
     """What these descriptors are; {}: not all of them are there."""
     parts: dict[str, dict[int, int]] = {}
     about: dict[str, tuple[bytes, int]] = {}

@@ -46,7 +46,7 @@ def is_dead_mount(point: Path) -> bool:
 
 
 @contextmanager
-def takeover(point: Path) -> Iterator[Path]:
+def replace_dead_mount(point: Path) -> Iterator[Path]:
     """Where to mount in the body, so that at its end the mount is at ``point`` and the dead one there is gone.
 
     MountError where the kernel refuses; the dead mount is there as before then, and nothing else.
@@ -58,9 +58,9 @@ def takeover(point: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvfuse-mount-") as folder:
         yield Path(folder)
         try:
-            tree = checked(libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(folder), OPEN_TREE_CLONE | os.O_CLOEXEC))
+            tree = check(libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(folder), OPEN_TREE_CLONE | os.O_CLOEXEC))
             try:
-                _put(tree, point)
+                _attach_mount(tree, point)
             finally:
                 os.close(tree)
         except OSError as error:
@@ -69,25 +69,25 @@ def takeover(point: Path) -> Iterator[Path]:
             unmount(Path(folder))
 
 
-def _put(tree: int, point: Path) -> None:
+def _attach_mount(tree: int, point: Path) -> None:
     """Attach a detached mount at ``point`` in place of the dead mount on top of it. OSError."""
     target = os.fsencode(point)
     try:
-        checked(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH | MOVE_MOUNT_BENEATH))
+        check(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH | MOVE_MOUNT_BENEATH))
         unmount(point)
     except OSError as error:
         if error.errno != errno.EINVAL:  # an unknown flag, or a mount that nothing can be beneath
             raise
         unmount(point)
-        checked(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH))
+        check(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH))
 
 
 def unmount(point: Path) -> None:
     """Detach what is mounted on top of ``point``, used or not. OSError."""
-    checked(libc.umount2(os.fsencode(point), MNT_DETACH))
+    check(libc.umount2(os.fsencode(point), MNT_DETACH))
 
 
-def checked(result: int) -> int:
+def check(result: int) -> int:
     """What a call of ``libc`` answered. OSError where it failed."""
     if result < 0:
         number = ctypes.get_errno()

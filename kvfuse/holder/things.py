@@ -9,10 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.holder.child import KEPT, MANY, Child, packed
+    from kvfuse.holder.child import KEPT, MANY, Child, pack_things
     from kvfuse.holder.store import Store
 else:
-    from child import KEPT, MANY, Child, packed
+    from child import KEPT, MANY, Child, pack_things
     from store import Store
 
 SWITCH = "fuse/switch"
@@ -29,7 +29,7 @@ class Things:
         self._point = point
         self._command = [*guard, str(os.getpid()), point]
         self._store = Store()
-        self._kept = self._store.take()
+        self._kept = self._store.take_things()
         self._dropped: list[int] = []
         """descriptors that are to be closed"""
         self.guard = 0
@@ -53,17 +53,17 @@ class Things:
         except RuntimeError:
             pass  # there can be no more threads now: the next time
 
-    def give_to(self, child: Child) -> None:
+    def send_all_to(self, child: Child) -> None:
         """Tell a daemon of all that is kept. OSError: it is dead, or does not take it."""
         things = [(name, content, descriptors) for name, (content, descriptors) in self._kept.items()]
         if child.takes_many:
-            for message, passed in packed(things):
+            for message, passed in pack_things(things):
                 child.send(MANY, "", message, passed)
         else:
             for thing in things:
                 child.send(KEPT, *thing)
 
-    def abort(self) -> None:
+    def abort_connection(self) -> None:
         """End the connection: whoever waits gets an error."""
         if SWITCH in self._kept:
             os.write(self._kept[SWITCH][1][0], b"1")
@@ -87,7 +87,7 @@ class Things:
             finally:
                 os._exit(127)
 
-    def guard_ended(self) -> None:
+    def restart_guard(self) -> None:
         """Somebody killed it, and it was waited for: there is to be another one."""
         self.guard = 0
         if SWITCH in self._kept and time.monotonic() - self._guard_begun > GUARD_SECONDS:
@@ -109,6 +109,6 @@ class Things:
         if self.guard:
             os.kill(self.guard, signal.SIGKILL)
             os.waitpid(self.guard, 0)
-        self._store.leave(self._kept)
+        self._store.leave_things(self._kept)
         for name in list(self._kept):
             self.drop(name)

@@ -32,11 +32,11 @@ class Alive:
         finally:
             os.close(descriptor)
 
-    def note(self, until: int) -> None:
+    def note_expiry(self, until: int) -> None:
         """Something is about to hold until then: nanoseconds of CLOCK_MONOTONIC. It never says less than before."""
         self._word[0] = max(self._word[0], until)
 
-    def end(self) -> None:
+    def expire_all(self) -> None:
         """Nothing holds any more: all indexes have ended."""
         self._word[0] = 0
 

@@ -54,7 +54,7 @@ class Keeper(Protocol):
     deaths: Mapping[str, int]
     """of daemons before this one, by cause"""
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         """Of things that the daemon before this one left, and that were neither dropped nor replaced; oldest first."""
         ...
 
@@ -85,7 +85,7 @@ class NoKeeper:
     outlives = False
     deaths: Mapping[str, int] = {}
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         return []
 
     def take(self, name: str) -> Kept | None:
@@ -118,7 +118,7 @@ class MemoryKeeper:
         self._is_sealed = False
         weakref.finalize(self, _close_all, self._kept)
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         return [name for name in self._kept if name.startswith(prefix)]
 
     def take(self, name: str) -> Kept | None:
@@ -126,7 +126,7 @@ class MemoryKeeper:
         return None if kept is None else Kept(kept.content, tuple(map(os.dup, kept.descriptors)))
 
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        check(content, descriptors)
+        check_sizes(content, descriptors)
         copies = tuple(map(os.dup, descriptors))
         self._close(name)
         self._kept[name] = Kept(content, copies)
@@ -156,13 +156,13 @@ def _close_all(kept: dict[str, Kept]) -> None:
 
 def drop_unknown(keeper: Keeper) -> None:
     """Nobody is to find what this version does not know."""
-    for name in keeper.names(""):
+    for name in keeper.list_names(""):
         if name not in KNOWN and not name.startswith(tuple(known for known in KNOWN if known.endswith("/"))):
             log.warning("%s, which another version kept, is dropped", name)
             keeper.drop(name)
 
 
-def check(content: bytes, descriptors: Sequence[int]) -> None:
+def check_sizes(content: bytes, descriptors: Sequence[int]) -> None:
     """ValueError for a thing that is too large."""
     if len(content) > CONTENT_SIZE_MAX or len(descriptors) > DESCRIPTORS_MAX:
         raise ValueError(f"a kept thing of {len(content)} bytes and {len(descriptors)} descriptors is too large")

@@ -48,7 +48,7 @@ class _Pages:
         self.memory = mmap.mmap(self.descriptor, size)
         self.size = size
 
-    def take(self, start: int, end: int) -> bool:
+    def allocate_pages(self, start: int, end: int) -> bool:
         """Have pages for these bytes. False: the machine has no memory for them."""
         try:
             os.posix_fallocate(self.descriptor, start, min(end, self.size) - start)
@@ -80,93 +80,94 @@ class KeptLog:
         """where the part of the room begins that has no pages yet"""
         self.used = 0
         """bytes of pieces that are taken"""
-        self._log.take(0, HEAD_SIZE)
+        self._log.allocate_pages(0, HEAD_SIZE)
         self._words[ACTIVE_AT] = 0
         self._words[0] = FORM
 
-    def keep(self, keeper: Keeper, name: str, content: bytes) -> None:
+    def keep_with(self, keeper: Keeper, name: str, content: bytes) -> None:
         """From now on the next daemon finds this one, and none before. ``content``: to know what it belongs to."""
         keeper.keep(name, content, [self._log.descriptor, self._room.descriptor])
 
     # -- frames --------------------------------------------------------------------------------------
 
-    def append(self, frame: bytes) -> bool:
+    def append_frame(self, frame: bytes) -> bool:
         """Have one more frame. False: there is no room for it, or it is time to `begin_anew`."""
-        return self._tail <= self._tail_max and self._write(self._active, self._tail, frame)
+        return self._tail <= self._tail_max and self._write_frame(self._active, self._tail, frame)
 
-    def begin_anew(self, frame: bytes) -> bool:
+    def replace_frames(self, frame: bytes) -> bool:
         """Have this frame instead of all. False: there is no room for it, and nothing has changed."""
         other = 1 - self._active
-        if not self._write(other, 0, frame):
+        if not self._write_frame(other, 0, frame):
             return False
-        self._count(ACTIVE_AT, other)
+        self._store_word(ACTIVE_AT, other)
         self._active = other
         self._tail_max = max(SHORT, 4 * len(frame))
         return True
 
-    def clear(self) -> None:
+    def clear_frames(self) -> None:
         """Have no frames."""
         self._tail = 0
-        self._count(TAILS_AT + self._active, 0)
+        self._store_word(TAILS_AT + self._active, 0)
 
-    def give_up(self) -> None:
+    def invalidate_log(self) -> None:
         """Nothing counts from now on."""
-        self._count(ACTIVE_AT, NO_AREA)
+        self._store_word(ACTIVE_AT, NO_AREA)
 
-    def _write(self, area: int, tail: int, frame: bytes) -> bool:
+    def _write_frame(self, area: int, tail: int, frame: bytes) -> bool:
         end = tail + _LENGTH.size + len(frame)
-        if end > self._ready[area] and not self._make_ready(area, end):
+        if end > self._ready[area] and not self._allocate_area(area, end):
             return False
-        self._lay(HEAD_SIZE + area * self._area_size + tail, _LENGTH.pack(len(frame)) + frame)
+        self._store_bytes(HEAD_SIZE + area * self._area_size + tail, _LENGTH.pack(len(frame)) + frame)
         self._tail = end
-        self._count(TAILS_AT + area, end)
+        self._store_word(TAILS_AT + area, end)
         return True
 
-    def _lay(self, offset: int, data: bytes) -> None:
+    def _store_bytes(self, offset: int, data: bytes) -> None:
         """Write what does not count yet."""
         self._log.memory[offset : offset + len(data)] = data
 
-    def _count(self, word: int, value: int) -> None:
+    def _store_word(self, word: int, value: int) -> None:
         """One store into the head, with which something counts, or does not any more."""
         self._words[word] = value
 
-    def _make_ready(self, area: int, end: int) -> bool:
+    def _allocate_area(self, area: int, end: int) -> bool:
         start = HEAD_SIZE + area * self._area_size
         ready = min(-(-end // STEP) * STEP, self._area_size)
-        if end > ready or not self._log.take(start + self._ready[area], start + ready):
+        if end > ready or not self._log.allocate_pages(start + self._ready[area], start + ready):
             return False
         self._ready[area] = ready
         return True
 
     # -- bytes ---------------------------------------------------------------------------------------
 
-    def take(self, size: int) -> list[Piece] | None:
+    def take_pieces(self, size: int) -> list[Piece] | None:
         """Pieces of the room for so many bytes, in order. None: there is no room."""
         pieces: list[Piece] = []
         while size > 0:
-            piece = self._take_one(size)
+            piece = self._take_piece(size)
             if piece is None:
-                self.give(pieces)
+                self.free_pieces(pieces)
                 return None
             pieces.append(piece)
             size -= piece[1]
         return pieces
 
-    def _take_one(self, size: int) -> Piece | None:
+    def _take_piece(self, size: int) -> Piece | None:
         """The smallest piece that holds so many bytes, or else the largest that there is."""
         wanted = next((number for number, least in enumerate(CLASSES) if least >= size), len(CLASSES) - 1)
         for number in range(wanted, len(CLASSES)):
             if self._free[number]:
-                return self._split(self._free[number].pop(), number, wanted)
-        if self._unused + CLASSES[-1] <= self._room.size and self._room.take(self._unused, self._unused + CLASSES[-1]):
-            offset, self._unused = self._unused, self._unused + CLASSES[-1]
-            return self._split(offset, len(CLASSES) - 1, wanted)
+                return self._split_piece(self._free[number].pop(), number, wanted)
+        end = self._unused + CLASSES[-1]
+        if end <= self._room.size and self._room.allocate_pages(self._unused, end):
+            offset, self._unused = self._unused, end
+            return self._split_piece(offset, len(CLASSES) - 1, wanted)
         for number in range(wanted - 1, -1, -1):
             if self._free[number]:
-                return self._split(self._free[number].pop(), number, number)
+                return self._split_piece(self._free[number].pop(), number, number)
         return None
 
-    def _split(self, offset: int, number: int, wanted: int) -> Piece:
+    def _split_piece(self, offset: int, number: int, wanted: int) -> Piece:
         while number > wanted:
             number -= 1
             size = CLASSES[number]
@@ -174,7 +175,7 @@ class KeptLog:
         self.used += CLASSES[wanted]
         return offset, CLASSES[wanted]
 
-    def give(self, pieces: Iterable[Piece]) -> None:
+    def free_pieces(self, pieces: Iterable[Piece]) -> None:
         """No frame refers to these any more."""
         for offset, size in pieces:
             self._free[CLASSES.index(size)].append(offset)
@@ -184,7 +185,7 @@ class KeptLog:
                 free.clear()
             self._free[-1].extend(range(self._unused - CLASSES[-1], -1, -CLASSES[-1]))
 
-    def put(self, offset: int, data: bytes | memoryview) -> None:
+    def write_bytes(self, offset: int, data: bytes | memoryview) -> None:
         """Write bytes into a piece."""
         self._room.memory[offset : offset + len(data)] = data
 
@@ -204,13 +205,13 @@ class KeptLogReader:
         try:
             if len(kept.descriptors) != 2:
                 raise ValueError("a log has two descriptors")
-            self._log, self._room = (self._mapped(descriptor) for descriptor in kept.descriptors)
+            self._log, self._room = (self._map_log(descriptor) for descriptor in kept.descriptors)
         finally:
             for descriptor in kept.descriptors:
                 os.close(descriptor)
 
     @staticmethod
-    def _mapped(descriptor: int) -> mmap.mmap:
+    def _map_log(descriptor: int) -> mmap.mmap:
         size = os.fstat(descriptor).st_size
         if size < HEAD_SIZE:
             raise ValueError("a log is not that short")
@@ -221,7 +222,7 @@ class KeptLogReader:
         """Nobody misses what it has, in whatever format that is."""
         return bool(struct.unpack_from("=Q", self._log, 8 * STORED_AT)[0])
 
-    def frames(self) -> Iterator[bytes]:
+    def read_frames(self) -> Iterator[bytes]:
         """All that count, in order. ValueError."""
         form, _, active, *tails = struct.unpack_from("=5Q", self._log)
         area_size = (len(self._log) - HEAD_SIZE) // 2
@@ -239,7 +240,7 @@ class KeptLogReader:
             yield self._log[position : position + length]
             position += length
 
-    def read(self, pieces: Iterable[Piece], length: int) -> bytes:
+    def read_pieces(self, pieces: Iterable[Piece], length: int) -> bytes:
         """The first bytes of these pieces. ValueError."""
         parts = [self._room[offset : offset + size] for offset, size in pieces if offset >= 0 and size >= 0]
         data = b"".join(parts)[:length]

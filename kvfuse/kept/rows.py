@@ -37,7 +37,7 @@ class Rows:
         self._key_at = key_at
         self._count_max = count_max
         head = HEAD.pack(form, row_size)
-        descriptor = _found(keeper, name, head)
+        descriptor = _take_table(keeper, name, head)
         self.was_kept = descriptor is not None
         """a daemon before this one left it"""
         if descriptor is None:
@@ -48,30 +48,30 @@ class Rows:
         self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size // row_size * row_size)
         """all rows, one behind the other"""
         self.count = len(self.memory) // row_size
-        keys = self._keys()
+        keys = self._read_keys()
         self._free: list[int] = np.flatnonzero(keys == 0)[::-1].tolist()
 
-    def _keys(self) -> npt.NDArray[np.uint64]:
+    def _read_keys(self) -> npt.NDArray[np.uint64]:
         """A copy, as memory with views of it cannot grow."""
         rows = np.frombuffer(self.memory, np.uint64).reshape(self.count, self.row_size // 8)
         return rows[:, self._key_at // 8].copy()
 
-    def used(self) -> list[int]:
+    def list_used(self) -> list[int]:
         """Offsets in `memory`, in bytes, of rows that are not free."""
-        return [place * self.row_size for place in np.flatnonzero(self._keys()).tolist()]
+        return [place * self.row_size for place in np.flatnonzero(self._read_keys()).tolist()]
 
-    def take(self) -> int | None:
+    def take_row(self) -> int | None:
         """The offset of a free row, for the caller to fill. None: there is no room for more."""
-        if not self._free and not self._grow():
+        if not self._free and not self._add_rows():
             return None
         return self._free.pop() * self.row_size
 
-    def free(self, offset: int) -> None:
+    def free_row(self, offset: int) -> None:
         """Free a row, filled or not."""
         _KEY.pack_into(self.memory, offset + self._key_at, 0)
         self._free.append(offset // self.row_size)
 
-    def _grow(self) -> bool:
+    def _add_rows(self) -> bool:
         count = min(2 * self.count, self._count_max)
         if count <= self.count:
             return False
@@ -92,7 +92,7 @@ class Rows:
         os.close(self._descriptor)
 
 
-def _found(keeper: Keeper, name: str, head: bytes) -> int | None:
+def _take_table(keeper: Keeper, name: str, head: bytes) -> int | None:
     """A descriptor of the table that a daemon before this one left; None for none of use."""
     kept = keeper.take(name)
     if kept is None:
