@@ -1,9 +1,9 @@
-"""What the door of a mount has of the daemon before this one, and leaves to the next: four tables in shared memory.
+"""Hands the state of the FUSE door from one daemon to the next: four tables in shared memory.
 
-* the open files (`handles`);
-* inodes with content that is not stored: after a crash whoever has one open for writing hears that it is lost;
-* what requests were about to do (`idempotent_changes`): those whose answer the kernel never got it sends again;
-* where inodes were found last, which such requests may be about (`recent`).
+* open files (`handles`);
+* inodes with unstored content: after a crash each handle open for writing reports the loss;
+* decisions of requests (`idempotent_changes`): the kernel resends requests that were not answered;
+* places of recent lookups (`recent`): resent requests may refer to these inodes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ UNSAVED_FORM = 1
 UNSAVED_SIZE = 8
 """bytes of a row: an inode, perhaps with a mark"""
 TOLD = 1 << 63
-"""mark: its handles know what is lost, and the kernel's cache is still to be told"""
+"""mark: its handles report the loss, and the kernel's cache is still stale"""
 UNSAVED_MAX = 1 << 24
 
 
 class KeptHandover(Handover):
-    """Of a daemon with a keeper. Make it before the volume is opened, and give it to both."""
+    """Handover of a daemon with a keeper. Made before the volume is opened, and passed to volume and door."""
 
     outlives = True
 
@@ -41,9 +41,9 @@ class KeptHandover(Handover):
         found = {at: int.from_bytes(memory[at : at + UNSAVED_SIZE], "little") for at in self._unsaved.list_used()}
         self._offsets = {ino & ~TOLD: at for at, ino in found.items()}
         self.lost = set(self._offsets)
-        """inodes of which the kernel may have content that is lost"""
+        """inodes whose lost content the kernel may still cache"""
         self._changed = set[int]()
-        """those of them that were changed since"""
+        """those of ``lost`` with newer unstored content"""
         for fh, row in self.handles.before.items():
             self.was_open(row.ino, row.places, writable=row.writable, is_new=row.is_new)
             if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
@@ -61,7 +61,7 @@ class KeptHandover(Handover):
 
     @property
     def is_first(self) -> bool:
-        """There was no daemon before this one."""
+        """No former daemon left open files."""
         return not self.handles.was_kept
 
     def looked_up(self, ino: int, parent: int, name: bytes) -> None:
@@ -96,14 +96,14 @@ class KeptHandover(Handover):
             self._unsaved.free_row(offset)
 
     def end_losses(self) -> None:
-        """Nothing of the content of ``lost`` is left in the kernel's cache."""
+        """The kernel's cache has dropped the content of ``lost``: free its rows, but for newer unstored content."""
         for ino in self.lost - self._changed:
             self.saved(ino)
         self.lost, self._changed = set(), set()
         self.handles.losses_dropped.set()
 
     def close(self) -> None:
-        """The keeper goes on to have all."""
+        """Unmap the tables; the keeper retains them."""
         self.handles.close()
         self.decisions.close()
         self._recent.close()

@@ -1,8 +1,8 @@
-"""The FUSE requests, translated to calls of a volume. No state but the open handles, no decisions.
+"""Translates FUSE requests to calls of a volume. It has no state but the open handles, and takes no decisions.
 
-pyfuse3 calls one coroutine a request. It must raise nothing but FUSEError: anything else ends the main loop
-and with it the mount. So every handler is wrapped by ``answered``, which turns the project's errors into
-errno values by the one table, and what nobody expected into EIO, a traceback in the log and a count.
+pyfuse3 calls one coroutine for each request. It must raise nothing but FUSEError: any other exception ends the main
+loop and with it the mount. So ``answer_request`` wraps every handler: it turns the project's errors into errno values
+by the one table, and unexpected ones into EIO, a traceback in the log and a count.
 
 Reply objects (``_entry``, ``_absent``, ``_file_info``) exist once and are refilled: pyfuse3 copies them into
 the reply as soon as the handler returns, before any other task can run.
@@ -41,15 +41,15 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 4096
 """bytes; of statfs and of st_blksize"""
 LISTING_BATCH = 128
-"""entries asked of the volume at once: about what fits the 32 KiB buffer of a getdents call"""
+"""entries that one call of the volume lists: about what fits the 32 KiB buffer of a getdents call"""
 INFO_XATTR = b"kvfuse.info"
-"""reading it of any inode gives ``volume.info`` as JSON; it is not listed"""
+"""its value is ``volume.info`` of the inode as JSON; listxattr omits it"""
 ROOT_XATTRS = b"trusted."
 """Only CAP_SYS_ADMIN sees these: the kernel refuses the others, but leaves lists to us"""
 
 
 def _refuse_virtual(ino: int) -> None:
-    """NotPermitted for changing a virtual inode."""
+    """NotPermitted for a change of a virtual inode."""
     if is_virtual(ino):
         raise errors.NotPermitted(f"inode {ino} is a virtual file")
 
@@ -64,7 +64,7 @@ Handler = Callable[Concatenate["KvfuseOperations", P], Coroutine[Any, Any, R]]
 
 
 def answer_request(handler: Handler[P, R]) -> Handler[P, R]:
-    """Wrap a handler so that nothing but FUSEError (and a cancellation) leaves it."""
+    """Wrap a handler so that it raises nothing but FUSEError (and a cancellation)."""
 
     kind = handler.__name__
 
@@ -78,7 +78,7 @@ def answer_request(handler: Handler[P, R]) -> Handler[P, R]:
             number = errno_of(error)
             if number is None:
                 self.unexpected_error_count += 1
-                log.exception("%s%s failed", kind, reprlib.repr(args))  # not a megabyte of what was written
+                log.exception("%s%s failed", kind, reprlib.repr(args))  # reprlib cuts a megabyte of written data
                 number = errno.EIO
             raise FUSEError(number) from None
         finally:
@@ -93,9 +93,9 @@ class KvfuseOperations(pyfuse3.Operations):
     """Answers the kernel's requests from ``volume``, those for MNT/.kvfuse from ``virtual``.
 
     Timeouts in seconds.
-    ``names``, ``absences``: where the kernel was told of a name, or that it is absent, and to keep that.
+    ``names``, ``absences``: directories whose names, or absent names, the kernel may cache.
     A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
-    ``handover``: what a daemon before this one left, and one after it will find. None: nothing outlives this one.
+    ``handover``: state of the former daemon, and for the next one. None: nothing outlives this daemon.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self.names = CachedNames(entry_timeout, LISTING_SECONDS)
         self._attr_timeout = attr_timeout
         self._entry.st_blksize = BLOCK_SIZE
-        self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
+        self._absent = EntryAttributes()  # inode 0: the kernel caches that the name does not exist
         self._absent.entry_timeout = negative_timeout
         self.absences = CachedNames(negative_timeout)
         if handover is not None and not handover.is_first:
@@ -132,20 +132,20 @@ class KvfuseOperations(pyfuse3.Operations):
         self._file_info = FileInfo()
         self.unexpected_error_count = 0
         self.under_way_count = 0
-        """requests that were read and not answered"""
+        """requests in flight: read and not answered"""
         self.requests: Counter[str] = Counter()
-        """how many of each kind the kernel sent; a batch of forgets is one"""
+        """kind -> requests that the kernel sent; a batch of forgets is one"""
 
     def admit_binder(self, pid: int) -> None:
-        """Process ``pid``, as requests show it, may make the control socket. From any thread."""
+        """Let process ``pid``, as requests show it, make the control socket. From any thread."""
         self._virtual.binder = pid
 
     def add_socket(self) -> None:
-        """The control socket was bound in a daemon before this one: its name is there."""
+        """Add the name of the control socket, which a former daemon bound."""
         self._virtual.add_socket()
 
     def stats(self) -> dict[str, int | dict[str, int]]:
-        """The door's own counters and gauges."""
+        """Counters and gauges of the door."""
         return {
             "open_handle_count": len(self._open),
             "unexpected_error_count": self.unexpected_error_count,
@@ -154,7 +154,7 @@ class KvfuseOperations(pyfuse3.Operations):
         }
 
     def _fill_entry(self, attributes: Attributes, directory: int | None = None) -> EntryAttributes:
-        """``directory``: of the name that this answers for, if it does; else nobody reads how long to keep the name."""
+        """Fill the reply. ``directory``: of the name, if the reply names one; else the kernel ignores its timeout."""
         entry = self._entry
         if directory is not None:
             entry.entry_timeout = self.names.note_directory(directory) if self._may_keep_names(directory) else 0.0
@@ -173,12 +173,12 @@ class KvfuseOperations(pyfuse3.Operations):
         return entry
 
     def _may_keep_names(self, directory: int) -> bool:
-        """The kernel may remember names in a directory."""
+        """The kernel may cache names in a directory."""
         return is_virtual(directory) or self._volume.tree.may_keep(directory)
 
     def _fill_file_info(self, fh: int, handle: Handle) -> FileInfo:
-        """O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone, keeps it coherent
-        with the others, and still lets the file be mapped. With `fusewire`, direct writes go on side by side, too."""
+        """Fill the reply. O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone,
+        keeps it coherent with the others, and still allows mmap. With `fusewire`, direct writes run in parallel."""
         info = self._file_info
         info.fh = fh | fusewire.marks(
             direct=handle.direct, close_is_awaited=self._volume.files.is_close_awaited(handle)
@@ -228,8 +228,8 @@ class KvfuseOperations(pyfuse3.Operations):
         except errors.Exists:
             if flags & os.O_EXCL:
                 raise
-            # Another door made the name after the kernel saw that it was absent. Stale lets the kernel look
-            # the name up again and open what is there, permissions checked.
+            # Another door made the name after the kernel saw that it was absent. Stale makes the kernel look
+            # the name up again and open that file, permissions checked.
             raise errors.Stale(f"{os.fsdecode(name)} was created meanwhile") from None
         finally:
             if is_resent:
@@ -321,7 +321,7 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answer_request
     async def access(self, inode: int, mode: int, ctx: RequestContext) -> bool:
-        """Asked only of a mount without ``default_permissions``; else the kernel answers by itself."""
+        """Check permissions. The kernel asks only on a mount without ``default_permissions``."""
         attributes = await self._stat(inode)
         if ctx.uid == 0:
             return not mode & os.X_OK or stat.S_ISDIR(attributes.mode) or bool(attributes.mode & 0o111)
@@ -362,7 +362,7 @@ class KvfuseOperations(pyfuse3.Operations):
     @answer_request
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         is_resent = self.number_of_request()[1]
-        # What a mapping has is not lost, and belongs where it says; whoever wrote it hears of losses by fsync.
+        # Bytes of a mapping are not lost, and their offset is right; fsync reports losses to its writer.
         is_mapped = self._open.has_losses and fusewire.writes_back()
         handle = self._open.get(fh) or await self._open.find(fh)
         if not is_mapped:
@@ -412,7 +412,7 @@ class KvfuseOperations(pyfuse3.Operations):
             return
         cookie = start_id if start_id > 2 else 0
         if self._may_keep_names(fh):
-            self.names.note_directory(fh)  # what changes from now on the kernel is told when it has these names
+            self.names.note_directory(fh)  # so that later changes invalidate these names
         while True:
             rows = (
                 self._virtual.list_files(cookie)
