@@ -1,4 +1,4 @@
-"""The daemon's side of its holder (`main`): the keeper of a process that was started by one."""
+"""Connects a daemon with the holder that started it (`main`): the keeper, forks of the standby, messages."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ if TYPE_CHECKING:
     import trio
 
 KERNEL_RESENDS = 6, 9
-"""the first Linux that sends calls again which a daemon took and did not answer"""
+"""the first Linux that resends requests which a daemon read and did not answer"""
 NOT_SENT_AGAIN = "who waits for one waits as long as the mount is there; upgrades are not concerned"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """of prctl(2)"""
 STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"
-"""what `ps` shows of processes that are forks, or make them"""
+"""process names in `ps`: of the standby, and of daemons that it forks"""
 LOOK_SECONDS = 0.0002
 """between looks at whether a process has a new parent"""
 SO_SNDBUFFORCE, SOCKET_SIZE = 32, 4 << 20
-"""bytes on their way to the holder: some thousands of messages"""
+"""bytes of the send buffer: some thousands of messages"""
 HOLDER_IS_DEAD = "the holder has died"
 REASON_SIZE_MAX = 200
-"""characters of what a daemon that dies says of the reason"""
+"""characters of the reason that DIED has"""
 
 log = logging.getLogger(__name__)
 
 
 class Holding:
-    """`Keeper` by the holder that started this process. Made once; `wait` is to return before it is used.
+    """The `Keeper` that the holder of this process provides. Made once; usable once `wait_for_turn` has returned.
 
-    What the holder is slow to take is in the socket, where it finds it after the end of this process, too. Only what
-    has no room there waits here, for a thread.
+    The socket buffers messages for a slow holder, which reads them even after the end of this process. Only what has
+    no room there waits here, for a thread.
     """
 
     outlives = True
@@ -62,23 +62,23 @@ class Holding:
         self._holder = os.getppid() if holder_pid is None else holder_pid
         self._left: dict[str, Kept] = {}
         self._names: dict[str, None] = {}
-        """of what was left, taken or not"""
+        """names of the former daemon's entries, taken or not"""
         self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._is_passed_on = False
-        """a thread passes on what waits"""
+        """a thread sends what waits"""
         self._lock = threading.Lock()
         self._is_sealed = False
         self.is_afresh = False
-        """what this process read of mount.conf counts, not what the daemon before it had"""
+        """the mount.conf that this process read counts, not the former daemon's"""
         self.deaths: Mapping[str, int] = {}
         self._leave_seconds: float | None = None
-        """it is asked to make way"""
+        """of a request to leave that no task has taken yet"""
         self._leave: trio.Event | None = None
-        """of who waits for that"""
+        """set by the next request to leave"""
 
     @classmethod
     def from_environment(cls) -> Holding | None:
-        """None: no holder started this process. It ends with its holder from here on."""
+        """Make it of the environment. None: no holder started this process. From here on it ends with its holder."""
         descriptor = os.environ.pop(holder_child.VARIABLE, None)
         if descriptor is None:
             return None
@@ -92,11 +92,11 @@ class Holding:
             sys.exit(HOLDER_IS_DEAD)
 
     def wait_for_turn(self, problem: str = "", standby: bool | None = None) -> bool:
-        """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount.
+        """Send HELLO and wait until this daemon may start. False: a former daemon left its mount.
 
-        ``problem``: with mount.conf; no upgrade begins with that. ``standby``: what mount.conf says of it, for an
-        upgrade. A process that is to stand by waits on, and this returns in its forks: at the call there is one
-        thread, and nothing that a fork could not go on with.
+        ``problem``: with mount.conf; the holder refuses an upgrade then. ``standby``: of mount.conf, for an upgrade.
+        A standby stays in this method, which returns in its forks: so the caller has one thread, and nothing that a
+        fork could not use.
         """
         hello: dict[str, object] = {"version": kvfuse.__version__, "problem": problem, "standby": standby}
         hello |= dict.fromkeys(("forks", "answers", "many"), True)
@@ -125,14 +125,14 @@ class Holding:
                     os.close(descriptor)
 
     def _fork_daemon(self, descriptor: int) -> None:
-        """Return in this process, which goes on to stand by, and in a daemon, whose end of its socket this is.
+        """Fork a daemon, with this end of its socket. Returns in the standby, and in the daemon.
 
-        The daemon is the holder's own child: that of a process between, which ends at once (`main`).
+        The daemon becomes the holder's child, as its own parent, a process in between, ends at once (`main`).
         """
         if not gc.get_freeze_count():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the daemon sees to it, and the holder
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: daemon and holder handle it
             _set_process_name(STANDBY_NAME)
-        gc.freeze()  # what is here a daemon never looks at, so that most of it stays shared memory
+        gc.freeze()  # a daemon's collector never visits these objects, so that most of their pages stay shared
         sys.stdout.flush()
         sys.stderr.flush()
         between = os.fork()
@@ -157,14 +157,14 @@ class Holding:
         reseed_random()
         given_up = time.monotonic() + holder_child.FORK_SECONDS
         while os.getppid() == between and time.monotonic() < given_up:
-            time.sleep(LOOK_SECONDS)  # nothing tells a process that it has another parent now
+            time.sleep(LOOK_SECONDS)  # no event reports a new parent
         self._end_with_holder()
         pidfd = os.pidfd_open(os.getpid())
         self._send(holder_child.BORN, "", b"%d" % os.getpid(), [pidfd])
         os.close(pidfd)
 
     def _redirect_output(self, descriptor: int) -> None:
-        """Of a process that stands by: files take the places of what it was started with."""
+        """Redirect the standby's streams away from its starter's."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         for opened, number in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
             os.dup2(opened, number)
@@ -185,7 +185,7 @@ class Holding:
         return data[0], name.decode(), content, descriptors
 
     def _restore_stderr(self) -> None:
-        """What this process says is not for an upgrade's answer any more."""
+        """Restore stderr: an upgrade's answer does not quote later output."""
         errors = os.environ.pop(holder_child.ERRORS_VARIABLE, None)
         if errors is not None:
             sys.stderr.flush()
@@ -219,18 +219,18 @@ class Holding:
         for descriptor in left.descriptors if left else ():
             os.close(descriptor)
 
-    # -- for the holder itself -------------------------------------------------------------------------
+    # -- messages to the holder ------------------------------------------------------------------------
 
     def report_ready(self) -> None:
-        """The mount answers."""
+        """Report that the mount answers."""
         self._send(holder_child.READY)
 
     def report_end(self, report: object = None) -> None:
-        """There is nothing for a next daemon to do; ``report``: why the start failed."""
+        """Report that no next daemon is needed; ``report``: why the start failed."""
         self._send(holder_child.END, "", b"" if report is None else _encode_json(report) + b"\n")
 
     async def answer_holder(self) -> None:
-        """Say that the event loop runs, whenever the holder asks; hear what else it says. Until cancelled."""
+        """Receive the holder's messages, and answer ASK, as the event loop runs. Until cancelled."""
         import trio
 
         while True:
@@ -246,7 +246,7 @@ class Holding:
                     self._leave.set()
 
     async def wait_until_asked(self) -> float:
-        """Wait until this daemon is to make way for another one; for `fs.leaving`. `hear` runs meanwhile."""
+        """Wait for a request to leave (`fs.leaving`). Returns its seconds. `answer_holder` has to run meanwhile."""
         import trio
 
         while self._leave_seconds is None:
@@ -256,11 +256,11 @@ class Holding:
         return seconds
 
     def refuse_to_leave(self, why: str) -> None:
-        """This daemon goes on."""
+        """Report that this daemon cannot leave and goes on."""
         self._send(holder_child.STAYS, "", why.encode("utf-8", "backslashreplace"))
 
     def report_left(self) -> None:
-        """All is stored and left to the next daemon. This process is killed now."""
+        """Report that all is stored and handed over. The holder then kills this process."""
         self._socket.setblocking(True)
         self._send(holder_child.LEFT)
 
@@ -285,7 +285,7 @@ class Holding:
                 if not self._waiting:
                     self._is_passed_on = False
                     return
-            time.sleep(LOOK_SECONDS)  # there may be room for bytes, and none for descriptors
+            time.sleep(LOOK_SECONDS)  # the socket may have room for bytes, and none for descriptors
 
     def _send_waiting(self) -> None:
         while self._waiting and self._try_send(*self._waiting[0]):
@@ -293,31 +293,31 @@ class Holding:
                 os.close(descriptor)
 
     def _try_send(self, message: bytes, descriptors: Sequence[int]) -> bool:
-        """False: the holder has to take others first."""
+        """Send a message without waiting. False: no room before the holder has read others."""
         try:
             socket.send_fds(self._socket, [message], list(descriptors))
         except BlockingIOError:
             return False
-        except OSError as error:  # else the holder has died, and this process is about to
+        except OSError as error:  # any other error: the holder is dead, and the kernel ends this process
             return error.errno != errno.ETOOMANYREFS
         return True
 
 
 def end_daemon(holding: Holding, error: BaseException) -> NoReturn:
-    """End this process at once, as `kill -9` does, for an error of its own: the next daemon goes on. In any thread."""
+    """End this process at once, as `kill -9` does, for an error of its own: the next daemon takes over. Any thread."""
     reason = innermost(error)
-    if isinstance(reason, SystemExit):  # the holder has died: the kernel ends this process, too
+    if isinstance(reason, SystemExit):  # the holder is dead: the kernel ends this process, too
         os._exit(1)
     holding._send(holder_child.DIED, "", repr(reason)[:REASON_SIZE_MAX].encode())
     try:
         unforeseen = None if isinstance(reason, KvfuseError) else error
-        log.critical("the daemon ends, and the next one goes on: %s", reason, exc_info=unforeseen)
+        log.critical("the daemon ends, and the next one takes over: %s", reason, exc_info=unforeseen)
     finally:
         os._exit(holder_child.DIED_STATUS)
 
 
 def _wrap_end(descriptor: int) -> socket.socket:
-    """The daemon's end of its socket; no child of it gets that."""
+    """Wrap the daemon's end of the socket pair; its children do not inherit it."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     with suppress(PermissionError):
@@ -326,7 +326,7 @@ def _wrap_end(descriptor: int) -> socket.socket:
 
 
 def reseed_random() -> None:
-    """Have other random numbers than other forks. Python sees to its own; by trio's, tasks take turns."""
+    """Seed trio's random numbers, which order its tasks, so that forks differ. Python seeds its own."""
     with suppress(KeyError, AttributeError):
         sys.modules["trio._core._run"]._r.seed()  # private
 
@@ -340,6 +340,6 @@ def _encode_json(content: object) -> bytes:
 
 
 def build_command(config: dict[str, Any]) -> list[str]:
-    """How a holder is started; see `main.Holder` for ``config``."""
+    """Build the command that starts a holder; see `main.Holder` for ``config``."""
     config["guard"] = [sys.executable, "-I", "-S", guard.__file__]
     return [sys.executable, "-I", "-S", holder.__file__, json.dumps(config)]

@@ -1,23 +1,23 @@
-"""Keeps a mount while daemons come and go: ``python main.py CONFIG``, the process that a mount begins with.
+"""Keeps a mount while daemons end and start: ``python main.py CONFIG``, the first process of a mount.
 
-It starts the daemon and keeps what that one gives it (`kept.keeper`): the kernel's connection first of all, so that
-requests wait where the daemon is gone, and do not fail. A daemon that died is followed by another, which finds all
-of it. `child` has the messages between the two.
+The holder starts the daemon and keeps the daemon's entries (`kept.keeper`): the kernel's connection first of all, so
+that requests wait for the next daemon, and do not fail. When a daemon dies, the holder starts another one, which gets
+all entries. `child` has the messages between the two.
 
-*One that stands by* (``standby``) has imported everything and waits. Whenever a daemon is needed it forks one, and
-goes on to wait; so the first daemon, too, comes from it. The holder is a subreaper (prctl(2)), for a daemon that is its
-own child: the process between the two ends at once. One that stands by and dies is replaced by another one.
+*Standby.* The ``standby`` has imported everything and waits. Whenever the holder needs a daemon, the standby forks one
+and waits on; so it forks the first daemon, too. The holder is a subreaper (prctl(2)), so that such a daemon is its own
+child: the process in between ends at once. The holder replaces a standby that dies.
 
-*Upgrades.* The next daemon stands by, of another version, and one more of the present version for the way back. Then
-the serving one is asked to leave; when it has, the next one gets all that is kept. If that dies, or is not ready in
-time, the other one takes its place. A daemon begins to serve when the one before it is dead, never earlier.
+*Upgrades.* The next daemon, of another version, stands by, and one more of the present version for the way back. Then
+the holder asks the serving one to leave; when it has, the next one gets all entries. If that one dies, or is not ready
+in time, the other one takes its place. A daemon begins to serve when its predecessor is dead, never earlier.
 
-The daemon is ended by the kernel when the holder dies, and the guard (`guard`), which the holder has, ends the
-connection: whoever waits gets an error. A daemon counts as dead when its first thread has ended: others of its threads
-may wait in the kernel for an answer that only the next daemon can give.
+When the holder dies, the kernel kills the daemon, and the holder's guard (`guard`) aborts the connection: waiting
+callers get an error. A daemon counts as dead when its first thread has ended: other threads of it may wait in the
+kernel for an answer that only the next daemon can give.
 
-Only the standard library is used, and little of it. Nothing here knows what a thing means, but for the connection and
-its switch (`things`).
+The holder uses little of the standard library. It does not interpret entries, but for the connection and its switch
+(`things`).
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ PR_SET_CHILD_SUBREAPER = 36
 """of prctl(2)"""
 FORK_TRIES = 3
 LOOK_SECONDS = 0.2
-"""between looks at a daemon: of a first thread that ended alone nothing tells"""
+"""between looks at a daemon: no event reports the end of its first thread alone"""
 LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
-"""that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
+"""timeouts of a daemon that stores everything, while calls wait, and then ends; after both it is killed"""
 
 
 class Holder:
-    """The loop. ``config``: ``command`` of a daemon and the ``folder`` it begins in, ``guard`` (command of the guard),
-    ``point``, ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor for how the start went, or None)."""
+    """The loop. ``config``: ``command`` of a daemon and its ``folder``, ``guard`` (command of the guard), ``point``,
+    ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor that gets the start's outcome, or None)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -75,7 +75,7 @@ class Holder:
         self.serving: Child | None = None
         self.standby: Child | None = None
         self.pace = Backoff()
-        """of those that stand by"""
+        """of standby processes"""
         self.was_ready = False
         self.failures = Failures()
         self.told_to_end: int | None = None
@@ -86,9 +86,9 @@ class Holder:
         self.upgrade: Upgrade | None = None
         self.facts = DaemonFacts()
         self.stalled_at = 0.0
-        """since when nobody answers; 0: somebody does"""
+        """since when no daemon answers; 0: one does"""
 
-    # -- what it says ----------------------------------------------------------------------------------
+    # -- its output ------------------------------------------------------------------------------------
 
     def warn(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -99,7 +99,7 @@ class Holder:
             pass
 
     def report_start(self, content: bytes) -> None:
-        """How the start went, to whoever waits for it."""
+        """Report the outcome of the start to the process that waits for it; once."""
         report = self.config.pop("report", None)
         if isinstance(report, int):
             try:
@@ -109,7 +109,7 @@ class Holder:
             os.close(report)
 
     def redirect_to_log(self) -> None:
-        """From the first daemon that is ready on: whoever waits for the end of this output gets it."""
+        """Redirect the output, once the first daemon is ready: a reader of the former output then gets its end."""
         path = self.config.pop("log", None)
         if path:
             try:
@@ -126,7 +126,7 @@ class Holder:
         return spawn(command, str(self.config["folder"]), heard=heard, checked=checked)
 
     def start_daemon(self, waiting: Child | None = None) -> None:
-        """Let the next daemon serve: from this one, else the one that stands by, else a new one."""
+        """Start the next daemon: of this process, else of the standby, else of a new one."""
         if waiting is None:
             waiting, self.standby = self.standby or self.spawn(self.command), None
         self.serving = waiting
@@ -134,7 +134,7 @@ class Holder:
             self.begin_turn(waiting)
 
     def begin_turn(self, waiting: Child) -> None:
-        """It is the turn of one that waited: of a copy of it where one is to stand by."""
+        """Let a waiting process serve: a fork of it, if it is to be the standby."""
         is_new = self.upgrade is not None and self.upgrade.phase == BEGINNING and waiting.standby is not None
         if waiting.may_fork and (waiting.standby if is_new else self.config["standby"]):
             for _ in range(FORK_TRIES):
@@ -143,7 +143,7 @@ class Holder:
                 except TimeoutError:
                     self.warn(f"process {waiting.pid}, which stands by, does not answer: it is killed")
                     os.kill(waiting.pid, signal.SIGKILL)
-                    return  # the loop finds it dead, and goes on
+                    return  # the loop finds it dead, and continues
                 except OSError:
                     continue
                 self.standby = waiting
@@ -152,7 +152,7 @@ class Holder:
         self.give_turn(waiting)
 
     def give_turn(self, child: Child) -> None:
-        """Give a daemon all that is kept, and have it begin."""
+        """Send a daemon all entries, and START."""
         try:
             self.things.send_all_to(child)
             is_afresh = self.upgrade is not None and self.upgrade.phase == BEGINNING
@@ -162,10 +162,10 @@ class Holder:
             self.warn(f"the daemon {child.pid} takes nothing: it is killed")
             child.kill("silent")
         except OSError:
-            pass  # it is dead: the loop finds that by its pidfd, and starts another one
+            pass  # it is dead: the loop learns that from its pidfd, and starts another one
 
     def read_message(self, child: Child) -> bool:
-        """One message of a daemon. False: there is none."""
+        """Read and handle one message of a daemon. False: its end is closed."""
         message = child.receive()
         if message is None:
             return False
@@ -188,7 +188,7 @@ class Holder:
             self.note_ready(child)
         elif kind == LEFT and child is self.serving:
             child.has_left = True
-            os.kill(child.pid, signal.SIGKILL)  # there is nothing left for it to do
+            os.kill(child.pid, signal.SIGKILL)  # it has handed everything over
         elif kind == STAYS and self.upgrade is not None and child is self.serving:
             self.stalled_at = 0.0
             self.refuse_upgrade(f"the daemon cannot make way: {content.decode()}")
@@ -200,7 +200,7 @@ class Holder:
         return True
 
     def handle_death(self, child: Child) -> None:
-        """A daemon is dead: all that it said is read, then another one begins, or the mount is over."""
+        """Read all messages of a dead daemon, then start another one, or end the mount."""
         child.socket.setblocking(False)
         try:
             while self.read_message(child):
@@ -239,7 +239,7 @@ class Holder:
             pause = self.failures.pause
             self.warn(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
             if pause:
-                time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
+                time.sleep(pause)  # no daemon exists now that a signal or a message could be for
             try:
                 self.start_daemon()
             except OSError as error:  # no process, memory or descriptor is free
@@ -253,7 +253,7 @@ class Holder:
         self.finish_mount(1)
 
     def note_ready(self, child: Child) -> None:
-        """A daemon is ready."""
+        """Note that a daemon is ready."""
         child.is_ready = True
         self.report_start(b"{}\n")
         self.redirect_to_log()
@@ -274,7 +274,7 @@ class Holder:
     # -- upgrades --------------------------------------------------------------------------------------
 
     def answer_caller(self) -> None:
-        """Somebody asks something."""
+        """Accept and answer a caller of the status socket, or begin its upgrade."""
         client = self.status_socket.accept_caller()
         if client is None:
             return
@@ -299,7 +299,7 @@ class Holder:
             self.upgrade = Upgrade(client, next, back, command, client.seconds)
 
     def refuse_upgrade(self, why: str) -> None:
-        """No upgrade: the daemon that serves goes on, or one of its version follows it."""
+        """End the upgrade without success: the serving daemon goes on, or one of its version follows it."""
         upgrade, self.upgrade = self.upgrade, None
         assert upgrade is not None
         self.warn(f"there was no upgrade: {why}")
@@ -313,13 +313,13 @@ class Holder:
                 self.dismiss_child(child)
 
     def dismiss_child(self, child: Child) -> None:
-        """It is not needed."""
+        """Kill a process that is not needed."""
         if child is self.standby:
             self.standby = None
         self.dying.append(child.kill_unneeded())
 
     def advance_upgrade(self) -> None:
-        """The next step of an upgrade, if it is time for it."""
+        """Take the next step of an upgrade, if it is due."""
         upgrade, serving = self.upgrade, self.serving
         if upgrade is None or serving is None:
             return
@@ -330,7 +330,7 @@ class Holder:
             elif child.has_said_hello and (back is None or back.has_said_hello):
                 upgrade.enter_phase(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
                 self.stalled_at = upgrade.began = time.monotonic()
-                with suppress(OSError):  # it has just died, or takes nothing: then it is late
+                with suppress(OSError):  # it has just died, or its socket is full: then it is late
                     serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
             elif upgrade.is_late:
                 words = child.read_last_words()
@@ -343,7 +343,7 @@ class Holder:
             os.kill(serving.pid, signal.SIGKILL)
 
     def handle_death_beside(self, child: Child, how: str) -> None:
-        """A daemon is dead that did not serve."""
+        """Handle the death of a process that did not serve."""
         upgrade = self.upgrade
         if child is self.standby:
             self.standby = None
@@ -358,7 +358,7 @@ class Holder:
                 self.refuse_upgrade(f"the new daemon does not begin: {how}")
 
     def continue_upgrade(self, child: Child, how: str) -> bool:
-        """The daemon that served is dead. False: it is not, or no more, for the upgrade to start the next one."""
+        """Let the upgrade start the next daemon after the serving one's death. False: the caller has to do that."""
         upgrade = self.upgrade
         if upgrade is None:
             return False
@@ -388,7 +388,7 @@ class Holder:
         return True
 
     def end_upgrade(self, child: Child) -> None:
-        """A daemon is ready: with that an upgrade ends, one way or the other."""
+        """End an upgrade, with success or without, as a daemon is ready."""
         upgrade = self.upgrade
         if upgrade is None or upgrade.phase not in (BEGINNING, GOING_BACK):
             return
@@ -407,7 +407,7 @@ class Holder:
             self.refuse_upgrade(f"the new daemon failed: {upgrade.failure}; the former version goes on")
 
     def finish_mount(self, status: int) -> None:
-        """The mount is over."""
+        """Clean up after the end of the mount."""
         self.status = status
         self.serving = None
         self.config["standby"] = False
@@ -422,7 +422,7 @@ class Holder:
         self.report_start(b"")
 
     def end_mount(self, number: int) -> None:
-        """Somebody wants the mount to end: the daemon sees to it."""
+        """Pass a stop signal on to the daemon, which ends the mount."""
         self.told_to_end = number
         if self.serving is not None:
             os.kill(self.serving.pid, signal.SIGTERM)
@@ -430,7 +430,7 @@ class Holder:
     # -- the loop --------------------------------------------------------------------------------------
 
     def run_loop(self) -> int:
-        """Until the mount is over; returns the exit status."""
+        """Run until the mount has ended. Returns the exit status."""
         wake = take_signals()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.start_daemon()
@@ -452,7 +452,7 @@ class Holder:
                         self.end_mount(caught)
             for child in children:
                 if child not in self.list_children():
-                    continue  # it ended with another one
+                    continue  # an earlier one's death has removed it
                 if child.socket.fileno() in ready:
                     if self.read_message(child):
                         continue
@@ -479,12 +479,12 @@ class Holder:
                 self.pace.count_death(0.0)
 
     def reap_children(self) -> None:
-        """Take dead processes out of the table, whoever began them: those whose parents died are ours now."""
+        """Reap dead processes, also others' children: the subreaper adopts orphans."""
         self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
         known = {*self.dying, *(child.pid for child in self.list_children())}
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in known:
-                break  # it is seen to elsewhere, and others another time
+                break  # another method reaps it, and a later call the rest
             os.waitpid(ended.si_pid, 0)
             if ended.si_pid == self.things.guard:
                 self.things.restart_guard()
@@ -500,7 +500,7 @@ def main() -> None:
     with open("/proc/self/comm", "w") as comm:
         comm.write("kvfuse-holder")
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # it has what the daemon has of clients
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # the entries contain descriptors of clients
     sys.exit(Holder(json.loads(sys.argv[1])).run_loop())
 
 

@@ -1,13 +1,14 @@
-"""Which callers may have a holder run a program, and which programs it runs. Standard library only, as all of `main`.
+"""Checks that a caller may have the holder run a program, and that others cannot change the program. Standard library
+only, as all of `main`.
 
-A program that the holder runs has the holder's user, groups and capabilities. Uid 0 alone is no proof that the caller
-has as much: the root of a container may lack capabilities, or have them in a user namespace of its own. So the holder
+A program that the holder runs has the holder's user, groups and capabilities. Uid 0 alone does not prove that the
+caller has as much: a container's root may lack capabilities, or have them in a user namespace of its own. So the holder
 reads the caller's effective capabilities and its user namespace from /proc. A pid may be reused meanwhile; SO_PEERPIDFD
-(Linux 6.5) proves that this did not happen; without that proof no program is run for anybody.
+(Linux 6.5) proves that this did not happen; without that proof the holder refuses.
 
-The program has to be one that only root and the holder's user can change: itself, each folder above it, and each link
-on the way. The check begins at the root. In a folder to which nobody else may write, nobody else replaces a name, so
-what was checked is what is executed a moment later.
+Only root and the holder's user may be able to change the program: the file, each folder above it, and each link on the
+way. The check begins at the root. In a folder that other users cannot write to, they cannot replace a name, so the
+checked file is the one that is executed a moment later.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from contextlib import ExitStack
 
 SO_PEERPIDFD = 77
 CAPABILITIES = {0: "CAP_CHOWN", 1: "CAP_DAC_OVERRIDE", 6: "CAP_SETGID", 7: "CAP_SETUID", 21: "CAP_SYS_ADMIN"}
-"""names of some: the others are named by their numbers, as in linux/capability.h"""
+"""bit -> name of some: messages show others by their numbers, as in linux/capability.h"""
 BECOME_ANOTHER_USER = 1 << 6 | 1 << 7
 LINKS_MAX = 40
-"""that are followed, as many as the kernel follows"""
+"""symbolic links on the way, as many as the kernel follows"""
 
 
 class Refused(Exception):
-    """The text says why, and what to do."""
+    """The holder refuses a request. The text has the reason and a remedy."""
 
 
 def get_peer(stream: socket.socket) -> tuple[int, int]:
-    """(pid, effective uid) of the process that connected, at that time."""
+    """Get (pid, effective uid) of the process that connected, at that time."""
     pid, uid, _ = struct.unpack("iII", stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
 
 def check_caller(stream: socket.socket) -> None:
-    """Refused, unless the process that connected may do all that a program of this process may."""
+    """Refused, unless the peer process has all rights of a program that this process runs."""
     pid, uid = get_peer(stream)
     try:
         lacking = _find_lacking(stream, pid, uid)
@@ -59,7 +60,7 @@ def _advise() -> str:
 
 
 def _find_lacking(stream: socket.socket, pid: int, uid: int) -> int:
-    """Capabilities that a program of this process would have, and the peer has not. OSError: that is not proven."""
+    """Find capabilities that a program of this process would have, and the peer lacks. OSError: there is no proof."""
     try:
         pidfd = struct.unpack("i", stream.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
     except OSError as error:
@@ -85,7 +86,7 @@ def _find_lacking(stream: socket.socket, pid: int, uid: int) -> int:
 
 
 def _read_granted(uid: int) -> int:
-    """Capabilities that a program has which this process executes, and the peer of this uid is to have."""
+    """Read the capabilities of a program that this process runs: a peer of this uid needs them."""
     fields = _read_status("self")
     if os.geteuid() == 0:
         return int(fields["CapInh"], 16) | int(fields["CapBnd"], 16)
@@ -93,7 +94,7 @@ def _read_granted(uid: int) -> int:
 
 
 def _read_status(process: str) -> dict[str, str]:
-    with open(f"/proc/{process}/status", errors="replace") as file:  # its name, which it chooses, is any bytes
+    with open(f"/proc/{process}/status", errors="replace") as file:  # a process name has any bytes
         return dict(line.split(":", 1) for line in file.read().split("\n") if line)
 
 
@@ -101,7 +102,7 @@ def _read_status(process: str) -> dict[str, str]:
 
 
 def check_program(path: str) -> None:
-    """Refused, unless ``path`` is a program that only root and this user can change. OSError: it cannot be found."""
+    """Refused, unless ``path`` is a program that only root and this user can change. OSError: it is not found."""
     if not path.startswith("/"):
         raise Refused("the program is to be named by its whole path")
     names, place, links = _split_path(path), "", 0
@@ -125,12 +126,12 @@ def check_program(path: str) -> None:
 
 
 def _split_path(path: str) -> list[str]:
-    """The last one first. That of the root is "/"."""
+    """Split a path into names, the last one first. The root's name is "/"."""
     return [name for name in path.split("/")[::-1] if name] + ["/"] * path.startswith("/")
 
 
 def _check_place(place: str, found: os.stat_result) -> None:
-    """Refused where others than root and this user can change what is at ``place``, or put something else there."""
+    """Refused where users other than root and this one can change the file at ``place``, or replace it."""
     if found.st_uid not in (0, os.geteuid()):
         whose = f"root's or user {os.geteuid()}'s" if os.geteuid() else "root's"
         raise Refused(f"{place} belongs to user {found.st_uid}: the program and all folders above it are to be {whose}")

@@ -20,8 +20,8 @@ FORM = 0x6B76_6675_7365_0001
 """number of this format"""
 HEAD_SIZE = 4096
 STORED_AT, ACTIVE_AT, TAILS_AT = 1, 2, 3
-"""indices of words in the head: 1 if all is stored elsewhere too, the same word in any format; the active area; the
-tails of both"""
+"""indices of words in the head: 1 if a daemon that cannot read the log loses nothing, the same word in any format; the
+active area; the tails of both"""
 NO_AREA = 2
 """value of the active area: the log is invalid"""
 AREA_SIZE = 64 << 20
@@ -108,7 +108,7 @@ class KeptLog:
         self._store_word(TAILS_AT + self._active, 0)
 
     def invalidate_log(self) -> None:
-        """Invalidate all frames, for good."""
+        """Invalidate all frames."""
         self._store_word(ACTIVE_AT, NO_AREA)
 
     def _write_frame(self, area: int, tail: int, frame: bytes) -> bool:
@@ -217,7 +217,7 @@ class KeptLogReader:
 
     @property
     def is_stored(self) -> bool:
-        """All its content is stored elsewhere too, whatever its format."""
+        """A daemon that cannot read the log loses nothing, whatever its format."""
         return bool(struct.unpack_from("=Q", self._log, 8 * STORED_AT)[0])
 
     def read_frames(self) -> Iterator[bytes]:
