@@ -109,7 +109,7 @@ class Doors:
                         with failing.vital():
                             await self._serve_doors(listener, device)
             except* (MountError, OSError) as group:
-                log.warning("there are no rings: %s", innermost(group))
+                log.warning("the mount has no rings: %s", innermost(group))
             finally:
                 self.opened.set()
 

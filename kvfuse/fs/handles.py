@@ -276,7 +276,7 @@ class OpenFiles:
             try:
                 await self._volume.left_open.load(row.ino)
             except Stale as error:
-                raise EngineError(f"the file was not stored when the daemon before this one ended: {error}") from error
+                raise EngineError(f"the file was not stored when the former daemon ended: {error}") from error
             if self._table.before.pop(fh, None) is not None:  # no other task was faster
                 self._handles[fh] = self._volume.left_open.take_over(row.ino, row.flags, row.caller)
                 self._inodes[fh] = row.ino

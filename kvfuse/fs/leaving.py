@@ -85,7 +85,7 @@ class Leaving:
                     why = str(error)
                 except trio.TooSlowError:
                     count = operations.under_way_count
-                    what = f"{count} requests are under way" if count else "changes are not stored"
+                    what = f"{count} requests are in flight" if count else "changes are not stored"
                     why = f"{what} after {seconds:g} s"
                 else:
                     self.begun.set()
@@ -93,7 +93,7 @@ class Leaving:
                 finally:
                     if not self.begun.is_set():
                         self.gate.open()
-                log.warning("the daemon does not make way for another one: %s", why)
+                log.warning("the daemon cannot make way for the next one: %s", why)
                 self._asking.refuse_to_leave(why)
         return False
 

@@ -53,11 +53,11 @@ PUBLIC_SECTIONS = "volume", "publish", "mount", "cache", "usrbio"
 PUBLIC_STATS = "pid", "degraded", "space", "volume", "uptime", "metadata", "capacity", "slab_size"
 """statistics for every user: those of `df` among them"""
 MS_REMOUNT = 32
-"""of mount(2)"""
+"""flag of mount(2)"""
 ALLOWING = frozenset({"allow_other", "allow_root"})
 """flags for the kernel"""
 SHARED_ATTR_SECONDS = 1.0
-"""for which the kernel may show stale attributes after another host's change, where an invalidation failed"""
+"""until the kernel drops attributes that are stale after another host's change, where an invalidation failed"""
 KEPT = "fuse/connection"
 """keeper entry: INIT, and the descriptor; see `keeper`"""
 KEPT_DEVICE = "fuse/device"
@@ -385,7 +385,7 @@ async def _end_when_stopped(stop: trio.Event, session: _Session, scope: trio.Can
         if await _detach_mount(session):
             await trio.sleep_forever()  # the loop ends by itself, unless another mount namespace has the mount too
     pyfuse3.terminate()
-    await trio.sleep(END_SECONDS)  # for requests in flight
+    await trio.sleep(END_SECONDS)  # requests in flight may end meanwhile
     log.error("%s: requests are still not answered after %g s: they are given up", session.mountpoint, END_SECONDS)
     scope.cancel()
 

@@ -31,9 +31,9 @@ from kvfuse import failing
 from kvfuse.fs.wakefulness import LINGER_SECONDS, Wakefulness
 
 TURN_SECONDS = 0.0005
-"""for which workers may answer requests in a row before the event loop's other tasks run"""
+"""longest time that workers answer requests in a row before the event loop's other tasks run"""
 SPIN_SECONDS = 100e-6
-"""for which a worker polls for the next request before it sleeps: a caller with many small ones needs less than that
+"""time that a worker polls for the next request before it sleeps: a caller with many small ones needs less than that
 between them, and a sleep with its wake-up takes as long and more"""
 REMEMBERED_SECONDS = 20 * SPIN_SECONDS
 """longer waits count as this one, so that one long wait does not outweigh many short ones"""

@@ -17,7 +17,7 @@ from pathlib import Path
 LATENCY_DEVICE = Path("/dev/cpu_dma_latency")
 IDLE_DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")
 GUEST_DRIVER = "haltpoll"
-"""of virtual machines. It claims a wake-up in 1 us, without the hypervisor's time: only latency 0 has an effect"""
+"""idle driver of virtual machines. It claims a wake-up in 1 us, without the hypervisor: only latency 0 has an effect"""
 LATENCY_US = 10
 """wake-up latency elsewhere: light sleep is allowed"""
 ANY_LATENCY = -1
@@ -26,7 +26,7 @@ SHORT_SECONDS = 0.002
 BUSY_WAITS = 64
 """so many waits in a row below ``SHORT_SECONDS`` count as busy"""
 LINGER_SECONDS = 0.02
-"""for which the limit stays without work, at least"""
+"""shortest time that the limit stays without work"""
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Wakefulness:
                 self._latency = 0
             self._descriptor = os.open(device, os.O_WRONLY)
         except OSError as error:  # not root, a container, a machine whose processors know one way to idle
-            log.debug("idle processors sleep as they like: %s", error)
+            log.debug("idle processors may sleep deeply: %s", error)
 
     def note_wait(self, seconds: float) -> None:
         """Note that a wait took ``seconds``; set the limit once waits are short."""
@@ -81,7 +81,7 @@ class Wakefulness:
         try:
             os.write(self._descriptor, struct.pack("=i", latency))
         except OSError as error:
-            log.warning("idle processors sleep as they like: %s", error)
-            self.close()  # which withdraws the former limit
+            log.warning("idle processors may sleep deeply: %s", error)
+            self.close()  # this withdraws the former limit
             return False
         return True

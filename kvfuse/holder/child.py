@@ -64,7 +64,7 @@ SKILLS = "forks", "many"
 VARIABLE = "KVFUSE_HOLDER"
 """environment of the daemon: the descriptor of its end of the socket pair"""
 ERRORS_VARIABLE = "KVFUSE_HOLDER_ERRORS"
-"""and the descriptor of its standard error while it serves"""
+"""environment of the daemon: the descriptor of its standard error while it serves"""
 FORK_SECONDS = 5.0
 """timeout of BORN: some milliseconds are usual"""
 SEND_SECONDS = 5.0
@@ -78,7 +78,7 @@ CAUSES = "killed", "exception", "silent", "crash", "exit"
 """causes of death of a daemon that served, or was about to: SIGKILL by others, or by the kernel out of memory; an error
 of its own; SIGKILL by the holder, as it did not answer; another signal; an exit status without a message"""
 DEATH_SECONDS, END_SECONDS = 0.02, 10.0
-"""from the end of the first thread to that of the last, of a daemon that died, and of one that ended by itself"""
+"""timeouts from the end of the first thread to that of the last: after a death, and after an end by itself"""
 WRITE_SECONDS = 3.0
 """the same, where a thread of a dead daemon is in a write: a late disk must not store that after what the next daemon
 writes to the same place"""

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 KERNEL_RESENDS = 6, 9
 """the first Linux that resends requests which a daemon read and did not answer"""
-NOT_SENT_AGAIN = "who waits for one waits as long as the mount is there; upgrades are not concerned"
+NOT_SENT_AGAIN = "their callers wait until the mount ends; upgrades are not affected"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-"""of prctl(2)"""
+"""options of prctl(2)"""
 STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"
 """process names in `ps`: of the standby, and of daemons that it forks"""
 LOOK_SECONDS = 0.0002
@@ -72,7 +72,7 @@ class Holding:
         """the mount.conf that this process read counts, not the former daemon's"""
         self.deaths: Mapping[str, int] = {}
         self._leave_seconds: float | None = None
-        """of a request to leave that no task has taken yet"""
+        """timeout of a request to leave, until a task takes the request"""
         self._leave: trio.Event | None = None
         """set by the next request to leave"""
 
@@ -130,7 +130,7 @@ class Holding:
         The daemon becomes the holder's child, as its own parent, a process in between, ends at once (`main`).
         """
         if not gc.get_freeze_count():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: daemon and holder handle it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # daemon and holder handle Ctrl-C
             _set_process_name(STANDBY_NAME)
         gc.freeze()  # a daemon's collector never visits these objects, so that most of their pages stay shared
         sys.stdout.flush()
@@ -256,7 +256,7 @@ class Holding:
         return seconds
 
     def refuse_to_leave(self, why: str) -> None:
-        """Report that this daemon cannot leave and goes on."""
+        """Report that this daemon cannot leave and continues."""
         self._send(holder_child.STAYS, "", why.encode("utf-8", "backslashreplace"))
 
     def report_left(self) -> None:

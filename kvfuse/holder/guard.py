@@ -25,8 +25,8 @@ import sys
 LOOK_SECONDS = 1.0
 """between two looks at the daemon: no event reports a crash whose core file takes its time"""
 PR_SET_PDEATHSIG = 1
-"""of prctl(2): a signal for the end of the thread that started this process. A pidfd and the end of a pipe report only
-the end of the last thread; so does a pidfd of the first thread (seen with Linux 6.18)"""
+"""option of prctl(2): a signal at the end of the thread that started this process. A pidfd and the end of a pipe report
+only the end of the last thread; so does a pidfd of the first thread (seen with Linux 6.18)"""
 DEATH = signal.SIGUSR1
 
 

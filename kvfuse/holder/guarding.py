@@ -20,7 +20,7 @@ FSOPEN, FSCONFIG, FSMOUNT = 430, 431, 432
 """numbers of system calls, the same on all processors"""
 FSCONFIG_CMD_CREATE = 6
 CLOSE_ON_EXEC = 1
-"""of fsopen and fsmount"""
+"""flag of fsopen and fsmount"""
 
 KEPT = "fuse/switch"
 """keeper entry: the switch; see `kept.keeper` and `main`"""

@@ -16,8 +16,7 @@ When the holder dies, the kernel kills the daemon, and the holder's guard (`guar
 callers get an error. A daemon counts as dead when its first thread has ended: other threads of it may wait in the
 kernel for an answer that only the next daemon can give.
 
-The holder uses little of the standard library. It does not interpret entries, but for the connection and its switch
-(`things`).
+The holder uses little of the standard library, and interprets no entry but the connection and its switch (`things`).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ else:
     from things import Things
 
 PR_SET_CHILD_SUBREAPER = 36
-"""of prctl(2)"""
+"""option of prctl(2)"""
 FORK_TRIES = 3
 LOOK_SECONDS = 0.2
 """between looks at a daemon: no event reports the end of its first thread alone"""
@@ -75,7 +74,7 @@ class Holder:
         self.serving: Child | None = None
         self.standby: Child | None = None
         self.pace = Backoff()
-        """of standby processes"""
+        """delays of standby processes"""
         self.was_ready = False
         self.failures = Failures()
         self.told_to_end: int | None = None
@@ -93,7 +92,7 @@ class Holder:
     def warn(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
-            line = repr(f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}")  # for terminals
+            line = repr(f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}")  # safe for terminals
             os.write(2, line[1:-1].encode() + b"\n")
         except OSError:
             pass
@@ -114,7 +113,7 @@ class Holder:
         if path:
             try:
                 log = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            except OSError:  # a sick disk: the mount goes on without it
+            except OSError:  # a sick disk: the mount runs without a log
                 log = os.open(os.devnull, os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -159,7 +158,7 @@ class Holder:
             child.send(START, "", json.dumps({"afresh": is_afresh, "deaths": self.facts.causes}).encode())
             child.begun = time.monotonic()
         except TimeoutError:
-            self.warn(f"the daemon {child.pid} takes nothing: it is killed")
+            self.warn(f"the daemon {child.pid} reads no messages: it is killed")
             child.kill("silent")
         except OSError:
             pass  # it is dead: the loop learns that from its pidfd, and starts another one
@@ -286,7 +285,7 @@ class Holder:
             waits = round(time.monotonic() - self.stalled_at, 3) if self.stalled_at else None
             client.answer(holder=os.getpid(), **said, standby=stands_by, waits=waits, **vars(self.facts))
         elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
-            client.answer(error="the mount is on its way from one daemon to the next, or to its end: try again")
+            client.answer(error="another change of daemons is in progress, or the mount is ending: try again")
         else:
             command = [str(client.program), *self.command[1:]]
             try:
@@ -302,7 +301,7 @@ class Holder:
         """End the upgrade without success: the serving daemon goes on, or one of its version follows it."""
         upgrade, self.upgrade = self.upgrade, None
         assert upgrade is not None
-        self.warn(f"there was no upgrade: {why}")
+        self.warn(f"the upgrade failed: {why}")
         upgrade.answer_client(error=why)
         for child in (upgrade.next, upgrade.back):
             if child is None or child is self.serving:
@@ -378,9 +377,7 @@ class Holder:
             self.dismiss_child(upgrade.next)
             upgrade.next = None
         if upgrade.back is None:
-            self.refuse_upgrade(
-                f"the new daemon failed: {upgrade.failure}; another one of the former version takes over"
-            )
+            self.refuse_upgrade(f"the new daemon failed: {upgrade.failure}; another of the former version takes over")
             return False
         self.warn(f"the new daemon failed: {upgrade.failure}; the former version takes over")
         upgrade.enter_phase(GOING_BACK, float("inf"))
@@ -475,7 +472,7 @@ class Holder:
             try:
                 self.standby = self.spawn(self.command)
             except OSError as error:
-                self.warn(f"nobody can stand by: {error}")
+                self.warn(f"no standby can be started: {error}")
                 self.pace.count_death(0.0)
 
     def reap_children(self) -> None:

@@ -28,7 +28,7 @@ class Pulse:
         self.answers = False
         """the daemon answers ASK, as its HELLO says"""
         self.cause = self.reason = ""
-        """of its death, where they are known before"""
+        """cause and reason of the daemon's death, where they are known before"""
 
     def is_due(self) -> bool:
         """Whether to ask the daemon now. Called at each look, as it counts the silent time."""

@@ -1,5 +1,4 @@
-"""Checks that a caller may have the holder run a program, and that others cannot change the program. Standard library
-only, as all of `main`.
+"""Checks which callers may have a holder run a program, and which programs. Standard library only, as all of `main`.
 
 A program that the holder runs has the holder's user, groups and capabilities. Uid 0 alone does not prove that the
 caller has as much: a container's root may lack capabilities, or have them in a user namespace of its own. So the holder
@@ -46,7 +45,7 @@ def check_caller(stream: socket.socket) -> None:
     try:
         lacking = _find_lacking(stream, pid, uid)
     except (OSError, ValueError, KeyError) as error:
-        raise Refused(f"it is not known what process {pid} of user {uid} may do ({error}): {_advise()}") from None
+        raise Refused(f"the rights of process {pid} of user {uid} are unknown ({error}): {_advise()}") from None
     if lacking:
         bits = [bit for bit in range(lacking.bit_length()) if lacking >> bit & 1]
         named = [CAPABILITIES.get(bit, f"capability {bit}") for bit in bits]

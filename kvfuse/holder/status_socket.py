@@ -80,7 +80,7 @@ class StatusCaller:
         """Read the request. Refused: it is not allowed, or malformed; OSError: none arrived."""
         self._stream = stream
         self.program: str | None = None
-        """of an upgrade, checked by the process that executes it; None: a request for the status"""
+        """the new version's Python, checked by the process that executes it; None: a request for the status"""
         self.seconds = 0.0
         stream.settimeout(REQUEST_SECONDS)
         said = stream.recv(ANSWER_SIZE_MAX)  # first, as a client that is refused before its send would get no answer

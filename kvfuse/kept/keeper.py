@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 CONTENT_SIZE_MAX = 64 << 10
 """bytes of one entry"""
 DESCRIPTORS_MAX = 16
-"""of one entry"""
+"""descriptors of one entry"""
 KNOWN = (
     "config", "fuse/answers", "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/places",
     "fuse/switch", "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers",

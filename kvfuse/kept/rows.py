@@ -100,7 +100,7 @@ def _take_table(keeper: Keeper, name: str, head: bytes) -> int | None:
     row_size = HEAD.unpack(head)[1]
     if kept.content == head and len(kept.descriptors) == 1 and os.fstat(kept.descriptors[0]).st_size >= row_size:
         return kept.descriptors[0]
-    log.warning("%s of the daemon before this one is of another kind, and dropped", name)
+    log.warning("%s of the former daemon has another format, and is dropped", name)
     for descriptor in kept.descriptors:
         os.close(descriptor)
     return None
