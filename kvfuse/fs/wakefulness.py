@@ -39,7 +39,7 @@ class Wakefulness:
         self._descriptor = -1
         self._latency = LATENCY_US
         self._short_waits = 0
-        """in a row"""
+        """short waits in a row"""
         self.is_kept = False
         """the limit is set; a thread without work for one or two ``LINGER_SECONDS`` calls `allow_sleep`"""
         if wanted:

@@ -257,7 +257,7 @@ def spawn(command: list[str], folder: str, *, heard: bool = False, checked: bool
 
 
 def _inherit_nothing() -> None:
-    """Close on exec all but the standard streams, as a pipe that the holder inherited and that reports the start."""
+    """Close on exec all but the standard streams, among them the pipe that reports the holder's start."""
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own descriptor
             os.set_inheritable(int(number), int(number) < 3)
