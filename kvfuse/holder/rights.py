@@ -45,7 +45,7 @@ def check_caller(stream: socket.socket) -> None:
     try:
         lacking = _find_lacking(stream, pid, uid)
     except (OSError, ValueError, KeyError) as error:
-        raise Refused(f"the rights of process {pid} of user {uid} are unknown ({error}): {_advise()}") from None
+        raise Refused(f"it is not known what process {pid} of user {uid} may do ({error}): {_advise()}") from None
     if lacking:
         bits = [bit for bit in range(lacking.bit_length()) if lacking >> bit & 1]
         named = [CAPABILITIES.get(bit, f"capability {bit}") for bit in bits]

@@ -225,7 +225,7 @@ class KeptLogReader:
         form, _, active, *tails = struct.unpack_from("=5Q", self._log)
         area_size = (len(self._log) - HEAD_SIZE) // 2
         if form != FORM or active > NO_AREA or max(tails) > area_size:
-            raise ValueError("the head of the log is damaged")
+            raise ValueError("the log makes no sense")
         if active == NO_AREA:
             return
         position = HEAD_SIZE + active * area_size
