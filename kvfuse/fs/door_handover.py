@@ -45,8 +45,8 @@ class KeptHandover(Handover):
         self._changed = set[int]()
         """those of ``lost`` with newer unstored content"""
         for fh, row in self.handles.before.items():
-            self.was_open(row.ino, row.places, writable=row.writable, is_new=row.is_new)
-            if row.writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
+            self.was_open(row.ino, row.places, writable=row.is_writable, is_new=row.is_new)
+            if row.is_writable and found.get(self._offsets.get(row.ino, -1)) == row.ino:
                 self.handles.mark_lost(fh)
         for ino in self.lost:
             self._write_row(ino, TOLD)
@@ -54,7 +54,7 @@ class KeptHandover(Handover):
     def miss(self, inos: Collection[int]) -> None:
         super().miss(inos)
         for fh, row in self.handles.before.items():
-            if row.writable and row.ino in inos:
+            if row.is_writable and row.ino in inos:
                 self.handles.mark_lost(fh)
         for ino in inos:
             self._write_row(ino, TOLD)

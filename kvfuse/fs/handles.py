@@ -76,7 +76,7 @@ class HandleRow(NamedTuple):
         return bool(self.marks & NEW)
 
     @property
-    def writable(self) -> bool:
+    def is_writable(self) -> bool:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
@@ -320,7 +320,7 @@ class OpenFiles:
             try:
                 await self.find(fh)
             except OperationError:  # its inode is gone or unreadable: no other owner has this handle
-                self._volume.left_open.give_up(row.ino, writable=row.writable)
+                self._volume.left_open.give_up(row.ino, writable=row.is_writable)
                 self._remove_row(fh, row.ino)
                 return True
         handle = self._handles.pop(fh, None)

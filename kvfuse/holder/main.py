@@ -235,7 +235,7 @@ class Holder:
         self.facts.count_death(how, child.find_cause(code))
         what = f"the daemon {child.pid} is dead ({how})"
         while not self.failures.are_too_many:
-            pause = self.failures.pause
+            pause = self.failures.pause_seconds
             self.warn(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
             if pause:
                 time.sleep(pause)  # no daemon exists now that a signal or a message could be for

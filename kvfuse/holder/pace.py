@@ -55,8 +55,8 @@ class Failures:
         return self._count > FAILURES_MAX
 
     @property
-    def pause(self) -> float:
-        """Seconds before the next start."""
+    def pause_seconds(self) -> float:
+        """The pause before the next start."""
         return PAUSES[min(int(self._count), len(PAUSES) - 1)]
 
 

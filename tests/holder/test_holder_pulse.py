@@ -134,12 +134,12 @@ def test_a_mount_is_not_given_up_for_daemons_that_served() -> None:
     failures = Failures()
     for _ in range(1000):
         failures.count_death(0.1, was_killed=False, was_ready=True)
-        assert failures.pause <= 1.0
-    assert failures.pause == 1.0
+        assert failures.pause_seconds <= 1.0
+    assert failures.pause_seconds == 1.0
     failures.count_death(10.0, was_killed=False, was_ready=True)
-    assert failures.pause == 0.0
+    assert failures.pause_seconds == 0.0
     for pause in PAUSES:
-        assert failures.pause <= pause
+        assert failures.pause_seconds <= pause
         failures.count_death(0.1, was_killed=False, was_ready=False)
     failures.count_death(0.1, was_killed=False, was_ready=False)
     assert failures.are_too_many
