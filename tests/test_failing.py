@@ -13,7 +13,7 @@ import trio.testing
 
 from kvfuse import failing
 from kvfuse.errors import MountError
-from kvfuse.fs.doors import Service, running
+from kvfuse.fs.doors import Service, run_services
 
 
 class Ended(BaseException):
@@ -139,14 +139,14 @@ async def test_a_mount_hears_of_a_service_that_cannot_begin_and_a_takeover_does_
 
     services = [Service("port", cast(Any, serve))]
     with pytest.RaisesGroup(MountError):
-        async with running(services, cast(Any, None), must_begin=True):
+        async with run_services(services, cast(Any, None), must_begin=True):
             pytest.fail("it was begun")
     assert len(tries) == 1
-    async with running(services, cast(Any, None), must_begin=False):
+    async with run_services(services, cast(Any, None), must_begin=False):
         await begun.wait()
         await trio.sleep(1)
     assert len(tries) == 5
     tries[:] = [0.0] * 3
-    async with running(services, cast(Any, None), must_begin=True):
+    async with run_services(services, cast(Any, None), must_begin=True):
         await trio.sleep(1)  # it failed after it had begun: that is no error of the mount
     assert len(tries) == 5

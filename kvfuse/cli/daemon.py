@@ -112,7 +112,7 @@ async def _serve(
     from kvfuse import failing
     from kvfuse.cli.heap import give_memory_back
     from kvfuse.fs.doors import Service
-    from kvfuse.fs.mount_session import serve
+    from kvfuse.fs.mount_session import serve_mount
     from kvfuse.usrbio.daemon.listener import serve_rings
 
     options = effective.options
@@ -146,9 +146,9 @@ async def _serve(
         await nursery.start(failing.vital_task, _cancel_on_signal, nursery.cancel_scope)
         nursery.start_soon(failing.service, "heap", give_memory_back)
         if leaving is not None:
-            nursery.start_soon(failing.vital_task, leaving.hear)
+            nursery.start_soon(failing.vital_task, leaving.answer_holder)
         try:
-            await serve(
+            await serve_mount(
                 options,
                 point,
                 on_ready=ready,
@@ -244,7 +244,7 @@ def hold(effective: Effective, point: Path, words: Sequence[str], report: int | 
         "log": None if report is None else os.fspath(effective.options.log_file),
         "report": report,
     }
-    command = holding.command(config)
+    command = holding.build_command(config)
     os.execv(command[0], command)
 
 
@@ -261,7 +261,7 @@ def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, i
         problem = error
     preload(effective.options if effective is not None else None)
     standby = stands_by(effective.options.mount) if effective is not None else None
-    is_first = holding.wait(str(problem) if problem is not None else "", standby)
+    is_first = holding.wait_for_turn(str(problem) if problem is not None else "", standby)
     if not holding.is_afresh and (kept := holding.take(KEPT)) is not None:
         effective = load(text=kept.content.decode())
     elif effective is None or problem is not None:
@@ -272,13 +272,13 @@ def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, i
 def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first: bool, in_background: bool) -> None:
     from kvfuse import failing
     from kvfuse.fs.leaving import Leaving
-    from kvfuse.holder.daemon_side import die
+    from kvfuse.holder.daemon_side import end_daemon
 
     options = effective.options
     leaving = Leaving(holding)
     log_file = options.log_file if in_background else None
     if not is_first:
-        failing.end_by(partial(die, holding))
+        failing.end_by(partial(end_daemon, holding))
 
     def announce() -> None:
         if in_background:
@@ -288,15 +288,15 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
         text = (effective.text or "").encode()
         if 0 < len(text) <= CONTENT_SIZE_MAX:
             holding.keep(KEPT, text)
-        holding.ready()
-        failing.end_by(partial(die, holding))  # the first one: from here on there is a next one
+        holding.report_ready()
+        failing.end_by(partial(end_daemon, holding))  # the first one: from here on there is a next one
 
     try:
         run(effective, point, announce, log_file, holding, leaving)
     except Exception as error:
         failing.end_process(error)
         message, exit_status = describe(error)
-        holding.end({"message": message, "exit_status": exit_status})
+        holding.report_end({"message": message, "exit_status": exit_status})
         if not in_background:
             raise
         if os.environ.get("KVFUSE_DEBUG"):
@@ -305,10 +305,10 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
             log.error("%s", message)
         sys.exit(exit_status)
     if leaving.is_done:
-        holding.left()
+        holding.report_left()
         os._exit(0)  # nothing of this process is to take time now
     failing.end_by(None)
-    holding.end()
+    holding.report_end()
 
 
 def preload(options: Options | None) -> None:

@@ -146,7 +146,7 @@ def check_outliving() -> Iterator[Finding]:
     """What it takes for a mount to go on when its daemon is killed or replaced."""
     if problem := checks.outliving_problem():
         yield Finding("outliving", WARN, f"mounts end with their daemon: {problem.detail}", problem.remedy)
-    elif not any(Path(folder).parent.is_dir() for folder in status_socket.folders(os.geteuid())):
+    elif not any(Path(folder).parent.is_dir() for folder in status_socket.list_folders(os.geteuid())):
         detail = "mounts go on, but 'kvfuse upgrade' has no place to reach them"
         yield Finding("outliving", WARN, detail, "set XDG_RUNTIME_DIR to a folder of this user's own")
     else:

@@ -24,12 +24,12 @@ ABSENT = (
 
 def _paths(row: Mounted) -> list[str]:
     """Where the socket may be; root reaches those of all users."""
-    found = status_socket.folders(os.geteuid())
+    found = status_socket.list_folders(os.geteuid())
     if os.geteuid() == 0:
         found += [os.fspath(folder) for folder in Path("/run/user").glob("*/kvfuse")]
     else:
-        found += status_socket.folders(0)
-    return [status_socket.path_in(folder, row.device) for folder in found]
+        found += status_socket.list_folders(0)
+    return [status_socket.make_path(folder, row.device) for folder in found]
 
 
 def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def ask(row: Mounted, patience: float, **request: object) -> dict[str, Any]:
             stream.settimeout(patience)
             try:
                 stream.connect(path)
-                if holder_rights.peer_of(stream)[1] not in (0, row.user):
+                if holder_rights.get_peer(stream)[1] not in (0, row.user):
                     continue  # somebody else's process says it is the holder
                 stream.send(json.dumps(request).encode())
                 answer = json.loads(stream.recv(status_socket.ANSWER_SIZE_MAX) or b"{}")

@@ -49,7 +49,7 @@ def mount(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, .
       kvfuse mount /etc/kvfuse/mount.conf /mnt/kv --foreground
     """
     load = partial(config.load, source, file=file, words=words)
-    if VARIABLE in os.environ and (holding := Holding.of_this_process()) is not None:
+    if VARIABLE in os.environ and (holding := Holding.from_environment()) is not None:
         daemon.run_held(load, mountpoint, holding, in_background=not foreground)
         return
     effective = load()

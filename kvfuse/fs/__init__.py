@@ -1,6 +1,6 @@
-"""Door 1: the POSIX mount. ``ops`` translates, ``virtual`` holds MNT/.kvfuse, ``mount`` runs both over a volume.
+"""The FUSE door: ``ops`` translates requests, ``virtual`` serves MNT/.kvfuse, ``mount_session`` runs both on a volume.
 
-``fusewire`` comes first: it has to be there before pyfuse3.
+``fusewire`` is imported first: it must be loaded before pyfuse3.
 """
 
 from kvfuse.native import fusewire as fusewire

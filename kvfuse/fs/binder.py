@@ -1,13 +1,13 @@
 """Binds a socket inside the mount, as a process of its own: ``python binder.py DESCRIPTOR FOLDER NAME``.
 
-A bound socket holds the mount it was bound through until it is closed, and with it every socket accepted from it:
-a plain ``umount`` would say "busy" for as long as the daemon listens. So the socket is bound through a copy of the
-mount: this process takes a mount namespace of its own, binds there the socket that it shares with the daemon, and
-ends. Its namespace goes with it, and the copy then belongs to the socket alone. A client connects by inode, which
-is the same through every mount of the file system.
+A bound socket, and every socket accepted from it, holds the mount it was bound through until it is closed: a plain
+``umount`` would say "busy" for as long as the daemon listens. So this process binds the socket through a copy of the
+mount: it unshares its mount namespace, binds there the socket that it shares with the daemon, and ends. Its namespace
+ends with it, and the copy then belongs to the socket alone. A client connects by inode, which is the same through
+every mount of the file system.
 
-It waits for the end of its input before it begins: by then the daemon knows its number, and serves its mknod.
-Only the standard library is used, so that it starts in a few milliseconds.
+The process waits for the end of its input before it begins: by then the daemon knows its pid, and serves its mknod.
+It uses only the standard library, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MS_REC_PRIVATE = 0x00044000
 
 
 def take_own_mounts() -> None:
-    """A mount namespace of this process's own. OSError where neither root nor the system's settings allow it.
+    """Unshare the mount namespace. OSError where neither root nor the system's settings allow it.
 
-    Its mounts are private: else this process's use of the mount would keep others from unmounting theirs.
+    The new mounts are private: else this process's use of the mount would keep others from unmounting theirs.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0 and libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0:

@@ -1,12 +1,12 @@
-"""MNT/.kvfuse/control.sock: the listener of the daemon's other doors, inside its own mount.
+"""Opens MNT/.kvfuse/control.sock, the listener of the daemon's other doors inside its own mount, and closes it.
 
 The listener keeps the file system alive but not the mount busy (see `binder`). So an unmount succeeds while clients
-are connected, and nobody tells the daemon: it follows the mount table, and once its file system is not in there any
-more, it closes the listener and so lets the kernel end the file system. The table is that of the daemon's own mount
-namespace: a container that still has the mount keeps its files, but its connections end.
+are connected, without notice to the daemon. The daemon therefore follows the mount table; once its file system has no
+row there, it closes the listener and so lets the kernel end the file system. The table is that of the daemon's own
+mount namespace: a container that still has the mount keeps its files, but its connections end.
 
-Whoever closes the last socket that holds the file system waits until the kernel has written everything back, which
-the event loop has to answer. So the listener, closed last, is closed by a worker thread.
+The close of the last socket that holds the file system waits until the kernel has written everything back, which
+the event loop has to answer. So a worker thread closes the listener, as the last socket.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from kvfuse.fs.virtual import FOLDER_NAME, SOCKET_NAME
 from kvfuse.kept.keeper import Keeper
 
 SO_PASSRIGHTS = 83
-"""off, so that an accepted socket begins with it off, too: the kernel refuses messages with descriptors"""
+"""set to 0; accepted sockets inherit it: the kernel refuses messages with descriptors"""
 BIND_SECONDS = 60.0
-"""Starting Python takes that long on no machine that is of use, but ten seconds on one that is far too busy."""
+"""timeout of the binder: a far too busy machine needs ten seconds to start Python"""
 KEPT = "fuse/control"
-"""with the listener; see `keeper`"""
+"""keeper entry: the listener; see `keeper`"""
 BACKLOG = 32
-"""clients that may wait to be accepted"""
+"""connections that wait for accept, at most"""
 
 
 @asynccontextmanager
-async def control_socket(
+async def open_control_socket(
     mountpoint: Path, admit: Callable[[int], None], keeper: Keeper
 ) -> AsyncIterator[socket.socket]:
-    """The listener, SOCK_SEQPACKET and non-blocking, from when the mount answers. MountError where it cannot be had.
+    """Open the listener, SOCK_SEQPACKET and non-blocking, once the mount answers; close it afterwards. MountError.
 
-    ``admit`` is told the process (as FUSE requests show it) that binds, before its mknod comes. ``keeper``: has the
-    listener of a daemon before this one, in whose backlog clients wait since.
+    ``admit`` gets the pid of the binder (as FUSE requests show it) before its mknod arrives. ``keeper`` may have the
+    listener of the former daemon, with clients in its backlog.
     """
     left = keeper.take(KEPT)
     if left is not None:
@@ -67,7 +67,7 @@ async def control_socket(
 
 
 def bind_control_socket(listener: socket.socket, mountpoint: Path, admit: Callable[[int], None]) -> None:
-    """Bind ``listener`` through a copy of the mount. Not for the event loop's thread: it answers the bind."""
+    """Bind ``listener`` through a copy of the mount. Never in the event loop's thread, which answers the bind."""
     folder = os.path.join(os.path.abspath(mountpoint), os.fsdecode(FOLDER_NAME))
     descriptor = listener.fileno()
     command = [sys.executable, "-I", "-S", binder.__file__, str(descriptor), folder, os.fsdecode(SOCKET_NAME)]
@@ -84,19 +84,19 @@ def bind_control_socket(listener: socket.socket, mountpoint: Path, admit: Callab
 
 
 async def wait_until_unmounted(device: int) -> None:
-    """Return when no mount of file system ``device`` (st_dev) is left in this mount namespace."""
+    """Return once this mount namespace has no mount of file system ``device`` (st_dev)."""
     stop = os.eventfd(0)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(when_cancelled, partial(os.eventfd_write, stop, 1))
+            nursery.start_soon(call_when_cancelled, partial(os.eventfd_write, stop, 1))
             await trio.to_thread.run_sync(_follow_mounts, device, stop)
             nursery.cancel_scope.cancel()
     finally:
         os.close(stop)
 
 
-async def when_cancelled(action: Callable[[], object]) -> None:
-    """Wait to be cancelled, then do this."""
+async def call_when_cancelled(action: Callable[[], object]) -> None:
+    """Wait for cancellation, then call ``action``."""
     try:
         await trio.sleep_forever()
     finally:
@@ -104,9 +104,9 @@ async def when_cancelled(action: Callable[[], object]) -> None:
 
 
 def _follow_mounts(device: int, stop: int) -> None:
-    """Poll in a thread: an epoll in an epoll, as under the event loop, loses changes of this file."""
+    """Poll the mount table in a thread: the event loop's epoll in an epoll would lose changes of this file."""
     number = f"{os.major(device)}:{os.minor(device)}".encode()
-    with open("/proc/self/mountinfo", "rb", buffering=0) as table:  # a buffer would show again what it has
+    with open("/proc/self/mountinfo", "rb", buffering=0) as table:  # a buffer would repeat stale rows
         poll = select.poll()
         poll.register(table, select.POLLPRI)
         poll.register(stop, select.POLLIN)

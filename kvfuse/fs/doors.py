@@ -1,4 +1,4 @@
-"""Further doors to a mounted volume, opened beside the mount and closed before it goes."""
+"""Runs the other doors of a mounted volume (rings), and its services, and closes them before the unmount."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trio
 
 from kvfuse import failing
 from kvfuse.errors import MountError, innermost
-from kvfuse.fs.control import control_socket, wait_until_unmounted
+from kvfuse.fs.control import open_control_socket, wait_until_unmounted
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Door(Protocol):
-    """Serves ``volume`` to whoever connects to ``listener``, until it is cancelled. ``device``: st_dev of the mount.
+    """Serves ``volume`` to clients of ``listener`` until cancelled. ``device``: st_dev of the mount.
 
-    It calls ``task_status.started()`` when it is ready. What it changes in the volume it drops from ``kernel``.
-    Before it returns, all that it accepted is closed; ``listener`` is not its own to close.
+    A door calls ``task_status.started()`` when it is ready, and invalidates in ``kernel`` what it changes. It closes
+    all accepted sockets before it returns; its caller closes ``listener``.
     """
 
     async def __call__(
@@ -42,7 +42,7 @@ class Door(Protocol):
 
 
 class DoorService(Protocol):
-    """See `Service`."""
+    """The task of a `Service`."""
 
     async def __call__(
         self, volume: Volume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -50,18 +50,18 @@ class DoorService(Protocol):
 
 
 class Service(NamedTuple):
-    """Tells others what a mounted volume says of itself, until it is cancelled: `failing` says what that means."""
+    """A task that publishes what a mounted volume reports, until cancelled. `failing` restarts it after an error."""
 
     name: str
     serve: DoorService
-    """calls ``task_status.started()`` each time that it begins"""
+    """calls ``task_status.started()`` at each start"""
 
 
 @asynccontextmanager
-async def running(services: Sequence[Service], volume: Volume, *, must_begin: bool) -> AsyncIterator[None]:
-    """Services run meanwhile.
+async def run_services(services: Sequence[Service], volume: Volume, *, must_begin: bool) -> AsyncIterator[None]:
+    """Run services beside the body.
 
-    ``must_begin``: an error of one that cannot begin is raised, before the body. Else it is tried again beside it.
+    ``must_begin``: raise the error of a service that cannot start, before the body. Else the service is retried.
     """
     async with trio.open_nursery() as nursery:
         for name, serve in services:
@@ -76,10 +76,10 @@ async def running(services: Sequence[Service], volume: Volume, *, must_begin: bo
 
 @dataclass
 class Doors:
-    """The doors of one mount: `run` once it answers, `close` before it is taken away.
+    """The doors of one mount: `run_doors` once it answers, `close_doors` before the unmount.
 
-    ``admit``: see `control_socket`. Where no socket can be had, that is logged, and the mount goes on without doors.
-    A door is of the core (`failing`): one that fails ends the daemon; where no next one follows, it stays closed.
+    ``admit``: see `open_control_socket`. Without a socket the mount runs without doors, and the log says so.
+    A door is vital (`failing`): its failure ends the daemon; where no next daemon follows, the door stays closed.
     """
 
     doors: Sequence[Door]
@@ -89,56 +89,56 @@ class Doors:
     admit: Callable[[int], None]
     keeper: Keeper = NO_KEEPER
     leaving: trio.Event | None = None
-    """once it is set, doors may end by themselves: they leave what they have to the next daemon"""
+    """once set, doors hand their state over to the next daemon and end"""
 
     def __post_init__(self) -> None:
         self._scope = trio.CancelScope()
         self._running = trio.Lock()
         self.opened = trio.Event()
-        """every door is ready, or will never be"""
+        """every door is ready or has failed"""
 
     def __bool__(self) -> bool:
         return bool(self.doors)
 
-    async def run(self, device: int) -> None:
-        """Keep the doors open until `close`, or until no mount of ``device`` (st_dev) is left."""
+    async def run_doors(self, device: int) -> None:
+        """Keep the doors open until `close_doors`, or until ``device`` (st_dev) is unmounted."""
         async with self._running:
             try:
                 with self._scope:
-                    async with control_socket(self.mountpoint, self.admit, self.keeper) as listener:
+                    async with open_control_socket(self.mountpoint, self.admit, self.keeper) as listener:
                         with failing.vital():
-                            await self._serve(listener, device)
+                            await self._serve_doors(listener, device)
             except* (MountError, OSError) as group:
-                log.warning("there are no rings: %s", innermost(group))
+                log.warning("the mount has no rings: %s", innermost(group))
             finally:
                 self.opened.set()
 
-    async def close(self) -> None:
-        """Close the doors, and return when nothing of them holds the mount any more."""
+    async def close_doors(self) -> None:
+        """Close the doors, and return once none of their sockets holds the mount."""
         self._scope.cancel()
         async with self._running:
             pass
 
-    async def leave(self, seconds: float) -> None:
-        """As `close`, after ``leaving`` was set: doors have some seconds to leave what they have."""
+    async def leave_doors(self, seconds: float) -> None:
+        """As `close_doors`, after ``leaving`` was set: doors have ``seconds`` to hand their state over."""
         with trio.move_on_after(seconds):
             async with self._running:
                 pass
         self.keeper.seal()
-        await self.close()
+        await self.close_doors()
 
-    async def _serve(self, listener: socket.socket, device: int) -> None:
+    async def _serve_doors(self, listener: socket.socket, device: int) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(failing.vital_task, self._close_when_unmounted, device)
             async with trio.open_nursery() as doors:
                 for door in self.doors:
                     ready = trio.Event()
-                    doors.start_soon(self._serve_one, door, listener, device, ready)
+                    doors.start_soon(self._serve_door, door, listener, device, ready)
                     with failing.vital():
                         await ready.wait()
                 self.opened.set()
             if self.leaving is not None and self.leaving.is_set():
-                self.keeper.seal()  # clients go on to find the listener
+                self.keeper.seal()  # the listener stays for clients
             nursery.cancel_scope.cancel()  # without a door that accepts, a connect would wait for ever
 
     async def _close_when_unmounted(self, device: int) -> None:
@@ -146,7 +146,7 @@ class Doors:
         log.info("%s is unmounted: its doors are closed", self.mountpoint)
         self._scope.cancel()
 
-    async def _serve_one(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
+    async def _serve_door(self, door: Door, listener: socket.socket, device: int, ready: trio.Event) -> None:
         try:
             async with trio.open_nursery() as nursery:
                 with failing.vital():  # before the nursery ends the door

@@ -1,10 +1,10 @@
-"""The open files of a mount: the kernel's numbers of them (fh), and what the next daemon has to know of each.
+"""Numbers the open files of a mount for the kernel (fh), and keeps a row of each, by which the next daemon restores it.
 
-With a keeper each handle has a row in shared memory, from before the kernel hears of it until its release. Its fh is
-the row's place and a serial number. A daemon that finds rows makes their handles again when the kernel first asks for
-one: that may have to read the inode. Without a keeper there are no rows.
+With a keeper each handle has a row in shared memory, from before the kernel learns its fh until its release. The fh is
+the row's place and a serial number. A daemon that finds rows restores a handle when the kernel first uses its fh: that
+may have to read the inode. Without a keeper there are no rows.
 
-A row has room for two names of the file, as a rename that is not stored yet would leave it under the former one.
+A row has room for two names of the file, as a crash before a rename is stored leaves it under the former one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvfuse.kept.rows import Rows
 from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
 
 FORM = 1
-"""format of the rows"""
+"""number of the rows' format"""
 ROW = struct.Struct("<QQIIIiIHHQQQ")
 """inode, request, flags (O_*), uid, gid, pid, marks; of two names: lengths, then folders; serial number"""
 _REQUEST = struct.Struct("<Q")
@@ -43,25 +43,24 @@ PLACE_BITS = 24
 SERIAL_MAX = (1 << 61 - PLACE_BITS) - 1
 """an fh has 61 bits; see `virtual` and `fusewire`"""
 NO_PLACE = (1 << PLACE_BITS) - 1
-"""of a handle for which there was no room: it does not outlive this daemon"""
+"""place of a handle without a row: it does not outlive this daemon"""
 KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_DIRECT | os.O_NOATIME
 LOST = 1
-"""mark: bytes that were written by the handle, or others of the same file, are lost, and it was not told yet"""
+"""mark: bytes written by this handle, or another of the same file, are lost, and no fsync has reported it yet"""
 SECOND = 2
 """mark: the second name is the newer one"""
 SAID_ONCE, SAID_TWICE = 4, 8
-"""marks: so often a write was answered with an error as bytes are lost. Where that is not the first part that the
-kernel makes of a write, its caller is told of no error, but that less was written; then the next write is to fail.
-What is appended to more than one page comes in two parts"""
+"""marks: one or two writes failed as bytes are lost. The kernel may split a write; where a later part fails, its caller
+gets no error, only a short count: so the next write fails, too. An append to more than one page has two parts"""
 TOLD = 16
-"""mark: an fsync was about to say that bytes are lost. The number is that of its request: it may be sent again"""
+"""mark: an fsync was about to report the loss. The row's request number is that of the fsync: it may be resent"""
 
 NEW = 32
-"""mark: the file was made and not stored yet; so no host can have given it another name"""
+"""mark: the file is new and unstored; so no host can have renamed it"""
 
 
 class HandleRow(NamedTuple):
-    """What is known of a handle."""
+    """A handle as its row describes it."""
 
     ino: int
     unique: int
@@ -70,45 +69,45 @@ class HandleRow(NamedTuple):
     caller: Caller
     marks: int
     places: list[tuple[int, bytes]]
-    """where the file may be, the newest first"""
+    """where the file may be, newest first"""
 
     @property
     def is_new(self) -> bool:
         return bool(self.marks & NEW)
 
     @property
-    def writable(self) -> bool:
+    def is_writable(self) -> bool:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
 class HandleTable:
-    """The rows of all handles."""
+    """The rows of all handles, in shared memory."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._rows = Rows(keeper, "fuse/handles", FORM, ROW_SIZE, NO_PLACE, _SERIAL_AT)
         self.was_kept = self._rows.was_kept
         self.before: dict[int, HandleRow] = {}
-        """fh -> row, of handles of a daemon before this one that were not made again"""
+        """fh -> row, of handles of a former daemon that are not restored yet"""
         self._by_request: dict[int, int] = {}
         """number of the request that opened a file -> fh, of these"""
         self._offsets: dict[int, list[int]] = {}
         """inode -> offsets of its rows"""
         self.lost: dict[int, int] = {}
-        """fh of handles that are to hear that bytes were lost -> how many writes are to say so yet"""
+        """fh of handles that have to report lost bytes -> how many writes still have to fail"""
         self.losses_dropped = trio.Event()
-        """the kernel's cache has nothing any more of what was lost with the daemon before this one"""
+        """the kernel's cache has dropped what was lost with the former daemon"""
         self._told: dict[int, int] = {}
-        """number of a request to a daemon before this one that was about to say so -> fh"""
+        """number of an fsync's request that was about to report the loss in a former daemon -> fh"""
         self._serial = 0
-        for offset in self._rows.used():
-            self._find(offset)
+        for offset in self._rows.list_used():
+            self._restore_row(offset)
 
-    def _find(self, offset: int) -> None:
-        """Take a row of a daemon before this one."""
+    def _restore_row(self, offset: int) -> None:
+        """Index a row of a former daemon; free it if it is damaged."""
         serial = ROW.unpack_from(self._rows.memory, offset)[-1]
-        row = self._read(offset)
+        row = self._read_row(offset)
         if row is None or serial > SERIAL_MAX:
-            self._rows.free(offset)
+            self._rows.free_row(offset)
             return
         fh = serial << PLACE_BITS | offset // ROW_SIZE
         self._serial = max(self._serial, serial)
@@ -118,8 +117,8 @@ class HandleTable:
         if row.marks & LOST:
             self.lost[fh] = 0 if row.marks & SAID_TWICE else 1 if row.marks & SAID_ONCE else 2
 
-    def _read(self, offset: int) -> HandleRow | None:
-        """None: it makes no sense."""
+    def _read_row(self, offset: int) -> HandleRow | None:
+        """None: the row is damaged."""
         memory = self._rows.memory
         ino, unique, flags, uid, gid, pid, marks, *ends = ROW.unpack_from(memory, offset)
         places = []
@@ -132,9 +131,9 @@ class HandleTable:
     def add(
         self, ino: int, flags: int, caller: Caller, place: tuple[int, bytes], unique: int, *, is_new: bool = False
     ) -> int:
-        """A file is opened: its fh."""
+        """Write a row for a file that is being opened. Returns its fh."""
         self._serial = serial = self._serial + 1 if self._serial < SERIAL_MAX else 1
-        offset = self._rows.take()
+        offset = self._rows.take_row()
         if offset is None:
             return serial << PLACE_BITS | NO_PLACE
         memory, (parent, name), length = self._rows.memory, place, len(place[1])
@@ -152,7 +151,7 @@ class HandleTable:
         return serial << PLACE_BITS | offset // ROW_SIZE
 
     def remove(self, fh: int, ino: int) -> None:
-        """The file was closed."""
+        """Free the row: the file was closed."""
         place = fh & NO_PLACE
         if place == NO_PLACE:
             return
@@ -163,12 +162,12 @@ class HandleTable:
             del self._offsets[ino]
         self.before.pop(fh, None)
         self.lost.pop(fh, None)
-        self._rows.free(offset)
+        self._rows.free_row(offset)
 
-    def moved(self, ino: int, parent: int, name: bytes) -> None:
-        """A file, which may be open, has another name, and perhaps is still stored under the former one."""
+    def add_place(self, ino: int, parent: int, name: bytes) -> None:
+        """Note another name of a file, which may be open, and may still be stored under the former name."""
         for offset in self._offsets.get(ino, ()):
-            row = self._read(offset)
+            row = self._read_row(offset)
             if row is None or row.places[:1] == [(parent, name)]:
                 continue
             memory, number = self._rows.memory, 0 if row.marks & SECOND else 1
@@ -177,53 +176,53 @@ class HandleTable:
             memory[start : start + len(name)] = name
             _PARENT.pack_into(memory, offset + _PARENTS_AT + number * _PARENT.size, parent)
             _LENGTH.pack_into(memory, offset + _LENGTHS_AT + number * _LENGTH.size, len(name))
-            self._mark(offset, row.marks ^ SECOND)
+            self._write_marks(offset, row.marks ^ SECOND)
 
-    def stored(self, ino: int) -> None:
-        """A file that was new is in the store."""
+    def mark_stored(self, ino: int) -> None:
+        """A new file was stored: clear `NEW` in its rows."""
         for offset in self._offsets.get(ino, ()):
-            row = self._read(offset)
+            row = self._read_row(offset)
             if row is not None:
-                self._mark(offset, row.marks & ~NEW)
+                self._write_marks(offset, row.marks & ~NEW)
 
-    def _mark(self, offset: int, marks: int) -> None:
+    def _write_marks(self, offset: int, marks: int) -> None:
         _MARKS.pack_into(self._rows.memory, offset + _MARKS_AT, marks)
 
-    def opened_by(self, unique: int) -> int | None:
-        """What a request, which was sent again, had opened in a daemon before this one, and nobody asked for since."""
+    def pop_opened_by(self, unique: int) -> int | None:
+        """The fh that a resent request had opened in a former daemon, if its handle was not used since."""
         fh = self._by_request.pop(unique, None)
         return fh if fh in self.before else None
 
-    def lose(self, fh: int) -> None:
-        """The handle is to hear that bytes were lost: of this daemon, or of one after it."""
-        self._mark((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE | TOLD) | LOST)
+    def mark_lost(self, fh: int) -> None:
+        """Have the handle report lost bytes, in this daemon or a later one."""
+        self._write_marks((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE | TOLD) | LOST)
         self.lost[fh] = 2
 
-    def write_lost(self, fh: int) -> None:
-        """A write, by a handle of `lost`. EngineError, until its caller must have heard that bytes were lost."""
+    def fail_write(self, fh: int) -> None:
+        """EngineError for a write by a handle of `lost`, until a write's caller must have got the error."""
         count = self.lost[fh]
         if count:
             self.lost[fh] = count - 1
-            self._say_lost(fh, 0, SAID_ONCE if count == 2 else SAID_TWICE)
+            self._raise_lost(fh, 0, SAID_ONCE if count == 2 else SAID_TWICE)
 
-    def sync_lost(self, fh: int, unique: int, *, is_resent: bool) -> None:
-        """An fsync by a request of this number. EngineError: bytes were lost, and whoever has the handle knows now."""
+    def fail_fsync(self, fh: int, unique: int, *, is_resent: bool) -> None:
+        """EngineError for an fsync with this request number, if bytes are lost: then the handle has reported it."""
         if self.lost.pop(fh, None) is not None:
             _REQUEST.pack_into(self._rows.memory, (fh & NO_PLACE) * ROW_SIZE + _REQUEST_AT, unique)
-            self._say_lost(fh, LOST | SAID_ONCE | SAID_TWICE, TOLD)
+            self._raise_lost(fh, LOST | SAID_ONCE | SAID_TWICE, TOLD)
         if is_resent and self._told.get(unique) == fh:
-            self._say_lost(fh, 0, 0)
+            self._raise_lost(fh, 0, 0)
 
-    def close_lost(self, fh: int) -> None:
-        """One of the descriptors of a handle of `lost` is closed. EngineError. The end of a process closes, too, and
-        hears nothing: so another one is told as well."""
-        self._say_lost(fh, 0, 0)
+    def fail_close(self, fh: int) -> None:
+        """EngineError for the close of a descriptor of a handle of `lost`. The end of a process closes too, and drops
+        the error: so later closes fail as well."""
+        self._raise_lost(fh, 0, 0)
 
-    def _say_lost(self, fh: int, drop: int, add: int) -> None:
+    def _raise_lost(self, fh: int, drop: int, add: int) -> None:
         offset = (fh & NO_PLACE) * ROW_SIZE
-        row = self._read(offset)
+        row = self._read_row(offset)
         if row is not None:
-            self._mark(offset, row.marks & ~drop | add)
+            self._write_marks(offset, row.marks & ~drop | add)
         raise EngineError("the daemon was killed before it had stored all that was written to the file")
 
     def close(self) -> None:
@@ -231,13 +230,13 @@ class HandleTable:
 
 
 TOLD_SECONDS = 5.0
-"""that the kernel may take to drop what was lost, where somebody waits for that"""
+"""timeout of callers that wait until the kernel has dropped lost content"""
 
 
 class OpenFiles:
     """All open files of a volume. ``table``: None where nothing outlives this daemon.
 
-    ``cut``: inodes that may have lost their end with the daemon before this one.
+    ``cut``: inodes whose end may be lost with the former daemon.
     """
 
     def __init__(self, volume: VolumeApi, table: HandleTable | None, cut: Collection[int] = frozenset()) -> None:
@@ -245,7 +244,7 @@ class OpenFiles:
         self._table = table
         self._cut = frozenset(cut)
         self.has_losses = bool(cut) or (table is not None and bool(table.lost))
-        """something was lost with the daemon before this one"""
+        """content was lost with the former daemon"""
         self._handles: dict[int, Handle] = {}
         self._inodes: dict[int, int] = {}
 
@@ -253,11 +252,11 @@ class OpenFiles:
         return len(self._handles) + (len(self._table.before) if self._table is not None else 0)
 
     def get(self, fh: int) -> Handle | None:
-        """The handle, if it was made by this process."""
+        """The handle, if this process opened or restored it."""
         return self._handles.get(fh)
 
     def add(self, handle: Handle, ino: int, flags: int, caller: Caller, unique: int) -> int:
-        """A file was opened, by a request with this number: what the kernel is to call it by."""
+        """Add a file that the request of this number opened. Returns its fh."""
         if self._table is None:
             fh = handle.id
         else:
@@ -267,8 +266,8 @@ class OpenFiles:
         return fh
 
     async def find(self, fh: int) -> Handle:
-        """The handle. BadHandle, where it was never given; EngineError, also where nothing is left of a file that was
-        open before: it was never stored, and the daemon that had it is gone.
+        """Get the handle, or restore it from its row. BadHandle: the fh was never given. EngineError, also for a file
+        of the former daemon that was never stored.
         """
         while (handle := self._handles.get(fh)) is None:
             row = self._table.before.get(fh) if self._table is not None else None
@@ -277,61 +276,61 @@ class OpenFiles:
             try:
                 await self._volume.left_open.load(row.ino)
             except Stale as error:
-                raise EngineError(f"the file was not stored when the daemon before this one ended: {error}") from error
-            if self._table.before.pop(fh, None) is not None:  # nobody else was faster
+                raise EngineError(f"the file was not stored when the former daemon ended: {error}") from error
+            if self._table.before.pop(fh, None) is not None:  # no other task was faster
                 self._handles[fh] = self._volume.left_open.take_over(row.ino, row.flags, row.caller)
                 self._inodes[fh] = row.ino
         return handle
 
-    async def drop(self, unique: int) -> None:
-        """A request that was sent again is answered anew: the kernel never heard of the handle that it had."""
-        fh = self._table.opened_by(unique) if self._table is not None else None
+    async def drop_resent(self, unique: int) -> None:
+        """Release what a resent request had opened before: the kernel never learned that fh, and gets another one."""
+        fh = self._table.pop_opened_by(unique) if self._table is not None else None
         if fh is not None:
             await self.release(fh)
 
-    def append_offset(self, fh: int, handle: Handle, offset: int) -> int:
-        """Where bytes go that the kernel wants at ``offset``, by a handle for appends: it may know a lost end."""
+    def limit_append(self, fh: int, handle: Handle, offset: int) -> int:
+        """The offset of an append that the kernel sent for ``offset``: the end that it knows may be lost."""
         return min(offset, handle.size) if self._cut and self._inodes.get(fh) in self._cut else offset
 
-    async def losses_dropped(self) -> None:
-        """With `has_losses`: wait until the kernel's cache has nothing of them, so that whoever hears of a loss reads
-        what is left.
+    async def wait_for_dropped_losses(self) -> None:
+        """With `has_losses`: wait until the kernel's cache has dropped lost content, so that a caller that gets the
+        error then reads what is left.
 
-        Not for a write: the kernel may have its pages locked, and could not drop them.
+        Never for a write: the kernel may have its pages locked, and could not drop them.
         """
         if self._table is not None:
             with trio.move_on_after(TOLD_SECONDS):
                 await self._table.losses_dropped.wait()
 
-    def tell_lost(self, fh: int, by: Callable[[HandleTable, int], None]) -> None:
-        """EngineError, where the daemon before this one was killed before it had stored what the file has. ``by``: the
-        method of the table, by what the caller is told."""
+    def report_loss(self, fh: int, by: Callable[[HandleTable, int], None]) -> None:
+        """EngineError, where the former daemon was killed before it had stored the file's content. ``by``: the method
+        of the table for this kind of request."""
         if self._table is not None and fh in self._table.lost:
             by(self._table, fh)
 
-    def sync_lost(self, fh: int, unique: int, is_resent: bool) -> None:
-        """As `tell_lost`, for an fsync by a request of this number: the last that says so."""
+    def report_loss_to_fsync(self, fh: int, unique: int, is_resent: bool) -> None:
+        """As `report_loss`, for an fsync with this request number: the last request that fails."""
         if self._table is not None and (is_resent or self._table.lost):
-            self._table.sync_lost(fh, unique, is_resent=is_resent)
+            self._table.fail_fsync(fh, unique, is_resent=is_resent)
 
     async def release(self, fh: int) -> bool:
-        """The file was closed. False: this is no handle of a volume's file."""
+        """Release a closed file. False: ``fh`` is no handle of a volume's file."""
         row = self._table.before.get(fh) if self._table is not None else None
         if row is not None:
             try:
                 await self.find(fh)
-            except OperationError:  # its inode is not there, or cannot be read: nobody else has this handle
-                self._volume.left_open.give_up(row.ino, writable=row.writable)
-                self._forget(fh, row.ino)
+            except OperationError:  # its inode is gone or unreadable: no other owner has this handle
+                self._volume.left_open.give_up(row.ino, writable=row.is_writable)
+                self._remove_row(fh, row.ino)
                 return True
         handle = self._handles.pop(fh, None)
         if handle is None:
             return False
         if self._table is not None:
-            self._forget(fh, self._inodes.pop(fh))
+            self._remove_row(fh, self._inodes.pop(fh))
         await self._volume.files.release(handle)
         return True
 
-    def _forget(self, fh: int, ino: int) -> None:
+    def _remove_row(self, fh: int, ino: int) -> None:
         if self._table is not None:
             self._table.remove(fh, ino)

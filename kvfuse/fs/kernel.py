@@ -1,12 +1,12 @@
-"""The kernel's cache of a mount, and how to invalidate it after changes that did not pass through the kernel.
+"""Invalidates the kernel's cache of a mount after changes that did not pass through the kernel.
 
-The kernel may wait before it takes the news, and nothing ends that wait but an answer of the event loop: so nothing
-here may be called from its thread; pyfuse3 releases the interpreter meanwhile. For a name it wants the lock of the
-folder, which who looks a name up or makes one there holds until the daemon answered, and while it waits, others wait
-for the same lock behind it. (To let a name merely expire, since Linux 6.2, takes that lock, too; to let all names of
-the mount expire at once, since 6.16, takes none.) For content it waits for reads that are under way. For attributes
-it waits for nothing. Nothing is sent for what the kernel cannot have: in a folder of which it keeps no names, as in
-the strict ones of shared volumes, it is told of none. `holder.guard` ends the waits of a killed daemon.
+The kernel may block an invalidation until the event loop answers a request: so the event loop's thread never calls
+this module; pyfuse3 releases the interpreter meanwhile. For a name the kernel takes the lock of the folder; a lookup
+or creation there holds that lock until the daemon has answered, and other callers queue behind the invalidation. (To
+expire a name, since Linux 6.2, takes that lock, too; to expire all names of the mount, since 6.16, takes none.) For
+content it waits for reads in flight. For attributes it does not wait. The daemon sends no invalidation for what the
+kernel cannot have: none for names in folders whose names it may not cache, as the strict ones of shared volumes.
+`holder.guard` ends the waits of a killed daemon.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from kvfuse.native import fusewire
 
 DIRECTORIES_MAX = 4096
 ANSWER_SECONDS = 1.0
-"""from the daemon's answer until the kernel has taken it"""
+"""from the daemon's answer until the kernel has received it"""
 LISTING_SECONDS = 60.0
-"""as `ANSWER_SECONDS`, for a listing: the answer is sent when the last of its names was read from the record store"""
+"""as `ANSWER_SECONDS`, for a listing: its answer follows after its last name was read from the record store"""
 
 _NOTHING_CACHED = frozenset({errno.ENOENT, errno.ENOTCONN, errno.ENODEV, errno.EINVAL})
-"""the inode or name is not known; or the mount has ended: pyfuse3 has no session any more"""
+"""the kernel does not know the inode or name; or the mount has ended, and pyfuse3's session with it"""
 
 
 class CachedNames:
-    """Directories of which the kernel may keep names; or, another one of these, that names are absent.
+    """Directories whose names the kernel may cache; a second instance has those whose absent names it may cache.
 
-    Noted by the event loop, asked by all. ``timeout``: seconds for which the kernel keeps them; ``answer_seconds``:
-    until it has the answer that said so.
+    Only the event loop notes directories; any thread queries. ``timeout``: seconds for which the kernel caches names;
+    ``answer_seconds``: until the kernel has received the answer.
     """
 
     def __init__(self, timeout: float, answer_seconds: float = ANSWER_SECONDS) -> None:
@@ -43,8 +43,8 @@ class CachedNames:
         self._ends: dict[int, float] = {}
         self._end_of_all = 0.0
 
-    def note(self, directory: int) -> float:
-        """The reply to the kernel names an entry of ``directory``, which the kernel may cache for so many seconds."""
+    def note_directory(self, directory: int) -> float:
+        """Note that a reply names an entry of ``directory``. Returns for how many seconds the kernel may cache it."""
         if not self._timeout:
             return 0.0
         end = time.monotonic() + self._seconds
@@ -55,7 +55,7 @@ class CachedNames:
         return self._timeout
 
     def note_all(self) -> None:
-        """A daemon before this one told the kernel of any names."""
+        """Note that the kernel may cache any name, from a former daemon."""
         self._end_of_all = time.monotonic() + self._seconds
 
     def may_be_cached(self, directory: int) -> bool:
@@ -63,7 +63,7 @@ class CachedNames:
 
 
 class FuseKernelCache:
-    """`views.kernel_cache.KernelCache` of the mount of this process. ``knows``: whether the kernel holds an inode."""
+    """Implements `views.kernel_cache.KernelCache` for this process's mount. ``knows``: the kernel holds an inode."""
 
     def __init__(self, knows: Callable[[int], bool], names: CachedNames, absences: CachedNames) -> None:
         self._knows = knows
@@ -73,24 +73,24 @@ class FuseKernelCache:
     def drop_content(self, ino: int) -> None:
         fusewire.forget(ino)
         if self._knows(ino):
-            _notify(pyfuse3.invalidate_inode, ino, False)
+            _notify_kernel(pyfuse3.invalidate_inode, ino, False)
 
     def drop_attributes(self, ino: int) -> None:
         fusewire.forget(ino)
         if self._knows(ino):
-            _notify(pyfuse3.invalidate_inode, ino, True)
+            _notify_kernel(pyfuse3.invalidate_inode, ino, True)
 
     def drop_name(self, parent: int, name: bytes, ino: int = 0) -> None:
         is_kept = ino and self._knows(ino) and self._names.may_be_cached(parent)
         if is_kept or self._absences.may_be_cached(parent):
-            _notify(pyfuse3.invalidate_entry, parent, name)
+            _notify_kernel(pyfuse3.invalidate_entry, parent, name)
 
     def drop_any_name(self, parent: int, name: bytes) -> None:
         if self._names.may_be_cached(parent) or self._absences.may_be_cached(parent):
-            _notify(pyfuse3.invalidate_entry, parent, name)
+            _notify_kernel(pyfuse3.invalidate_entry, parent, name)
 
 
-def _notify(notification: Callable[..., None], *arguments: object) -> None:
+def _notify_kernel(notification: Callable[..., None], *arguments: object) -> None:
     try:
         notification(*arguments)
     except OSError as error:

@@ -1,11 +1,11 @@
-"""How a daemon makes way for the next one, as its holder asks (`holder.main`): calls wait, and nothing is lost.
+"""Makes way for the next daemon when the holder asks (`holder.main`): calls wait, and nothing is lost.
 
-1. The gate is shut: what the kernel sends waits there. What was read is answered.
-2. All changes are stored. Until here the way back is to open the gate again: calls have waited, no more.
-3. Doors end, and leave what their clients have. What these did since is stored.
-4. From here on nothing that is kept is dropped, whatever ends (`Keeper.seal`). The main loop ends, then the volume.
+1. The daemon shuts the gate: new requests wait in the kernel. It answers those that it has read.
+2. It stores all changes. Until here it can go back by opening the gate again: calls have waited, no more.
+3. Doors hand their clients' state over and end. The daemon stores what these clients changed meanwhile.
+4. From here on no keeper entry is dropped, whatever ends (`Keeper.seal`). The main loop ends, then the volume.
 
-Whatever goes wrong from the third step on is a crash like any other: the next daemon copes with that.
+A failure from the third step on is a crash like any other: the next daemon restores what is kept.
 """
 
 from __future__ import annotations
@@ -21,71 +21,71 @@ from kvfuse.fs.turns import RequestGate
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.001
-"""between looks at whether requests are under way"""
+"""between looks at whether requests are in flight"""
 TRY_SECONDS, PAUSE_SECONDS = 0.25, 0.02
-"""Some requests end only after others that came later: while the daemon drops pages of a file from the kernel's cache,
-that may wait for somebody who reads them. So the gate is opened for a moment now and then, until none is under way."""
+"""Some requests end only after later ones: an invalidation of a file's pages, for example, waits for a read of them.
+So the daemon opens the gate for a moment now and then, until no request is in flight."""
 
 
 class Asking(Protocol):
-    """Asks a daemon to make way; `daemon_side.Holding` does."""
+    """The holder's requests to leave; `daemon_side.Holding` implements it."""
 
-    async def hear(self) -> None:
-        """Hear what it says, until cancelled; for as long as there is an event loop."""
+    async def answer_holder(self) -> None:
+        """Receive and answer the holder's messages, until cancelled."""
         ...
 
-    async def asked(self) -> float:
-        """Wait until it is asked; returns the seconds that storing everything may take."""
+    async def wait_until_asked(self) -> float:
+        """Wait for a request to leave. Returns the seconds that storing everything may take."""
         ...
 
-    def refuse(self, why: str) -> None:
-        """It cannot, and goes on as if nothing had been."""
+    def refuse_to_leave(self, why: str) -> None:
+        """Report that the daemon cannot leave and goes on."""
         ...
 
 
 class Storing(Protocol):
-    """What `volume.Volume` does here."""
+    """The part of `volume.Volume` that leaving uses."""
 
     async def sync(self) -> None: ...
 
 
 class Serving(Protocol):
-    """What `ops.KvfuseOperations` tells here."""
+    """The part of `ops.KvfuseOperations` that leaving uses."""
 
     under_way_count: int
 
 
 class Leaving:
-    """Of one daemon. ``asking``: None: nobody ever asks."""
+    """The way out of one daemon. ``asking``: None where no holder asks."""
 
     def __init__(self, asking: Asking | None = None) -> None:
         self._asking = asking
         self._waiting = trio.CancelScope()
         self.gate = RequestGate()
         self.begun = trio.Event()
-        """there is no way back: doors are to leave what they have"""
+        """the daemon cannot go back: doors hand their state over"""
         self.is_done = False
-        """everything is stored, and left to the next daemon"""
+        """everything is stored, and handed over to the next daemon"""
 
-    async def hear(self) -> None:
-        """Hear and answer whoever asks, until cancelled."""
+    async def answer_holder(self) -> None:
+        """Answer the holder, if any, until cancelled."""
         if self._asking is not None:
-            await self._asking.hear()
+            await self._asking.answer_holder()
 
-    async def wait(self, operations: Serving, volume: Storing) -> bool:
-        """Return when the daemon is asked to leave, the gate is shut, and everything stored. False after `give_up`."""
+    async def wait_to_leave(self, operations: Serving, volume: Storing) -> bool:
+        """Wait until the holder has asked, the gate is shut and all is stored. False after `give_up_leaving`."""
         if self._asking is None:
             return False
         with self._waiting:
             while True:
-                seconds = await self._asking.asked()
+                seconds = await self._asking.wait_until_asked()
                 try:
-                    await self._settle(operations, volume, seconds)
+                    await self._store_everything(operations, volume, seconds)
                 except KvfuseError as error:
                     why = str(error)
                 except trio.TooSlowError:
                     count = operations.under_way_count
-                    what = f"{count} requests are under way" if count else "changes are not stored"
+                    what = f"{count} requests are in flight" if count else "changes are not stored"
                     why = f"{what} after {seconds:g} s"
                 else:
                     self.begun.set()
@@ -93,25 +93,25 @@ class Leaving:
                 finally:
                     if not self.begun.is_set():
                         self.gate.open()
-                log.warning("the daemon does not make way for another one: %s", why)
-                self._asking.refuse(why)
+                log.warning("the daemon cannot make way for the next one: %s", why)
+                self._asking.refuse_to_leave(why)
         return False
 
-    async def _settle(self, operations: Serving, volume: Storing, seconds: float) -> None:
+    async def _store_everything(self, operations: Serving, volume: Storing, seconds: float) -> None:
         log.info("the daemon makes way for the next one")
         with trio.fail_after(seconds):
-            while not await self._is_quiet(operations):
+            while not await self._drain_requests(operations):
                 self.gate.open()
                 await trio.sleep(PAUSE_SECONDS)
             await volume.sync()
 
-    async def _is_quiet(self, operations: Serving) -> bool:
+    async def _drain_requests(self, operations: Serving) -> bool:
         self.gate.shut()
         with trio.move_on_after(TRY_SECONDS):
             while operations.under_way_count:  # noqa: ASYNC110  an event would cost each request something
                 await trio.sleep(LOOK_SECONDS)
         return not operations.under_way_count
 
-    def give_up(self) -> None:
-        """The mount is to end: it needs its daemon for that."""
+    def give_up_leaving(self) -> None:
+        """Stop waiting for a request to leave: the mount ends, and needs this daemon for that."""
         self._waiting.cancel()

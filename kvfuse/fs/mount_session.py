@@ -1,4 +1,4 @@
-"""A volume on a mount point, from the mount to the flush after the unmount."""
+"""Serves a volume at a mount point, from the mount to the flush after the unmount."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import trio
 import kvfuse
 from kvfuse import failing
 from kvfuse.errors import EngineError, MountError
-from kvfuse.fs.control import when_cancelled
+from kvfuse.fs.control import call_when_cancelled
 from kvfuse.fs.door_handover import KeptHandover
-from kvfuse.fs.doors import Door, Doors, Service, running
+from kvfuse.fs.doors import Door, Doors, Service, run_services
 from kvfuse.fs.kernel import FuseKernelCache
 from kvfuse.fs.leaving import Leaving
 from kvfuse.fs.ops import KvfuseOperations
@@ -33,7 +33,7 @@ from kvfuse.fs.virtual import Viewer, VirtualFolder
 from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.holder.daemon_side import KERNEL_RESENDS, NOT_SENT_AGAIN
 from kvfuse.holder.guarding import Guarding
-from kvfuse.holder.takeover import checked, is_dead_mount, libc, takeover, unmount
+from kvfuse.holder.takeover import check, is_dead_mount, libc, replace_dead_mount, unmount
 from kvfuse.kept.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
 from kvfuse.mounttable import all_mounts, top_mount
 from kvfuse.native import fusewire
@@ -45,30 +45,30 @@ from kvfuse.volume.volume import Volume
 log = logging.getLogger(__name__)
 
 IDLE_TASKS = 16
-"""tasks that wait for requests; below that pyfuse3 starts one for nearly every request"""
+"""tasks that wait for requests; with fewer pyfuse3 starts one for nearly every request"""
 TASKS_MAX = 256
 """requests that may wait inside the volume at once, such as closes that share one strict commit"""
 PUBLIC_SECTIONS = "volume", "publish", "mount", "cache", "usrbio"
 """tables of mount.conf whose values concern users of the mount"""
 PUBLIC_STATS = "pid", "degraded", "space", "volume", "uptime", "metadata", "capacity", "slab_size"
-"""what `df` tells, and what every user needs"""
+"""statistics for every user: those of `df` among them"""
 MS_REMOUNT = 32
-"""of mount(2)"""
+"""flag of mount(2)"""
 ALLOWING = frozenset({"allow_other", "allow_root"})
 """flags for the kernel"""
 SHARED_ATTR_SECONDS = 1.0
-"""for which the kernel may show attributes that another host changed, where it could not be told"""
+"""until the kernel drops attributes that are stale after another host's change, where an invalidation failed"""
 KEPT = "fuse/connection"
-"""with INIT, and the descriptor; see `keeper`"""
+"""keeper entry: INIT, and the descriptor; see `keeper`"""
 KEPT_DEVICE = "fuse/device"
-"""with its st_dev: the mount may be taken away before the next daemon asks for it"""
+"""keeper entry: the mount's st_dev: an unmount may precede the next daemon's stat"""
 END_SECONDS = 20.0
-"""for each step of the way out, so that a daemon that is told to end does"""
+"""timeout of each step of the way out, so that SIGTERM always ends a daemon"""
 DOORS_SECONDS = 5.0
-"""that doors have to leave what they have to the next daemon"""
+"""timeout of doors that hand their state over to the next daemon"""
 
 
-async def serve(
+async def serve_mount(
     options: Options,
     mountpoint: Path,
     *,
@@ -81,26 +81,26 @@ async def serve(
 ) -> None:
     """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
 
-    ``on_ready`` is called once the mount answers and ``doors`` are ready; they are closed before it is unmounted, or
-    when it was. ``services`` run from before it is mounted. ``source`` is what mount tables show, by default the
-    volume's folder. ``keeper``: of what outlives this process; a mount of which it has the connection is served, and
-    stays as it is where that fails. ``leaving``: asks for all to be left to the next daemon; then this returns as if it
-    were unmounted. A cancellation unmounts: cleanly if nobody uses the mount, else lazily after a sync. MountError
-    where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume cannot be
-    opened.
+    Calls ``on_ready`` once the mount answers and ``doors`` are ready; closes the doors before it unmounts, or after an
+    unmount by others. ``services`` start before the mount. ``source``: what mount tables show, by default the volume's
+    folder. ``keeper``: has what outlives this process; if it has a mount's connection, this serves that mount, which
+    stays where that fails. ``leaving``: once it asks, everything is handed over to the next daemon, and this returns
+    as after an unmount. A cancellation unmounts: cleanly if the mount is not in use, else lazily after a sync.
+    MountError where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume
+    cannot be opened.
     """
     drop_unknown(keeper)
     try:
         async with trio.open_nursery() as nursery:
             stop = trio.Event()
-            nursery.start_soon(when_cancelled, stop.set)
+            nursery.start_soon(call_when_cancelled, stop.set)
             with trio.CancelScope() as scope:
                 handover = KeptHandover(keeper) if keeper.outlives else None
                 async with open_volume(options, os.path.abspath(mountpoint), keeper, handover) as volume:
-                    # From here on a cancellation only sets ``stop``: the volume's own tasks must go on until
-                    # the kernel has written everything back, or they could not flush it.
+                    # From here on a cancellation only sets ``stop``: the volume's own tasks must run until the kernel
+                    # has written everything back, to flush it.
                     scope.shield = True
-                    words = kernel_options(options.mount, source or Path(options.title))
+                    words = build_kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options, handover)
                     fusewire.configure(is_shared=options.is_shared)
                     kernel = FuseKernelCache(volume.kernel_knows, operations.names, operations.absences)
@@ -112,25 +112,25 @@ async def serve(
                     volume.sections["service_failures"] = lambda: dict(failing.failures)
                     volume.sections["daemon_deaths"] = lambda: dict(keeper.deaths)
                     is_first = handover is None or handover.is_first
-                    async with running(services, volume, must_begin=is_first):
-                        with _mounted(session, operations, words), failing.vital():
-                            await _answer(session, operations, volume, stop, on_ready)
+                    async with run_services(services, volume, must_begin=is_first):
+                        with _keep_mount(session, operations, words), failing.vital():
+                            await _answer_kernel(session, operations, volume, stop, on_ready)
                 leaving.is_done = handover is not None and handover.is_left
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        raise _alone(group) from None
+        raise _unwrap_error(group) from None
 
 
-def _alone(error: BaseException) -> BaseException:
-    """A failure that nurseries wrapped in groups, as itself if it is the only one."""
+def _unwrap_error(error: BaseException) -> BaseException:
+    """Unwrap an error that nurseries wrapped in groups, if it is the only one."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
-def kernel_options(options: MountOptions, source: Path) -> set[str]:
-    """The words of mount(8) and libfuse that ``options`` stand for. ``source`` is what mount tables show."""
-    ascii_only = str(source).encode("ascii", "replace").decode()  # pyfuse3 passes nothing else on
+def build_kernel_options(options: MountOptions, source: Path) -> set[str]:
+    """Build the words of mount(8) and libfuse for ``options``. ``source``: what mount tables show."""
+    ascii_only = str(source).encode("ascii", "replace").decode()  # pyfuse3 passes ASCII only
     shown = ascii_only.replace("\\", "\\\\").replace(",", "\\,")
     words = {f"fsname={shown}", "subtype=kvfuse"}
     is_for_root = os.geteuid() == 0 and not options.allow_other and not ALLOWING & set(options.flags)
@@ -151,27 +151,27 @@ def kernel_options(options: MountOptions, source: Path) -> set[str]:
 
 
 def make_operations(volume: Volume, options: Options, handover: KeptHandover | None = None) -> KvfuseOperations:
-    """The door to ``volume``, with the virtual files that tell about this daemon.
+    """Make the FUSE door to ``volume``, with the virtual files that describe this daemon.
 
-    ``handover``: the one that the volume was opened with. None: nothing outlives this daemon.
+    ``handover``: that of the opened volume. None: nothing outlives this daemon.
     """
 
-    def stats(reader: Viewer) -> bytes:
+    def make_stats(reader: Viewer) -> bytes:
         all_stats = {"pid": os.getpid(), "space": volume.space()._asdict(), **volume.stats(), "fs": operations.stats()}
         if reader.sees_all:
-            return _json(all_stats)
+            return _encode_json(all_stats)
         public = {name: value for name, value in all_stats.items() if name in PUBLIC_STATS}
-        return _json({**public, **volume.stats_of(reader.uid)})
+        return _encode_json({**public, **volume.stats_of(reader.uid)})
 
-    def config(reader: Viewer) -> bytes:
+    def make_config(reader: Viewer) -> bytes:
         shown = msgspec.to_builtins(options, enc_hook=str)
-        if not reader.sees_all:  # users of the mount learn neither where anything lies, nor how to reach it
+        if not reader.sees_all:  # paths and addresses stay hidden from users of the mount
             shown["volume"].pop("path")
             shown = {section: shown[section] for section in PUBLIC_SECTIONS}
-        return _json(shown)
+        return _encode_json(shown)
 
     version = kvfuse.__version__.encode() + b"\n"
-    files = VirtualFolder({b"stats": stats, b"config": config, b"version": lambda _: version})
+    files = VirtualFolder({b"stats": make_stats, b"config": make_config, b"version": lambda _: version})
     operations = KvfuseOperations(
         volume,
         files,
@@ -183,7 +183,7 @@ def make_operations(volume: Volume, options: Options, handover: KeptHandover | N
     return operations
 
 
-def _json(content: object) -> bytes:
+def _encode_json(content: object) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
@@ -199,36 +199,36 @@ class _Session:
     handover: KeptHandover | None = None
     leaving: Leaving = field(default_factory=Leaving)
     is_ending: bool = False
-    """by a word of ours, not because somebody unmounted it"""
+    """this daemon ends the mount; not an unmount by others"""
     device: int | None = None
-    """st_dev of the mount, once that is known"""
+    """st_dev of the mount, once known"""
     detached: bool = False
-    """the mount is not in the mount table any more"""
+    """the mount table has no row of the mount any more"""
     is_adopted: bool = False
-    """a daemon before this one mounted it"""
+    """a former daemon mounted it"""
     is_left: bool = False
-    """to the next daemon"""
+    """the mount is handed over to the next daemon"""
     detaching: trio.Lock = field(default_factory=trio.Lock)
 
     @property
     def is_read_only_late(self) -> bool:
-        """A socket can only be bound where the kernel lets names be made; until then the volume refuses changes."""
+        """The kernel mounts read-write at first, as the bind of the socket makes a name; the volume refuses changes."""
         return self.options.read_only and bool(self.doors) and os.geteuid() == 0 and not self.is_adopted
 
 
 @contextmanager
-def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -> Iterator[None]:
-    """Mount, or go on with a mount that is there; and leave none behind, unless it is left to the next daemon."""
+def _keep_mount(session: _Session, operations: KvfuseOperations, words: set[str]) -> Iterator[None]:
+    """Mount, or adopt the former daemon's mount; unmount after the body, unless the mount is handed over."""
     point = session.mountpoint
     if (left := session.keeper.take(KEPT)) is not None:
-        with _adopted(session, operations, words, left):
+        with _adopt_mount(session, operations, words, left):
             yield
         return
-    plain_point = os.path.realpath(point)  # once it is mounted, that is a question to ourselves
+    plain_point = os.path.realpath(point)  # later this daemon would have to answer it itself
     if session.is_read_only_late:
         words = words - {"ro"}
     replaces = is_dead_mount(Path(plain_point))
-    with takeover(Path(plain_point)) if replaces else nullcontext(point) as place:
+    with replace_dead_mount(Path(plain_point)) if replaces else nullcontext(point) as place:
         try:
             pyfuse3.init(operations, os.fspath(place), words)
         except RuntimeError as error:
@@ -236,66 +236,66 @@ def _mounted(session: _Session, operations: KvfuseOperations, words: set[str]) -
     with session.guarding:
         try:
             if row := top_mount(Path(plain_point)):
-                session.guarding.start(row.st_dev)
+                session.guarding.start_guard(row.st_dev)
             else:
                 log.warning("%s has no guard: it is not in the mount table", point)
             yield
         finally:
-            stays = session.detached or session.is_left or _place(session) != plain_point
+            stays = session.detached or session.is_left or _find_mount(session) != plain_point
             pyfuse3.close(unmount=not stays)
-            if place != point and not stays:  # libfuse knows another place
+            if place != point and not stays:  # libfuse knows only the temporary folder
                 unmount(Path(plain_point))
 
 
 @contextmanager
-def _adopted(session: _Session, operations: KvfuseOperations, words: set[str], left: Kept) -> Iterator[None]:
-    """Go on with a mount that another daemon made; see `fusewire.replay`."""
+def _adopt_mount(session: _Session, operations: KvfuseOperations, words: set[str], left: Kept) -> Iterator[None]:
+    """Serve a former daemon's mount; see `fusewire.replay`."""
     (descriptor,) = left.descriptors
     session.is_adopted = True
     # libfuse owns the descriptor from here on, and unmounts nothing.
     pyfuse3.init(operations, f"/dev/fd/{descriptor}", words)
-    operations.have_socket()
+    operations.add_socket()
     fusewire.replay(left.content, descriptor)
     with session.guarding:
         try:
-            session.guarding.start(None)
+            session.guarding.start_guard(None)
             yield
         finally:
             pyfuse3.close(unmount=False)
-            if not (session.detached or session.is_left) and (on_top := _place(session)) is not None:
+            if not (session.detached or session.is_left) and (on_top := _find_mount(session)) is not None:
                 unmount(Path(on_top))
 
 
-async def _answer(
+async def _answer_kernel(
     session: _Session,
     operations: KvfuseOperations,
     volume: Volume,
     stop: trio.Event,
     on_ready: Callable[[], None],
 ) -> None:
-    """Answer the kernel until the mount is gone, which ``stop`` brings about, or left to the next daemon."""
+    """Answer the kernel until the mount ends, by ``stop`` or an unmount, or is handed over to the next daemon."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(failing.vital_task, _announce, session, on_ready, nursery)
+        nursery.start_soon(failing.vital_task, _announce_mount, session, on_ready, nursery)
         nursery.start_soon(failing.vital_task, _leave_when_asked, session, operations, volume)
-        nursery.start_soon(failing.vital_task, _end_when_told, stop, session, nursery.cancel_scope)
+        nursery.start_soon(failing.vital_task, _end_when_stopped, stop, session, nursery.cancel_scope)
         try:
             with failing.vital():
-                await _main_loop(session)
-            session.detached |= not (session.is_ending or session.is_left)  # or else the loop would go on
+                await _run_main_loop(session)
+            session.detached |= not (session.is_ending or session.is_left)  # only an unmount ends the loop otherwise
         finally:
             if not session.is_left:
-                await _let_go(session)
+                await _release_waiters(session)
         nursery.cancel_scope.cancel()
 
 
-async def _main_loop(session: _Session) -> None:
-    """Return when the mount is gone."""
+async def _run_main_loop(session: _Session) -> None:
+    """Run pyfuse3's main loop. Returns when the connection has ended, or after `pyfuse3.terminate`."""
     wakefulness = Wakefulness(wanted=session.options.keep_awake)
     take_turns(wakefulness, session.leaving.gate)
     try:
         await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
     except* OSError as group:
-        # What the kernel answers, instead of "no such device", where the mount went while it handed a request over.
+        # The kernel answers so, instead of "no such device", where an unmount coincides with a read of a request.
         _, others = group.split(lambda error: isinstance(error, OSError) and error.errno == errno.ECONNABORTED)
         if others is not None:
             raise others from None
@@ -303,9 +303,9 @@ async def _main_loop(session: _Session) -> None:
         wakefulness.close()
 
 
-async def _announce(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
-    """Wait until the mount answers, raise its read-ahead, open the doors, say that it is ready."""
-    await trio.to_thread.run_sync(os.statvfs, session.mountpoint)  # the kernel has no answer of its own to that
+async def _announce_mount(session: _Session, on_ready: Callable[[], None], nursery: trio.Nursery) -> None:
+    """Wait until the mount answers, raise its read-ahead, open the doors, and report that it is ready."""
+    await trio.to_thread.run_sync(os.statvfs, session.mountpoint)  # the kernel never answers that by itself
     if (left := session.keeper.take(KEPT_DEVICE)) is not None:
         device = int(left.content)
     else:
@@ -318,35 +318,35 @@ async def _announce(session: _Session, on_ready: Callable[[], None], nursery: tr
             log.warning("this kernel does not send calls again that a killed daemon had taken: %s", NOT_SENT_AGAIN)
     if session.handover is not None and session.handover.lost:
         await trio.to_thread.run_sync(_drop_lost, session.doors.kernel, set(session.handover.lost))
-        session.handover.kernel_was_told()
+        session.handover.end_losses()
     if session.options.read_ahead:
         _set_read_ahead(device, session.options.read_ahead)
     if session.doors:
-        nursery.start_soon(failing.vital_task, session.doors.run, device)
+        nursery.start_soon(failing.vital_task, session.doors.run_doors, device)
         await session.doors.opened.wait()
     if session.is_read_only_late:
         await trio.to_thread.run_sync(_make_read_only, session.mountpoint, device)
-    await trio.lowlevel.checkpoint_if_cancelled()  # something else may have failed just now
+    await trio.lowlevel.checkpoint_if_cancelled()  # another task may have failed just now
     on_ready()
 
 
 def _drop_lost(kernel: KernelCache, lost: set[int]) -> None:
-    """Have the kernel forget pages of files that were not stored when the daemon before this one was killed."""
+    """Invalidate pages of files that were unstored when the former daemon was killed."""
     for ino in lost:
         with suppress(EngineError):
             kernel.drop_content(ino)
 
 
 def _make_read_only(mountpoint: Path, device: int) -> None:
-    """Remount, if it is still file system ``device`` that is mounted there. The volume refuses changes anyhow."""
+    """Remount read-only, if the mount is still file system ``device``. The volume refuses changes anyhow."""
     try:
         point = os.open(mountpoint, os.O_PATH)
         try:
             if os.fstat(point).st_dev == device:
-                # All other options stay: some of them have to be said again. The ST_ flags are mount(2)'s.
+                # All other options stay: mount(2) wants these again. The ST_ flags are its own.
                 kept = os.fstatvfs(point).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_SYNCHRONOUS)
                 flags = ctypes.c_ulong(MS_REMOUNT | os.ST_RDONLY | kept)
-                checked(libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None))
+                check(libc.mount(b"kvfuse", b"/proc/self/fd/%d" % point, None, flags, None))
         finally:
             os.close(point)
     except OSError as error:
@@ -354,7 +354,7 @@ def _make_read_only(mountpoint: Path, device: int) -> None:
 
 
 def _set_read_ahead(device: int, size: int) -> None:
-    """How far the kernel reads ahead on the mount, in bytes. It is a speed-up that needs root: without, go on."""
+    """Set the kernel's read-ahead of the mount, in bytes. That needs root: without, log it and go on."""
     knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     try:
         knob.write_text(str(size // 1024))
@@ -363,69 +363,68 @@ def _set_read_ahead(device: int, size: int) -> None:
 
 
 async def _leave_when_asked(session: _Session, operations: KvfuseOperations, volume: Volume) -> None:
-    """End the main loop once all can be left to the next daemon; see `leaving`."""
-    if not await session.leaving.wait(operations, volume):
+    """End the main loop once everything can be handed over to the next daemon; see `leaving`."""
+    if not await session.leaving.wait_to_leave(operations, volume):
         return
     session.is_left = True
     volume.hand_over()
-    await session.doors.leave(DOORS_SECONDS)
+    await session.doors.leave_doors(DOORS_SECONDS)
     pyfuse3.terminate()
     session.leaving.gate.end()
 
 
-async def _end_when_told(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:
-    """Wait for ``stop``, then see to it that the main loop ends: each step is for what the one before left."""
+async def _end_when_stopped(stop: trio.Event, session: _Session, scope: trio.CancelScope) -> None:
+    """Wait for ``stop``, then end the main loop: each step runs where the one before did not suffice."""
     await stop.wait()
     if session.is_left:
         return
     session.is_ending = True
-    session.leaving.give_up()
+    session.leaving.give_up_leaving()
     with trio.move_on_after(END_SECONDS):
-        await session.doors.close()
-        if await _detach(session):
+        await session.doors.close_doors()
+        if await _detach_mount(session):
             await trio.sleep_forever()  # the loop ends by itself, unless another mount namespace has the mount too
     pyfuse3.terminate()
-    await trio.sleep(END_SECONDS)  # for requests under way
+    await trio.sleep(END_SECONDS)  # requests in flight may end meanwhile
     log.error("%s: requests are still not answered after %g s: they are given up", session.mountpoint, END_SECONDS)
     scope.cancel()
 
 
-async def _let_go(session: _Session) -> None:
-    """Nobody answers any more: let all who wait for that know. A thread of ours may be one of them (`holder.guard`)."""
-    if session.guarding.abort() and not session.detached:  # and libfuse would take it for unmounted
+async def _release_waiters(session: _Session) -> None:
+    """Abort the connection, as the loop has ended: waiting callers, also own threads (`holder.guard`), get errors."""
+    if session.guarding.abort_connection() and not session.detached:  # libfuse would take it for unmounted
         with trio.move_on_after(END_SECONDS, shield=True):
-            await _detach(session)
+            await _detach_mount(session)
 
 
-async def _detach(session: _Session) -> bool:
-    """Take the mount out of the mount table while the main loop still answers, so that the kernel can write back.
+async def _detach_mount(session: _Session) -> bool:
+    """Unmount while the main loop still answers, so that the kernel can write back.
 
-    False where somebody uses the mount: then it is detached all the same, after a sync, but lives on until
-    the main loop ends.
+    False where the mount is in use: then it is detached lazily, after a sync, and lives until the main loop ends.
     """
-    async with session.detaching:  # the main loop may end before the first one hears of it
+    async with session.detaching:  # the main loop may end before the first unmount returns
         return session.detached or await _detach_once(session)
 
 
 async def _detach_once(session: _Session) -> bool:
     command = ["umount", "-i"] if os.geteuid() == 0 else ["fusermount3", "-u"]
     lazily = "-l" if os.geteuid() == 0 else "-z"
-    path = _place(session)
+    path = _find_mount(session)
     if path is None:
         log.error("%s is beneath another mount, and stays there without a daemon", session.mountpoint)
-        await _succeeds(["sync"])
+        await _run_command(["sync"])
         return False
-    session.detached = await _succeeds([*command, path])
+    session.detached = await _run_command([*command, path])
     if session.detached:
         return True
     log.warning("%s is in use and is cut off from its users", path)
-    await _succeeds(["sync", "-f", path])
-    session.detached = await _succeeds([*command, lazily, path])
+    await _run_command(["sync", "-f", path])
+    session.detached = await _run_command([*command, lazily, path])
     return False
 
 
-def _place(session: _Session) -> str | None:
-    """Where the mount is on top: it may have been moved. None: nowhere, as where another one is mounted on it."""
+def _find_mount(session: _Session) -> str | None:
+    """Find where the mount is on top, as it may have been moved. None: nowhere, as beneath another mount."""
     row = top_mount(session.mountpoint)
     if session.device is None or (row is not None and row.st_dev == session.device):
         return os.fspath(row.point if row is not None else session.mountpoint)
@@ -433,8 +432,8 @@ def _place(session: _Session) -> str | None:
     return next((point for point, device in on_top.items() if device == session.device), None)
 
 
-async def _succeeds(command: list[str]) -> bool:
-    """Run a command; its complaints go to the log. A cancellation leaves it behind: it may wait for the kernel."""
+async def _run_command(command: list[str]) -> bool:
+    """Run a command and log its stderr. A cancellation abandons it, as it may wait for the kernel. True: success."""
     run = functools.partial(subprocess.run, command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
         done = await trio.to_thread.run_sync(run, abandon_on_cancel=True)

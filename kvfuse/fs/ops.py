@@ -1,8 +1,8 @@
-"""The FUSE requests, translated to calls of a volume. No state but the open handles, no decisions.
+"""Translates FUSE requests to calls of a volume. It has no state but the open handles, and takes no decisions.
 
-pyfuse3 calls one coroutine a request. It must raise nothing but FUSEError: anything else ends the main loop
-and with it the mount. So every handler is wrapped by ``answered``, which turns the project's errors into
-errno values by the one table, and what nobody expected into EIO, a traceback in the log and a count.
+pyfuse3 calls one coroutine for each request. It must raise nothing but FUSEError: any other exception ends the main
+loop and with it the mount. So ``answer_request`` wraps every handler: it turns the project's errors into errno values
+by the one table, and unexpected ones into EIO, a traceback in the log and a count.
 
 Reply objects (``_entry``, ``_absent``, ``_file_info``) exist once and are refilled: pyfuse3 copies them into
 the reply as soon as the handler returns, before any other task can run.
@@ -41,20 +41,20 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 4096
 """bytes; of statfs and of st_blksize"""
 LISTING_BATCH = 128
-"""entries asked of the volume at once: about what fits the 32 KiB buffer of a getdents call"""
+"""entries that one call of the volume lists: about what fits the 32 KiB buffer of a getdents call"""
 INFO_XATTR = b"kvfuse.info"
-"""reading it of any inode gives ``volume.info`` as JSON; it is not listed"""
+"""its value is ``volume.info`` of the inode as JSON; listxattr omits it"""
 ROOT_XATTRS = b"trusted."
 """Only CAP_SYS_ADMIN sees these: the kernel refuses the others, but leaves lists to us"""
 
 
-def _guard(ino: int) -> None:
-    """NotPermitted for changing a virtual inode."""
+def _refuse_virtual(ino: int) -> None:
+    """NotPermitted for a change of a virtual inode."""
     if is_virtual(ino):
         raise errors.NotPermitted(f"inode {ino} is a virtual file")
 
 
-def _no_request() -> tuple[int, bool]:
+def _return_no_request() -> tuple[int, bool]:
     return fusewire.NO_REQUEST
 
 
@@ -63,8 +63,8 @@ R = TypeVar("R")
 Handler = Callable[Concatenate["KvfuseOperations", P], Coroutine[Any, Any, R]]
 
 
-def answered(handler: Handler[P, R]) -> Handler[P, R]:
-    """Wrap a handler so that nothing but FUSEError (and a cancellation) leaves it."""
+def answer_request(handler: Handler[P, R]) -> Handler[P, R]:
+    """Wrap a handler so that it raises nothing but FUSEError (and a cancellation)."""
 
     kind = handler.__name__
 
@@ -78,7 +78,7 @@ def answered(handler: Handler[P, R]) -> Handler[P, R]:
             number = errno_of(error)
             if number is None:
                 self.unexpected_error_count += 1
-                log.exception("%s%s failed", kind, reprlib.repr(args))  # not a megabyte of what was written
+                log.exception("%s%s failed", kind, reprlib.repr(args))  # reprlib cuts a megabyte of written data
                 number = errno.EIO
             raise FUSEError(number) from None
         finally:
@@ -93,9 +93,9 @@ class KvfuseOperations(pyfuse3.Operations):
     """Answers the kernel's requests from ``volume``, those for MNT/.kvfuse from ``virtual``.
 
     Timeouts in seconds.
-    ``names``, ``absences``: where the kernel was told of a name, or that it is absent, and to keep that.
+    ``names``, ``absences``: directories whose names, or absent names, the kernel may cache.
     A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
-    ``handover``: what a daemon before this one left, and one after it will find. None: nothing outlives this one.
+    ``handover``: state of the former daemon, and for the next one. None: nothing outlives this daemon.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class KvfuseOperations(pyfuse3.Operations):
             self._open = OpenFiles(volume, handover.handles, handover.lost)
         else:
             self._open = OpenFiles(volume, None)
-        self.number_of_request = fusewire.request if handover is not None else _no_request
+        self.number_of_request = fusewire.request if handover is not None else _return_no_request
         """see `fusewire.request`"""
         decisions = handover.decisions if handover is not None else None
         self._once = IdempotentChanges(volume, decisions, lambda: self.number_of_request())
@@ -123,7 +123,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self.names = CachedNames(entry_timeout, LISTING_SECONDS)
         self._attr_timeout = attr_timeout
         self._entry.st_blksize = BLOCK_SIZE
-        self._absent = EntryAttributes()  # inode 0: the kernel remembers that the name does not exist
+        self._absent = EntryAttributes()  # inode 0: the kernel caches that the name does not exist
         self._absent.entry_timeout = negative_timeout
         self.absences = CachedNames(negative_timeout)
         if handover is not None and not handover.is_first:
@@ -132,20 +132,20 @@ class KvfuseOperations(pyfuse3.Operations):
         self._file_info = FileInfo()
         self.unexpected_error_count = 0
         self.under_way_count = 0
-        """requests that were read and not answered"""
+        """requests in flight: read and not answered"""
         self.requests: Counter[str] = Counter()
-        """how many of each kind the kernel sent; a batch of forgets is one"""
+        """kind -> requests that the kernel sent; a batch of forgets is one"""
 
     def admit_binder(self, pid: int) -> None:
-        """Process ``pid``, as requests show it, may make the control socket. From any thread."""
+        """Let process ``pid``, as requests show it, make the control socket. From any thread."""
         self._virtual.binder = pid
 
-    def have_socket(self) -> None:
-        """The control socket was bound in a daemon before this one: its name is there."""
-        self._virtual.have_socket()
+    def add_socket(self) -> None:
+        """Add the name of the control socket, which a former daemon bound."""
+        self._virtual.add_socket()
 
     def stats(self) -> dict[str, int | dict[str, int]]:
-        """The door's own counters and gauges."""
+        """Counters and gauges of the door."""
         return {
             "open_handle_count": len(self._open),
             "unexpected_error_count": self.unexpected_error_count,
@@ -153,11 +153,11 @@ class KvfuseOperations(pyfuse3.Operations):
             "wire": fusewire.counts(),
         }
 
-    def _reply(self, attributes: Attributes, directory: int | None = None) -> EntryAttributes:
-        """``directory``: of the name that this answers for, if it does; else nobody reads how long to keep the name."""
+    def _fill_entry(self, attributes: Attributes, directory: int | None = None) -> EntryAttributes:
+        """Fill the reply. ``directory``: of the name, if the reply names one; else the kernel ignores its timeout."""
         entry = self._entry
         if directory is not None:
-            entry.entry_timeout = self.names.note(directory) if self._may_keep(directory) else 0.0
+            entry.entry_timeout = self.names.note_directory(directory) if self._may_keep_names(directory) else 0.0
         entry.attr_timeout = self._attr_timeout if self._volume.inodes.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
@@ -172,13 +172,13 @@ class KvfuseOperations(pyfuse3.Operations):
         entry.st_ctime_ns = attributes.ctime
         return entry
 
-    def _may_keep(self, directory: int) -> bool:
-        """The kernel may remember names in a directory."""
+    def _may_keep_names(self, directory: int) -> bool:
+        """The kernel may cache names in a directory."""
         return is_virtual(directory) or self._volume.tree.may_keep(directory)
 
-    def _reply_open(self, fh: int, handle: Handle) -> FileInfo:
-        """O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone, keeps it coherent
-        with the others, and still lets the file be mapped. With `fusewire`, direct writes go on side by side, too."""
+    def _fill_file_info(self, fh: int, handle: Handle) -> FileInfo:
+        """Fill the reply. O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone,
+        keeps it coherent with the others, and still allows mmap. With `fusewire`, direct writes run in parallel."""
         info = self._file_info
         info.fh = fh | fusewire.marks(
             direct=handle.direct, close_is_awaited=self._volume.files.is_close_awaited(handle)
@@ -189,18 +189,18 @@ class KvfuseOperations(pyfuse3.Operations):
 
     # -- names ---------------------------------------------------------------------------------------
 
-    @answered
+    @answer_request
     async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
         try:
             if is_virtual(parent_inode):
-                return self._reply(await self._lookup_virtual(parent_inode, name), parent_inode)
+                return self._fill_entry(await self._lookup_virtual(parent_inode, name), parent_inode)
             if parent_inode == ROOT_INODE and name == FOLDER_NAME:
-                return self._reply(self._virtual.attributes(FOLDER_INODE), parent_inode)
-            return self._reply(await self._volume.tree.lookup(parent_inode, name), parent_inode)
+                return self._fill_entry(self._virtual.get_attributes(FOLDER_INODE), parent_inode)
+            return self._fill_entry(await self._volume.tree.lookup(parent_inode, name), parent_inode)
         except errors.NotFound:
-            if not self._may_keep(parent_inode):
+            if not self._may_keep_names(parent_inode):
                 raise
-            self.absences.note(parent_inode)
+            self.absences.note_directory(parent_inode)
             return self._absent
 
     async def _lookup_virtual(self, ino: int, name: bytes) -> Attributes:
@@ -210,13 +210,13 @@ class KvfuseOperations(pyfuse3.Operations):
             raise errors.NotADirectory(f"inode {ino} is a virtual file")
         return self._virtual.lookup(name)
 
-    @answered
+    @answer_request
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
             if not is_virtual(ino):
                 self._volume.tree.forget(ino, count)
 
-    @answered
+    @answer_request
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
@@ -228,56 +228,56 @@ class KvfuseOperations(pyfuse3.Operations):
         except errors.Exists:
             if flags & os.O_EXCL:
                 raise
-            # Another door made the name after the kernel saw that it was absent. Stale lets the kernel look
-            # the name up again and open what is there, permissions checked.
+            # Another door made the name after the kernel saw that it was absent. Stale makes the kernel look
+            # the name up again and open that file, permissions checked.
             raise errors.Stale(f"{os.fsdecode(name)} was created meanwhile") from None
         finally:
             if is_resent:
-                await self._open.drop(unique)
+                await self._open.drop_resent(unique)
         fh = self._open.add(handle, attributes.ino, flags, caller, unique)
-        return self._reply_open(fh, handle), self._reply(attributes, parent_inode)
+        return self._fill_file_info(fh, handle), self._fill_entry(attributes, parent_inode)
 
-    @answered
+    @answer_request
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
         if parent_inode == FOLDER_INODE:
-            return self._reply(self._virtual.make_socket(name, mode, ctx.pid), parent_inode)
+            return self._fill_entry(self._virtual.make_socket(name, mode, ctx.pid), parent_inode)
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._once.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
+        return self._fill_entry(await self._once.make_node(parent_inode, name, mode, rdev, caller), parent_inode)
 
-    @answered
+    @answer_request
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._once.make_directory(parent_inode, name, mode, caller), parent_inode)
+        return self._fill_entry(await self._once.make_directory(parent_inode, name, mode, caller), parent_inode)
 
-    @answered
+    @answer_request
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._once.make_symlink(parent_inode, name, target, caller), parent_inode)
+        return self._fill_entry(await self._once.make_symlink(parent_inode, name, target, caller), parent_inode)
 
-    @answered
+    @answer_request
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
         return await self._volume.inodes.read_symlink(inode)
 
-    @answered
+    @answer_request
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:
         self._virtual.guard_name(new_parent_inode, new_name)
-        _guard(inode)
-        return self._reply(await self._once.link(inode, new_parent_inode, new_name), new_parent_inode)
+        _refuse_virtual(inode)
+        return self._fill_entry(await self._once.link(inode, new_parent_inode, new_name), new_parent_inode)
 
-    @answered
+    @answer_request
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._virtual.guard_name(parent_inode, name)
         await self._once.unlink(parent_inode, name)
 
-    @answered
+    @answer_request
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._virtual.guard_name(parent_inode, name)
         await self._once.remove_directory(parent_inode, name)
 
-    @answered
+    @answer_request
     async def rename(
         self,
         parent_inode_old: int,
@@ -293,20 +293,20 @@ class KvfuseOperations(pyfuse3.Operations):
 
     # -- attributes ----------------------------------------------------------------------------------
 
-    @answered
+    @answer_request
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
         if is_virtual(inode):
-            return self._reply(self._virtual.attributes(inode))
-        return self._reply(await self._volume.inodes.attributes(inode))
+            return self._fill_entry(self._virtual.get_attributes(inode))
+        return self._fill_entry(await self._volume.inodes.attributes(inode))
 
-    async def _attributes(self, ino: int) -> Attributes:
-        return self._virtual.attributes(ino) if is_virtual(ino) else await self._volume.inodes.attributes(ino)
+    async def _stat(self, ino: int) -> Attributes:
+        return self._virtual.get_attributes(ino) if is_virtual(ino) else await self._volume.inodes.attributes(ino)
 
-    @answered
+    @answer_request
     async def setattr(
         self, inode: int, attr: EntryAttributes, fields: SetattrFields, fh: int | None, ctx: RequestContext
     ) -> EntryAttributes:
-        _guard(inode)
+        _refuse_virtual(inode)
         changes = Changes(
             mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
             uid=attr.st_uid if fields.update_uid else None,
@@ -317,12 +317,12 @@ class KvfuseOperations(pyfuse3.Operations):
             ctime=attr.st_ctime_ns if fields.update_ctime else None,
         )
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._reply(await self._volume.inodes.set_attributes(inode, changes, caller))
+        return self._fill_entry(await self._volume.inodes.set_attributes(inode, changes, caller))
 
-    @answered
+    @answer_request
     async def access(self, inode: int, mode: int, ctx: RequestContext) -> bool:
-        """Asked only of a mount without ``default_permissions``; else the kernel answers by itself."""
-        attributes = await self._attributes(inode)
+        """Check permissions. The kernel asks only on a mount without ``default_permissions``."""
+        attributes = await self._stat(inode)
         if ctx.uid == 0:
             return not mode & os.X_OK or stat.S_ISDIR(attributes.mode) or bool(attributes.mode & 0o111)
         if ctx.uid == attributes.uid:
@@ -335,10 +335,10 @@ class KvfuseOperations(pyfuse3.Operations):
 
     # -- files ---------------------------------------------------------------------------------------
 
-    @answered
+    @answer_request
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         if is_virtual(inode):
-            handle = self._virtual.open(inode, flags, Viewer.of(ctx.uid, ctx.pid))
+            handle = self._virtual.open(inode, flags, Viewer.from_process(ctx.uid, ctx.pid))
             marks = fusewire.marks(direct=False, close_is_awaited=False)
             return FileInfo(fh=handle | marks, direct_io=True, keep_cache=False)
         unique, is_resent = self.number_of_request()
@@ -347,10 +347,10 @@ class KvfuseOperations(pyfuse3.Operations):
             handle = await self._volume.files.open(inode, flags, caller)
         finally:
             if is_resent:
-                await self._open.drop(unique)
-        return self._reply_open(self._open.add(handle, inode, flags, caller, unique), handle)
+                await self._open.drop_resent(unique)
+        return self._fill_file_info(self._open.add(handle, inode, flags, caller, unique), handle)
 
-    @answered
+    @answer_request
     async def read(self, fh: int, off: int, size: int) -> bytes:
         handle = self._open.get(fh)
         if handle is None:
@@ -359,38 +359,38 @@ class KvfuseOperations(pyfuse3.Operations):
             handle = await self._open.find(fh)
         return cast(bytes, await self._volume.files.read(handle, off, size))  # pyfuse3 takes any buffer
 
-    @answered
+    @answer_request
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         is_resent = self.number_of_request()[1]
-        # What a mapping has is not lost, and belongs where it says; whoever wrote it hears of losses by fsync.
+        # Bytes of a mapping are not lost, and their offset is right; fsync reports losses to its writer.
         is_mapped = self._open.has_losses and fusewire.writes_back()
         handle = self._open.get(fh) or await self._open.find(fh)
         if not is_mapped:
-            self._open.tell_lost(fh, HandleTable.write_lost)
+            self._open.report_loss(fh, HandleTable.fail_write)
         if handle.appends and not is_mapped:
-            off = self._open.append_offset(fh, handle, off)
+            off = self._open.limit_append(fh, handle, off)
             if is_resent and await self._once.is_written(handle, off, buf):
                 return len(buf)
         return await self._volume.files.write(handle, off, buf, by_kernel=True)
 
-    @answered
+    @answer_request
     async def flush(self, fh: int) -> None:
         if not is_virtual_handle(fh):
             await self._volume.files.flush(self._open.get(fh) or await self._open.find(fh))
             if self._open.has_losses:
-                await self._open.losses_dropped()
-            self._open.tell_lost(fh, HandleTable.close_lost)
+                await self._open.wait_for_dropped_losses()
+            self._open.report_loss(fh, HandleTable.fail_close)
 
-    @answered
+    @answer_request
     async def fsync(self, fh: int, datasync: bool) -> None:
         if not is_virtual_handle(fh):
             number = self.number_of_request()
             await self._volume.files.fsync(self._open.get(fh) or await self._open.find(fh), data_only=datasync)
             if self._open.has_losses:
-                await self._open.losses_dropped()
-            self._open.sync_lost(fh, *number)
+                await self._open.wait_for_dropped_losses()
+            self._open.report_loss_to_fsync(fh, *number)
 
-    @answered
+    @answer_request
     async def release(self, fh: int) -> None:
         if is_virtual_handle(fh):
             self._virtual.release(fh)
@@ -399,29 +399,29 @@ class KvfuseOperations(pyfuse3.Operations):
 
     # -- directories ---------------------------------------------------------------------------------
 
-    @answered
+    @answer_request
     async def opendir(self, inode: int, ctx: RequestContext) -> int:
         if not is_virtual(inode):
             await self._volume.tree.open_directory(inode)
         return inode
 
-    @answered
+    @answer_request
     async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
         """Cookies 1 and 2 are "." and "..", which count as no lookup; the others are the volume's."""
         if start_id < 2 and not await self._reply_dots(fh, start_id, token):
             return
         cookie = start_id if start_id > 2 else 0
-        if self._may_keep(fh):
-            self.names.note(fh)  # what changes from now on the kernel is told when it has these names
+        if self._may_keep_names(fh):
+            self.names.note_directory(fh)  # so that later changes invalidate these names
         while True:
             rows = (
-                self._virtual.rows(cookie)
+                self._virtual.list_files(cookie)
                 if is_virtual(fh)
                 else await self._volume.tree.list_directory(fh, cookie, LISTING_BATCH)
             )
             for entry in rows:
                 name, cookie, attributes = entry
-                if not pyfuse3.readdir_reply(token, name, self._reply(attributes, fh), cookie):
+                if not pyfuse3.readdir_reply(token, name, self._fill_entry(attributes, fh), cookie):
                     return
                 if not is_virtual(attributes.ino):
                     self._volume.tree.remember(fh, entry)
@@ -430,27 +430,27 @@ class KvfuseOperations(pyfuse3.Operations):
 
     async def _reply_dots(self, ino: int, start_id: int, token: ReaddirToken) -> bool:
         """Report "." and ".." after ``start_id``; False when the buffer is full."""
-        if start_id < 1 and not pyfuse3.readdir_reply(token, b".", self._reply(await self._attributes(ino)), 1):
+        if start_id < 1 and not pyfuse3.readdir_reply(token, b".", self._fill_entry(await self._stat(ino)), 1):
             return False
         if is_virtual(ino):
             parent = await self._volume.inodes.attributes(ROOT_INODE)
         else:
             parent = await self._volume.tree.lookup(ino, b"..")
             self._volume.tree.forget(parent.ino, 1)
-        return pyfuse3.readdir_reply(token, b"..", self._reply(parent), 2)
+        return pyfuse3.readdir_reply(token, b"..", self._fill_entry(parent), 2)
 
-    @answered
+    @answer_request
     async def releasedir(self, fh: int) -> None:
         pass
 
-    @answered
+    @answer_request
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         if not is_virtual(fh):
             await self._volume.inodes.fsync_directory(fh)
 
     # -- extended attributes -------------------------------------------------------------------------
 
-    @answered
+    @answer_request
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
         sought = fusewire.sought()
         if is_virtual(inode):
@@ -461,14 +461,14 @@ class KvfuseOperations(pyfuse3.Operations):
             return json.dumps(await self._volume.inodes.info(inode)).encode()
         return await self._volume.inodes.get_xattr(inode, name)
 
-    @answered
+    @answer_request
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
-        _guard(inode)
+        _refuse_virtual(inode)
         if name == INFO_XATTR:
             raise errors.NotPermitted(f"{os.fsdecode(name)} is the daemon's own")
         await self._volume.inodes.set_xattr(inode, name, value, Caller(ctx.uid, ctx.gid, ctx.pid))
 
-    @answered
+    @answer_request
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
         names = [] if is_virtual(inode) else await self._volume.inodes.list_xattrs(inode)
         hidden = [name for name in names if name.startswith(ROOT_XATTRS)]
@@ -476,14 +476,14 @@ class KvfuseOperations(pyfuse3.Operations):
             return [name for name in names if name not in hidden]
         return names
 
-    @answered
+    @answer_request
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
-        _guard(inode)
+        _refuse_virtual(inode)
         await self._once.remove_xattr(inode, name, Caller(ctx.uid, ctx.gid, ctx.pid))
 
     # -- the whole -----------------------------------------------------------------------------------
 
-    @answered
+    @answer_request
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
         space = self._volume.space()
         figures = StatvfsData()

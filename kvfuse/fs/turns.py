@@ -1,17 +1,17 @@
-"""Whose turn it is to read the next request of the kernel.
+"""Schedules pyfuse3's workers: decides which one reads the kernel's next request, so that few task switches are needed.
 
 pyfuse3 has a few workers; one holds a lock and waits for the kernel, the others wait for the lock. trio's lock is fair:
-it is handed to the one that waits longest. So every request changed workers, and the one that had just answered - and
-could have read the next request at once - went to the end of the queue: two scheduling passes a request, which cost
-more than most requests do. Here the lock goes to who asks first. A worker whose request did not make it wait keeps its
-turn; the next one takes over when it does wait.
+it passes to the worker that waits longest. So every request changed workers, and the one that had just answered - and
+could have read the next request at once - queued last: two scheduling passes a request, which cost more than most
+requests do. Here the first worker that asks gets the lock. A worker whose request did not make it wait keeps its turn;
+the next one takes over when it does wait.
 
-A request can go before it is read: its caller was killed, or it was the word that the caller of another one, answered
-just now, had got a signal. A thread that then reads would wait in the kernel, event loop and all threads of Python with
-it, until somebody asks for something. So the descriptor does not block, and is looked at again after each wait.
+A request may disappear before it is read: its caller was killed, or it was the INTERRUPT of a request that was just
+answered. A thread that then reads would block in the kernel, with the event loop and all Python threads, until the next
+request. So the descriptor is non-blocking, and polled again after each wait.
 
-pyfuse3 looks up what it needs of trio in its own attribute ``trio``, so that asyncio can stand there
-(`pyfuse3.asyncio.enable`). That is where `take_turns` puts this.
+pyfuse3 finds trio by its own attribute ``trio``, which `pyfuse3.asyncio.enable` replaces, too. `take_turns` sets that
+attribute.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from kvfuse import failing
 from kvfuse.fs.wakefulness import LINGER_SECONDS, Wakefulness
 
 TURN_SECONDS = 0.0005
-"""How long workers may answer one request after the other before the event loop's other tasks have theirs."""
+"""longest time that workers answer requests in a row before the event loop's other tasks run"""
 SPIN_SECONDS = 100e-6
-"""How long a worker looks for the next request before it sleeps: a caller with many small ones needs less than that
-between them, and to sleep and be woken takes as long and more."""
+"""time that a worker polls for the next request before it sleeps: a caller with many small ones needs less than that
+between them, and a sleep with its wake-up takes as long and more"""
 REMEMBERED_SECONDS = 20 * SPIN_SECONDS
-"""the longest wait that is remembered as such, so that one long wait does not outweigh many short ones"""
+"""longer waits count as this one, so that one long wait does not outweigh many short ones"""
 TRIAL_WAITS = 16
-"""Each so manieth wait is awake although the last ones were long: sleeping makes short ones long, and hides them."""
+"""after so many sleeps one wait spins, as sleeping makes short waits long, and hides them"""
 
 
 class TurnLock:
-    """``async with`` of `trio.Lock`, without fairness, and without a checkpoint where it is free. Of one event loop.
+    """``async with`` of `trio.Lock`, without fairness, and without a checkpoint if the lock is free. One event loop.
 
-    While it is free and somebody waits, one of those is on its way to take it: it may find that another was faster.
+    While the lock is free and tasks wait, one of them is scheduled to take it; another task may be faster.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class TurnLock:
         while self._is_held:
             task = trio.lowlevel.current_task()
             self._waiting.append(task)
-            await trio.lowlevel.wait_task_rescheduled(functools.partial(self._leave, task))
+            await trio.lowlevel.wait_task_rescheduled(functools.partial(self._leave_queue, task))
             self._is_one_coming = False
         self._is_held = True
 
@@ -66,13 +66,13 @@ class TurnLock:
             self._is_one_coming = True
             trio.lowlevel.reschedule(self._waiting.pop())  # the last one: its memory is warm
 
-    def _leave(self, task: trio.lowlevel.Task, _: object) -> trio.lowlevel.Abort:
+    def _leave_queue(self, task: trio.lowlevel.Task, _: object) -> trio.lowlevel.Abort:
         self._waiting.remove(task)
         return trio.lowlevel.Abort.SUCCEEDED
 
 
 class RequestGate:
-    """Between the kernel's requests and the workers: open, or shut for a while, or for good. Of one event loop."""
+    """Stops the reading of requests for a while, or for good. One event loop."""
 
     def __init__(self) -> None:
         self.is_shut = False
@@ -80,26 +80,26 @@ class RequestGate:
         self._changed = trio.Event()
 
     def shut(self) -> None:
-        """No request is read any more; those that were are answered. The others wait in the kernel."""
+        """Stop reading. Workers answer what they have read; later requests wait in the kernel."""
         self.is_shut = True
 
     def open(self) -> None:
-        """Go on."""
+        """Read on, unless the gate has ended."""
         if not self._is_over:
             self.is_shut = False
-            self._change()
+            self._wake_waiters()
 
     def end(self) -> None:
-        """Whoever waits, or comes, is told that there is nothing to wait for."""
+        """Shut for good: present and later waiters get ClosedResourceError."""
         self.is_shut = self._is_over = True
-        self._change()
+        self._wake_waiters()
 
-    def _change(self) -> None:
+    def _wake_waiters(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
-    async def wait(self) -> None:
-        """Until it is open. trio.ClosedResourceError: it never will be."""
+    async def wait_until_open(self) -> None:
+        """Wait until the gate is open. trio.ClosedResourceError: it is shut for good."""
         while self.is_shut:
             if self._is_over:
                 raise trio.ClosedResourceError("requests are for the next daemon")
@@ -107,9 +107,9 @@ class RequestGate:
 
 
 class Requests:
-    """Waits for the kernel's requests: a short while awake where they come quickly, else asleep.
+    """Waits for the kernel's requests: spins briefly where they follow quickly, else sleeps.
 
-    It reports to ``wakefulness`` how long it waits. Nobody gets through while ``gate`` is shut.
+    It reports each wait to ``wakefulness``, and waits while ``gate`` is shut.
     """
 
     def __init__(self, wakefulness: Wakefulness, gate: RequestGate | None = None) -> None:
@@ -119,15 +119,15 @@ class Requests:
         self._descriptor = -1
         self._turn_began = 0.0
         self._usual = 0.0
-        """what waits took lately, in seconds"""
+        """moving average of waits, in seconds"""
         self._slept = 0
-        """waits since the last one awake"""
+        """waits since the last one that spun"""
         self._is_watched = False
 
-    async def wait(self, descriptor: int) -> None:
-        """`trio.lowlevel.wait_readable`, but the other tasks may not get a turn where a request comes at once.
+    async def wait_for_request(self, descriptor: int) -> None:
+        """As `trio.lowlevel.wait_readable`, but other tasks may not run where a request is pending at once.
 
-        From here on nobody waits in a read of ``descriptor``.
+        Makes ``descriptor`` non-blocking.
         """
         if descriptor != self._descriptor:
             os.set_blocking(descriptor, False)
@@ -136,41 +136,41 @@ class Requests:
             self._descriptor = descriptor
         while True:
             if self._gate.is_shut:
-                await self._gate.wait()
+                await self._gate.wait_until_open()
             began = time.perf_counter()
-            if self._poll.poll(0) or self._comes_soon(began):
-                self._wakefulness.waited(0.0)
+            if self._poll.poll(0) or self._spin_for_request(began):
+                self._wakefulness.note_wait(0.0)
                 if time.perf_counter() - self._turn_began < TURN_SECONDS:
                     return
                 await trio.lowlevel.checkpoint()
                 self._turn_began = time.perf_counter()
             else:
-                await self._sleep(descriptor)
+                await self._sleep_until_request(descriptor)
                 self._turn_began = time.perf_counter()
-                self._learn(self._turn_began - began)
-            if self._poll.poll(0) and not self._gate.is_shut:  # it has not gone meanwhile
+                self._learn_wait(self._turn_began - began)
+            if self._poll.poll(0) and not self._gate.is_shut:  # the request is still pending
                 return
 
-    async def _sleep(self, descriptor: int) -> None:
-        """Until there is a request."""
+    async def _sleep_until_request(self, descriptor: int) -> None:
+        """Sleep until a request is pending."""
         if self._wakefulness.is_kept and not self._is_watched:
             self._is_watched = True
-            trio.lowlevel.spawn_system_task(failing.vital_task, self._watch)
+            trio.lowlevel.spawn_system_task(failing.vital_task, self._watch_for_idleness)
         await trio.lowlevel.wait_readable(descriptor)
 
-    async def _watch(self) -> None:
-        """While processors are kept awake: end that when no request came for a while. A timer of each wait costs more
-        than most requests do.
+    async def _watch_for_idleness(self) -> None:
+        """Let processors sleep again after a while without a request. A timer for each wait would cost more than most
+        requests do.
         """
         while self._wakefulness.is_kept:
             before = self._turn_began
             await trio.sleep(LINGER_SECONDS)
             if self._turn_began == before:
-                self._wakefulness.end()
+                self._wakefulness.allow_sleep()
         self._is_watched = False
 
-    def _comes_soon(self, began: float) -> bool:
-        """Look for a request for a while, if that pays. Each look lets threads run."""
+    def _spin_for_request(self, began: float) -> bool:
+        """Poll for a request for a while, if waits were short lately. Each poll releases the interpreter lock."""
         if self._usual > SPIN_SECONDS and self._slept < TRIAL_WAITS:
             self._slept += 1
             return False
@@ -181,19 +181,19 @@ class Requests:
                 return True
         return False
 
-    def _learn(self, took: float) -> None:
-        self._wakefulness.waited(took)
+    def _learn_wait(self, took: float) -> None:
+        self._wakefulness.note_wait(took)
         self._usual += (min(took, REMEMBERED_SECONDS) - self._usual) / 4
 
 
 SessionLoop = Callable[..., Awaitable[None]]
-"""A worker of pyfuse3's: reads and answers requests until the mount is gone."""
+"""a worker of pyfuse3: reads and answers requests until the connection ends"""
 
 
-def read_again(loop: SessionLoop) -> SessionLoop:
-    """``loop``, begun again where the request went in the instant between the last look at it and the read.
+def retry_reads(loop: SessionLoop) -> SessionLoop:
+    """Wrap ``loop``: restart it where the request disappears between the last poll and the read.
 
-    What the loop says then leaves its buffer behind: that must be rare.
+    The loop's error then leaks its buffer: that is rare.
     """
 
     @functools.wraps(loop)
@@ -205,19 +205,19 @@ def read_again(loop: SessionLoop) -> SessionLoop:
                 if error.errno != errno.EAGAIN or "fuse_session_receive_buf" not in str(error):
                     raise  # an operation's
             except OSError:
-                raise  # the mount is gone
+                raise  # the connection has ended
             except Exception as error:
-                failing.end_process(error)  # before the other workers give up what they do
+                failing.end_process(error)  # before the nursery cancels the other workers
                 raise
 
     return wrapped
 
 
 def take_turns(wakefulness: Wakefulness, gate: RequestGate | None = None) -> None:
-    """Have pyfuse3's workers take turns as said above. To be called before each `pyfuse3.main`."""
+    """Have pyfuse3's workers take turns as the module's head says. Call it before each `pyfuse3.main`."""
     names = vars(pyfuse3)
     if names["trio"] is trio:
-        names["_session_loop"] = read_again(names["_session_loop"])
-    # New ones for each mount: its descriptor may have the number of the last one's.
-    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness, gate).wait})
+        names["_session_loop"] = retry_reads(names["_session_loop"])
+    # New objects for each mount: its descriptor may reuse the number of the last mount's.
+    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness, gate).wait_for_request})
     names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})

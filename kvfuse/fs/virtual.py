@@ -1,10 +1,9 @@
-"""MNT/.kvfuse: read-only files that the daemon makes up, and its control socket. No FUSE in here, and no volume.
+"""Serves MNT/.kvfuse: read-only files that the daemon generates, and its control socket. No FUSE and no volume here.
 
-They use the inode numbers that ``volume.api`` reserves. The folder is found by name but not listed in the
-root, so that ``rm -rf MNT/*``, backups and listings leave it alone. A file's content is taken when it is
-opened; what a stat shows has size 0, as in /proc, because no size would still be true at the read. It is made for
-whoever opens the file: the user that runs the daemon and root see everything, others what is theirs and what all may
-know.
+They use the inode numbers that ``volume.api`` reserves. A lookup finds the folder, but listings of the root omit
+it, so that ``rm -rf MNT/*`` and backups leave it alone. The daemon generates a file's content at the open; stat
+shows size 0, as in /proc, because no size would still be true at the read. The content depends on the caller that
+opens the file: the daemon's user and root see everything, others their own part and the public one.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ SOCKET_NAME = b"control.sock"
 FOLDER_INODE = ROOT_INODE + 1
 FIRST_FILE_INODE = FOLDER_INODE + 1
 HANDLE = 1 << 61
-"""mark of handles of virtual files: a volume's handles never get that far"""
+"""mark of handles of virtual files: a volume's handles are always smaller"""
 _SEES_ALL = 1 << 58
 _INODE_SHIFT, _INODE_MASK = 48, FIRST_INODE - 1
 _UID_SHIFT, _UID_MASK = 16, (1 << 32) - 1
 _COUNT_MASK = (1 << 16) - 1
-"""fields of such a handle: what the next daemon needs to go on with it"""
+"""fields of such a handle, by which the next daemon serves it"""
 
 
 class Viewer(NamedTuple):
-    """For whom a content is made."""
+    """The caller that a content is generated for."""
 
     uid: int
     sees_all: bool
     """it runs the daemon, or could read its memory"""
 
     @classmethod
-    def of(cls, uid: int, pid: int) -> Self:
-        """A process that asks the kernel. Uid 0 alone is not root: a container's may do as little as anybody."""
+    def from_process(cls, uid: int, pid: int) -> Self:
+        """The viewer behind a request. Uid 0 alone is not root: a container's may lack all capabilities."""
         if uid == 0:
             return cls(uid, Credentials.of(pid, uid).has(Capability.SYS_ADMIN))
         return cls(uid, uid == os.geteuid())
@@ -67,19 +66,19 @@ class VirtualAttributes:
 
 
 def is_virtual_handle(handle: int) -> bool:
-    """Whether a handle is that of a virtual file; everything else is the volume's."""
+    """Whether a handle is a virtual file's; all others are the volume's."""
     return handle & HANDLE != 0
 
 
 def is_virtual(ino: int) -> bool:
-    """Whether ``ino`` is the folder's or a virtual file's; everything else is the volume's."""
+    """Whether ``ino`` is the folder's or a virtual file's; all others are the volume's."""
     return ROOT_INODE < ino < FIRST_INODE
 
 
 class VirtualFolder:
     """The folder and its files. ``texts``: name -> function that makes the content for a reader, at each open.
 
-    The socket is there once ``binder`` has made it: the process, as requests show it, that binds for the daemon.
+    ``binder``: pid, as requests show it, of the process that binds the socket for the daemon; its mknod adds the name.
     """
 
     def __init__(self, texts: Mapping[bytes, Callable[[Viewer], bytes]]) -> None:
@@ -94,15 +93,15 @@ class VirtualFolder:
             self._attributes[ino] = VirtualAttributes(ino, stat.S_IFREG | 0o444, 1, now, now, now)
         self.binder: int | None = None
 
-    def attributes(self, ino: int) -> VirtualAttributes:
-        """Attributes of the folder or a file. NotFound for a reserved number that is not used."""
+    def get_attributes(self, ino: int) -> VirtualAttributes:
+        """Get attributes of the folder or a file. NotFound for an unused reserved number."""
         try:
             return self._attributes[ino]
         except KeyError:
             raise NotFound(f"inode {ino} is reserved") from None
 
     def lookup(self, name: bytes) -> VirtualAttributes:
-        """The file called ``name`` in the folder; "." is the folder itself. NotFound."""
+        """Find the file called ``name`` in the folder; "." is the folder itself. NotFound."""
         if name == b".":
             return self._attributes[FOLDER_INODE]
         try:
@@ -110,8 +109,8 @@ class VirtualFolder:
         except KeyError:
             raise NotFound(os.fsdecode(name)) from None
 
-    def rows(self, after: int) -> list[DirEntry]:
-        """The files after the cookie ``after``; an inode number, always above 2, serves as the cookie."""
+    def list_files(self, after: int) -> list[DirEntry]:
+        """List the files after the cookie ``after``; an inode number, always above 2, serves as the cookie."""
         return [DirEntry(name, ino, self._attributes[ino]) for name, ino in self._inodes.items() if ino > after]
 
     def guard_name(self, parent: int, name: bytes) -> None:
@@ -124,17 +123,17 @@ class VirtualFolder:
         if name != SOCKET_NAME or not stat.S_ISSOCK(mode) or pid != self.binder:
             raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
         self.binder = None
-        return self.have_socket()
+        return self.add_socket()
 
-    def have_socket(self) -> VirtualAttributes:
-        """The control socket is there from now on: it is made, or was by a daemon before this one, which bound it."""
+    def add_socket(self) -> VirtualAttributes:
+        """Add the name of the control socket: its binder makes it now, or did so in a former daemon."""
         now = time.time_ns()
         ino = FIRST_FILE_INODE + len(self._texts)
         self._inodes[SOCKET_NAME] = ino
         return self._attributes.setdefault(ino, VirtualAttributes(ino, stat.S_IFSOCK | 0o666, 1, now, now, now))
 
     def open(self, ino: int, flags: int, reader: Viewer) -> int:
-        """Take the content now and give a handle for it. PermissionDenied for writing."""
+        """Generate the content now, and return a handle of it. PermissionDenied for writing."""
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise PermissionDenied("virtual files are read-only")
         text = self._texts.get(ino)
@@ -147,7 +146,7 @@ class VirtualFolder:
         return numbered
 
     def read(self, handle: int, offset: int, size: int) -> bytes:
-        """Part of the content as it was at the open; by a handle of a daemon before this one, as it is now.
+        """Read part of the content as of the open; by a former daemon's handle, as of the first read here.
 
         BadHandle.
         """
@@ -159,5 +158,5 @@ class VirtualFolder:
         return self._contents[handle][offset : offset + size]
 
     def release(self, handle: int) -> None:
-        """Forget the content. Unknown handles have none."""
+        """Drop the content. Unknown handles have none."""
         self._contents.pop(handle, None)

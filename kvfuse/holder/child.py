@@ -1,31 +1,31 @@
-"""A daemon, as its holder has it, and the messages between the two; see `main`. Standard library only.
+"""Starts daemons and exchanges messages with them, on the holder's side; see `main`. Standard library only.
 
     daemon                                     holder
     started, with one end of a socket pair ->
-    HELLO {version, problem, forks, standby, many} -> all is imported; ``problem``: with mount.conf
-                                            <- KEPT name, content, descriptors (for each thing, oldest first)
-                                            <- or MANY {things} (to one that says ``many``: calls wait meanwhile)
-                                            <- START {afresh: what was read of mount.conf counts, not what is kept;
+    HELLO {version, problem, forks, answers, standby, many} -> imports are done; ``problem``: with mount.conf
+                                            <- KEPT name, content, descriptors (for each entry, oldest first)
+                                            <- or MANY {entries} (if HELLO has ``many``: calls wait meanwhile)
+                                            <- START {afresh: the mount.conf that was read counts, not the kept one;
                                                       deaths: of daemons of this mount, by cause}
-    KEEP name, content, descriptors         ->  what was kept under that name is replaced
+    KEEP name, content, descriptors         ->  replaces the entry of that name
     DROP name                               ->
     READY (the mount answers)               ->
                                             <- LEAVE {seconds}
-    LEFT (all is stored, requests wait)     ->  or STAYS why: it goes on as if nothing had been
-                                            <- ASK, each second, once its HELLO said that it answers
-    ALIVE (its event loop runs)             ->  one that does not say so for 10 s is killed (`pulse`)
+    LEFT (all is stored, requests wait)     ->  or STAYS why: the daemon cannot leave, and goes on
+                                            <- ASK, each second, if HELLO has ``answers``
+    ALIVE (its event loop runs)             ->  the holder kills a daemon that is silent for 10 s (`pulse`)
     DIED why (an error of its own)          ->  and its exit status: a death like any other
     END (the mount is gone, all is stored)  ->  and its exit status
 
-A message is one datagram: a letter, a name, a zero byte, content. What a daemon sent before it was killed is read.
-Messages may only be added to, and unknown ones are ignored: after an upgrade the holder is of an older version. That a
-daemon knows FORK its HELLO says, and whether its mount.conf has one stand by, which counts from an upgrade on.
+A message is one datagram: a letter, a name, a zero byte, content. The holder reads all that a daemon sent before its
+death. Messages may only be added, and unknown ones are ignored: after an upgrade the holder is of an older version.
+HELLO says whether a daemon knows FORK (``forks``), and whether its mount.conf wants a ``standby``, from an upgrade on.
 
-Of one that stands by:
+Messages of the standby:
 
-    FORK, with one end of a socket pair     ->  to the one that stands by
-    BORN {pid}, with its pidfd              <-  by that socket, from a child of the holder, which goes on as after HELLO
-    SPEAK, with a descriptor                ->  where the one that stands by, and its daemons, write to from then on
+    FORK, with one end of a socket pair     ->  to the standby
+    BORN {pid}, with its pidfd              <-  on that socket, from a child of the holder, which continues after HELLO
+    SPEAK, with a descriptor                ->  later output of the standby, and of daemons that it forks
 """
 
 from __future__ import annotations
@@ -57,62 +57,62 @@ HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS, FORK, BORN, SPEA
 DIED_STATUS = 70
 """exit status of a daemon that ends for an error of its own (EX_SOFTWARE)"""
 _ONE_OF_MANY = struct.Struct("<HIH")
-"""before each thing of a MANY: bytes of its name and of its content, how many descriptors"""
+"""before each entry of a MANY: bytes of its name and of its content, number of descriptors"""
 MANY_SIZE, MANY_DESCRIPTORS = 64 << 10, 32
-"""a MANY with so much is full"""
+"""limits of a MANY, in bytes and descriptors"""
 SKILLS = "forks", "many"
 VARIABLE = "KVFUSE_HOLDER"
-"""of the daemon's environment: the descriptor of its end"""
+"""environment of the daemon: the descriptor of its end of the socket pair"""
 ERRORS_VARIABLE = "KVFUSE_HOLDER_ERRORS"
-"""and of what is to be its standard error when it serves"""
+"""environment of the daemon: the descriptor of its standard error while it serves"""
 FORK_SECONDS = 5.0
-"""that a copy may take to say that it is there: some milliseconds are usual"""
+"""timeout of BORN: some milliseconds are usual"""
 SEND_SECONDS = 5.0
-"""for which a daemon that is stopped may take no message: then it is no better than a dead one"""
+"""timeout of a send: a stopped daemon whose socket is full counts as dead then"""
 try:
     IS_OWN_TABLE = os.readlink("/proc/self") == str(os.getpid())
 except OSError:
     IS_OWN_TABLE = False
-"""/proc has the processes of this place, by the numbers that they have here"""
+"""/proc is that of this process's pid namespace"""
 CAUSES = "killed", "exception", "silent", "crash", "exit"
-"""of the death of a daemon that served, or was about to: SIGKILL of others, or for want of memory; an error of its own;
-the holder's SIGKILL, as it did not answer; another signal; an exit status without a word"""
+"""causes of death of a daemon that served, or was about to: SIGKILL by others, or by the kernel out of memory; an error
+of its own; SIGKILL by the holder, as it did not answer; another signal; an exit status without a message"""
 DEATH_SECONDS, END_SECONDS = 0.02, 10.0
-"""from the end of the first thread to that of the last: of a daemon that died, and of one that ended by itself"""
+"""timeouts from the end of the first thread to that of the last: after a death, and after an end by itself"""
 WRITE_SECONDS = 3.0
-"""the same, where one that died is in a write: to a disk that is late it may not come after what the next daemon writes
-to the same place"""
+"""the same, where a thread of a dead daemon is in a write: a late disk must not store that after what the next daemon
+writes to the same place"""
 WRITES = {"x86_64": (18, 296, 328), "aarch64": (68, 70, 287)}.get(os.uname().machine, ())
-"""numbers of pwrite, pwritev and pwritev2. Other calls may wait for the next daemon's answer, as of a thread that tells
-the kernel of a name in a folder that somebody has locked"""
+"""numbers of pwrite, pwritev and pwritev2. Other calls may wait for the next daemon's answer, as an invalidation of a
+name in a folder that a caller has locked"""
 SAID_SIZE_MAX = 2000
-"""bytes of the last words of a daemon that could not begin"""
+"""bytes at the end of stderr that are reported of a daemon that could not start"""
 
 
 class Child:
-    """A daemon, or one that waits for its turn: that one may go on waiting, and daemons be copies of it (`fork`)."""
+    """A daemon process, or one that waits for its turn, such as a standby, which forks daemons (`fork`)."""
 
     def __init__(self, socket: socket.socket, pid: int, pidfd: int, said: int | None = None) -> None:
-        """``said``: a file of what it said on standard error before it served, for `last_words`."""
+        """``said``: a file of its stderr before it serves, for `read_last_words`."""
         self.socket, self.pid, self.pidfd, self.said = socket, pid, pidfd, said
         self.begun = time.monotonic()
         self.has_said_hello = self.is_ready = self.has_ended = self.has_left = self.is_silent = False
         self.skills: frozenset[str] = frozenset()
-        """what it knows of later versions of the messages, by the words of its HELLO"""
+        """extensions of the messages that it knows, by the words of its HELLO"""
         self.pulse = Pulse()
         self.standby: bool | None = None
-        """what its mount.conf says of one that stands by, if it says so"""
+        """``standby`` of its mount.conf, if HELLO has it"""
         self.version = self.problem = ""
 
     def fork(self) -> Child:
-        """A daemon that is as if it had waited, too. TimeoutError: there is no answer; OSError: this one is dead, or
-        the new one, or there can be no more processes."""
-        ours, theirs = _ends()
+        """Fork a daemon, which continues after HELLO. TimeoutError: no answer; OSError: this process or the new one is
+        dead, or no process can be started."""
+        ours, theirs = _make_socket_pair()
         try:
             with theirs:
                 self.send(FORK, descriptors=[theirs.fileno()])
             ours.settimeout(FORK_SECONDS)
-            data, descriptors = receive(ours)
+            data, descriptors = receive_datagram(ours)
             if not data:
                 raise ConnectionResetError
             ours.settimeout(SEND_SECONDS)
@@ -126,8 +126,8 @@ class Child:
         child.skills = self.skills
         return child
 
-    def speaks_to(self, descriptor: int) -> None:
-        """Where its standard output and errors, and those of its copies, go from now on."""
+    def redirect_output(self, descriptor: int) -> None:
+        """Redirect its later standard output and errors, and those of its forks."""
         if self.may_fork:
             with suppress(OSError):
                 self.send(SPEAK, descriptors=[descriptor])
@@ -136,20 +136,20 @@ class Child:
                 self.said = None
 
     def send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """OSError where it is gone; TimeoutError where it takes nothing."""
+        """Send a message. OSError: the process is dead; TimeoutError: its socket stays full."""
         socket.send_fds(self.socket, [bytes([kind]), name.encode(), b"\0", content], list(descriptors))
 
     def receive(self) -> tuple[int, str, bytes, list[int]] | None:
-        """Its next message; None: it says nothing any more."""
+        """Receive its next message. None: its end is closed."""
         try:
-            data, descriptors = receive(self.socket)
+            data, descriptors = receive_datagram(self.socket)
         except ConnectionResetError:
             return None
         if not data:
             return None
         name, _, content = data[1:].partition(b"\0")
         if data[0] == ALIVE:
-            self.pulse.answered()
+            self.pulse.note_answer()
         elif data[0] == DIED:
             self.pulse.cause, self.pulse.reason = "exception", content.decode("utf-8", "replace")
         return data[0], name.decode(), content, descriptors
@@ -162,7 +162,7 @@ class Child:
     def takes_many(self) -> bool:
         return "many" in self.skills
 
-    def said_hello(self, content: bytes) -> None:
+    def read_hello(self, content: bytes) -> None:
         said = json.loads(content)
         self.version, self.problem = str(said["version"]), str(said["problem"] or "")
         self.skills, self.standby = frozenset(word for word in SKILLS if said.get(word)), said.get("standby")
@@ -170,35 +170,35 @@ class Child:
         self.has_said_hello = True
 
     def is_lost(self) -> bool:
-        """Whose turn it is has not answered for too long; to be called at each look, as it asks."""
+        """Whether the serving daemon has not answered for too long. Called at each look, as it sends ASK."""
         if not self.pulse.answers or self.has_ended or self.has_left or self.pulse.cause:
             return False
         if self.pulse.is_due():
-            with suppress(OSError):  # it is dead, or takes nothing: then it does not answer either
+            with suppress(OSError):  # it is dead, or its socket is full: then it does not answer either
                 self.send(ASK)
-            self.pulse.asked()
+            self.pulse.note_question()
         return self.pulse.is_lost(self.pid, is_ready=self.is_ready)
 
     def kill(self, cause: str) -> None:
-        """It does not do what it is to do."""
+        """Kill the process, and note the cause of its death."""
         self.pulse.cause = cause
         os.kill(self.pid, signal.SIGKILL)
 
-    def cause_of_death(self, code: int) -> str:
-        """One of ``CAUSES``. ``code``: as of `os.waitstatus_to_exitcode`."""
+    def find_cause(self, code: int) -> str:
+        """Find the cause of its death, one of ``CAUSES``. ``code``: as of `os.waitstatus_to_exitcode`."""
         if self.pulse.cause:
             return self.pulse.cause
         return "exit" if code >= 0 else "killed" if code == -signal.SIGKILL else "crash"
 
-    def last_words(self) -> str:
-        """What it said when it could not begin, if that is known."""
+    def read_last_words(self) -> str:
+        """Read the end of its stderr from before it served, if it was kept."""
         if self.said is None:
             return ""
         begin = max(0, os.fstat(self.said).st_size - SAID_SIZE_MAX)
         return os.pread(self.said, SAID_SIZE_MAX, begin).decode("utf-8", "replace").strip()
 
-    def wait(self) -> None:
-        """For its last thread, when the first one has ended; not for long."""
+    def wait_for_last_thread(self) -> None:
+        """Wait briefly for the end of its last thread, once the first one has ended."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         limit = time.monotonic() + WRITE_SECONDS
@@ -206,8 +206,8 @@ class Child:
             if not is_writing(self.pid) or time.monotonic() > limit:
                 break
 
-    def dismissed(self) -> int:
-        """It is not needed: kill it. Its pid, to be waited for."""
+    def kill_unneeded(self) -> int:
+        """Kill a process that is not needed. Returns its pid, which the caller has to reap."""
         os.kill(self.pid, signal.SIGKILL)
         self.close()
         return self.pid
@@ -220,13 +220,13 @@ class Child:
             self.said = None
 
 
-def started(command: list[str], folder: str, *, heard: bool = False, checked: bool = False) -> Child:
-    """A process of its own that imports all that a daemon needs, says hello and waits. ``heard``: see `Child`.
+def spawn(command: list[str], folder: str, *, heard: bool = False, checked: bool = False) -> Child:
+    """Start a process that imports all that a daemon needs, sends HELLO and waits. ``heard``: keep its stderr.
 
-    ``checked``: only if nobody else can change the program. That process looks, as a file system may not answer.
+    ``checked``: the new process runs `check_program` first; in the holder a dead file system would block that.
     """
     said = os.memfd_create("kvfuse-errors") if heard else None
-    ours, theirs = _ends()
+    ours, theirs = _make_socket_pair()
     pid = os.fork()
     if pid == 0:
         try:
@@ -257,14 +257,14 @@ def started(command: list[str], folder: str, *, heard: bool = False, checked: bo
 
 
 def _inherit_nothing() -> None:
-    """But the standard streams: not what the holder has of its starter, as the pipe that says how the start went."""
+    """Close on exec all but the standard streams, among them the pipe that reports the holder's start."""
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing
+        with suppress(OSError):  # the listing's own descriptor
             os.set_inheritable(int(number), int(number) < 3)
 
 
-def _ends() -> tuple[socket.socket, socket.socket]:
-    """Of the holder, and of a daemon."""
+def _make_socket_pair() -> tuple[socket.socket, socket.socket]:
+    """(end of the holder, end of a daemon)"""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MESSAGE_SIZE_MAX)
@@ -272,15 +272,15 @@ def _ends() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def receive(end: socket.socket) -> tuple[bytes, list[int]]:
-    """The next datagram and its descriptors, which no child gets (`socket.recv_fds` of Python 3.11 takes no flags)."""
+def receive_datagram(end: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive a datagram and its descriptors, closed on exec (`socket.recv_fds` of Python 3.11 takes no flags)."""
     descriptors = array.array("i")
     size = socket.CMSG_SPACE(DESCRIPTORS_MAX * descriptors.itemsize)
     data, ancillary, flags, _ = end.recvmsg(MESSAGE_SIZE_MAX, size, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(content[: len(content) // descriptors.itemsize * descriptors.itemsize])
-    if flags & socket.MSG_CTRUNC and data[:1] == bytes([KEEP]):  # no descriptor is free: half a thing is none
+    if flags & socket.MSG_CTRUNC and data[:1] == bytes([KEEP]):  # no descriptor is free: half an entry is none
         for descriptor in descriptors:
             os.close(descriptor)
         return bytes([DROP]) + data[1:], []
@@ -291,8 +291,8 @@ Thing = tuple[str, bytes, list[int]]
 """name, content, descriptors"""
 
 
-def packed(things: Iterable[Thing]) -> Iterator[tuple[bytes, list[int]]]:
-    """(content, descriptors) of messages MANY with all of these things, in that order."""
+def pack_things(things: Iterable[Thing]) -> Iterator[tuple[bytes, list[int]]]:
+    """Pack entries into messages MANY, in order: (content, descriptors) of each."""
     parts, size, passed = list[bytes](), 0, list[int]()
     for name, content, descriptors in things:
         if parts and (size + len(content) > MANY_SIZE or len(passed) + len(descriptors) > MANY_DESCRIPTORS):
@@ -306,8 +306,8 @@ def packed(things: Iterable[Thing]) -> Iterator[tuple[bytes, list[int]]]:
         yield b"".join(parts), passed
 
 
-def unpacked(content: bytes, descriptors: Sequence[int]) -> Iterator[Thing]:
-    """The things of a MANY."""
+def unpack_things(content: bytes, descriptors: Sequence[int]) -> Iterator[Thing]:
+    """Unpack the entries of a MANY."""
     at = passed = 0
     while at < len(content):
         name_size, size, count = _ONE_OF_MANY.unpack_from(content, at)
@@ -318,10 +318,10 @@ def unpacked(content: bytes, descriptors: Sequence[int]) -> Iterator[Thing]:
 
 
 def is_dead(pid: int) -> bool:
-    """The first thread of a process of ours has ended, or a core file is written of it.
+    """Whether the first thread of a child has ended, or the kernel writes a core file of it.
 
-    As `guard` has it, which imports nothing of ours. But what is not in the table is dead here: the holder is the one
-    who takes its children out. False where the table is that of another place, and these are numbers of others.
+    As `guard.is_dying`, which imports no module of ours. But a process without a /proc entry is dead here, as only the
+    holder reaps its children. False where /proc is another pid namespace's: its numbers are those of others.
     """
     if not IS_OWN_TABLE:
         return False
@@ -330,20 +330,20 @@ def is_dead(pid: int) -> bool:
             lines = file.read().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # no descriptor or memory is free: nothing is known
+    except OSError:  # no descriptor or memory is free: unknown
         return False
     fields = dict(line.split(b":\t", 1) for line in lines if b":\t" in line)
     return fields.get(b"State", b"")[:1] in (b"Z", b"X") or fields.get(b"CoreDumping") == b"1"
 
 
 def is_writing(pid: int) -> bool:
-    """A thread of a process that was killed is in one of `WRITES`, which no signal ends."""
+    """Whether a thread of a killed process is in one of `WRITES`, which no signal ends."""
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/syscall", "rb") as file:
                 number = file.read().split()[0]
             if number.isdigit() and int(number) in WRITES:
                 return True
-    except OSError:  # it ended meanwhile, or has no such file
+    except OSError:  # the thread ended meanwhile, or has no such file
         pass
     return False

@@ -1,4 +1,4 @@
-"""The daemon's side of its holder (`main`): the keeper of a process that was started by one."""
+"""Connects a daemon with the holder that started it (`main`): the keeper, forks of the standby, messages."""
 
 from __future__ import annotations
 
@@ -25,60 +25,60 @@ from kvfuse.holder import child as holder_child
 from kvfuse.holder import guard
 from kvfuse.holder import main as holder
 from kvfuse.holder import things as holder_things
-from kvfuse.kept.keeper import Kept, check
+from kvfuse.kept.keeper import Kept, check_sizes
 
 if TYPE_CHECKING:
     import trio
 
 KERNEL_RESENDS = 6, 9
-"""the first Linux that sends calls again which a daemon took and did not answer"""
-NOT_SENT_AGAIN = "who waits for one waits as long as the mount is there; upgrades are not concerned"
+"""the first Linux that resends requests which a daemon read and did not answer"""
+NOT_SENT_AGAIN = "their callers wait until the mount ends; upgrades are not affected"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-"""of prctl(2)"""
+"""options of prctl(2)"""
 STANDBY_NAME, DAEMON_NAME = "kvfuse-standby", "kvfuse-daemon"
-"""what `ps` shows of processes that are forks, or make them"""
+"""process names in `ps`: of the standby, and of daemons that it forks"""
 LOOK_SECONDS = 0.0002
 """between looks at whether a process has a new parent"""
 SO_SNDBUFFORCE, SOCKET_SIZE = 32, 4 << 20
-"""bytes on their way to the holder: some thousands of messages"""
+"""bytes of the send buffer: some thousands of messages"""
 HOLDER_IS_DEAD = "the holder has died"
 REASON_SIZE_MAX = 200
-"""characters of what a daemon that dies says of the reason"""
+"""characters of the reason that DIED has"""
 
 log = logging.getLogger(__name__)
 
 
 class Holding:
-    """`Keeper` by the holder that started this process. Made once; `wait` is to return before it is used.
+    """The `Keeper` that the holder of this process provides. Made once; usable once `wait_for_turn` has returned.
 
-    What the holder is slow to take is in the socket, where it finds it after the end of this process, too. Only what
-    has no room there waits here, for a thread.
+    The socket buffers messages for a slow holder, which reads them even after the end of this process. Only what has
+    no room there waits here, for a thread.
     """
 
     outlives = True
 
     def __init__(self, descriptor: int, holder_pid: int | None = None) -> None:
-        self._socket = _end_of(descriptor)
+        self._socket = _wrap_end(descriptor)
         self._holder = os.getppid() if holder_pid is None else holder_pid
         self._left: dict[str, Kept] = {}
         self._names: dict[str, None] = {}
-        """of what was left, taken or not"""
+        """names of the former daemon's entries, taken or not"""
         self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._is_passed_on = False
-        """a thread passes on what waits"""
+        """a thread sends what waits"""
         self._lock = threading.Lock()
         self._is_sealed = False
         self.is_afresh = False
-        """what this process read of mount.conf counts, not what the daemon before it had"""
+        """the mount.conf that this process read counts, not the former daemon's"""
         self.deaths: Mapping[str, int] = {}
         self._leave_seconds: float | None = None
-        """it is asked to make way"""
+        """timeout of a request to leave, until a task takes the request"""
         self._leave: trio.Event | None = None
-        """of who waits for that"""
+        """set by the next request to leave"""
 
     @classmethod
-    def of_this_process(cls) -> Holding | None:
-        """None: no holder started this process. It ends with its holder from here on."""
+    def from_environment(cls) -> Holding | None:
+        """Make it of the environment. None: no holder started this process. From here on it ends with its holder."""
         descriptor = os.environ.pop(holder_child.VARIABLE, None)
         if descriptor is None:
             return None
@@ -91,32 +91,32 @@ class Holding:
         if os.getppid() != self._holder:
             sys.exit(HOLDER_IS_DEAD)
 
-    def wait(self, problem: str = "", standby: bool | None = None) -> bool:
-        """Say that everything is imported, and wait for one's turn. False: a daemon before this one left its mount.
+    def wait_for_turn(self, problem: str = "", standby: bool | None = None) -> bool:
+        """Send HELLO and wait until this daemon may start. False: a former daemon left its mount.
 
-        ``problem``: with mount.conf; no upgrade begins with that. ``standby``: what mount.conf says of it, for an
-        upgrade. A process that is to stand by waits on, and this returns in its forks: at the call there is one
-        thread, and nothing that a fork could not go on with.
+        ``problem``: with mount.conf; the holder refuses an upgrade then. ``standby``: of mount.conf, for an upgrade.
+        A standby stays in this method, which returns in its forks: so the caller has one thread, and nothing that a
+        fork could not use.
         """
         hello: dict[str, object] = {"version": kvfuse.__version__, "problem": problem, "standby": standby}
         hello |= dict.fromkeys(("forks", "answers", "many"), True)
-        self._send(holder_child.HELLO, "", _json(hello))
+        self._send(holder_child.HELLO, "", _encode_json(hello))
         while True:
-            kind, name, content, descriptors = self._receive()
+            kind, name, content, descriptors = self._receive_message()
             if kind == holder_child.START:
                 self._socket.setblocking(False)
                 said = json.loads(content or b"{}")
                 self.is_afresh = bool(said.get("afresh"))
                 self.deaths = {str(cause): int(count) for cause, count in (said.get("deaths") or {}).items()}
-                self._speak_up()
+                self._restore_stderr()
                 return holder_things.CONNECTION not in self._left
             if kind == holder_child.FORK:
-                self._fork(*descriptors)
+                self._fork_daemon(*descriptors)
             elif kind == holder_child.SPEAK:
-                self._speak_to(*descriptors)
+                self._redirect_output(*descriptors)
             elif kind in (holder_child.KEPT, holder_child.MANY):
                 is_one = kind == holder_child.KEPT
-                things = [(name, content, descriptors)] if is_one else holder_child.unpacked(content, descriptors)
+                things = [(name, content, descriptors)] if is_one else holder_child.unpack_things(content, descriptors)
                 for thing, kept, passed in things:
                     self._left[thing] = Kept(kept, tuple(passed))
                     self._names[thing] = None
@@ -124,15 +124,15 @@ class Holding:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
-    def _fork(self, descriptor: int) -> None:
-        """Return in this process, which goes on to stand by, and in a daemon, whose end of its socket this is.
+    def _fork_daemon(self, descriptor: int) -> None:
+        """Fork a daemon, with this end of its socket. Returns in the standby, and in the daemon.
 
-        The daemon is the holder's own child: that of a process between, which ends at once (`main`).
+        The daemon becomes the holder's child, as its own parent, a process in between, ends at once (`main`).
         """
         if not gc.get_freeze_count():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the daemon sees to it, and the holder
-            _be_named(STANDBY_NAME)
-        gc.freeze()  # what is here a daemon never looks at, so that most of it stays shared memory
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # daemon and holder handle Ctrl-C
+            _set_process_name(STANDBY_NAME)
+        gc.freeze()  # a daemon's collector never visits these objects, so that most of their pages stay shared
         sys.stdout.flush()
         sys.stderr.flush()
         between = os.fork()
@@ -147,24 +147,24 @@ class Holding:
         except BaseException as error:
             os.write(2, f"kvfuse: a daemon cannot be forked: {error}\n".encode())
             os._exit(1)
-        self._be_born(descriptor, between)
+        self._begin_as_daemon(descriptor, between)
 
-    def _be_born(self, descriptor: int, between: int) -> None:
-        _be_named(DAEMON_NAME)
+    def _begin_as_daemon(self, descriptor: int, between: int) -> None:
+        _set_process_name(DAEMON_NAME)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._socket.close()
-        self._socket = _end_of(descriptor)
-        reseed()
+        self._socket = _wrap_end(descriptor)
+        reseed_random()
         given_up = time.monotonic() + holder_child.FORK_SECONDS
         while os.getppid() == between and time.monotonic() < given_up:
-            time.sleep(LOOK_SECONDS)  # nothing tells a process that it has another parent now
+            time.sleep(LOOK_SECONDS)  # no event reports a new parent
         self._end_with_holder()
         pidfd = os.pidfd_open(os.getpid())
         self._send(holder_child.BORN, "", b"%d" % os.getpid(), [pidfd])
         os.close(pidfd)
 
-    def _speak_to(self, descriptor: int) -> None:
-        """Of a process that stands by: files take the places of what it was started with."""
+    def _redirect_output(self, descriptor: int) -> None:
+        """Redirect the standby's streams away from its starter's."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         for opened, number in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
             os.dup2(opened, number)
@@ -174,9 +174,9 @@ class Holding:
         if errors is not None:
             os.close(int(errors))
 
-    def _receive(self) -> tuple[int, str, bytes, list[int]]:
+    def _receive_message(self) -> tuple[int, str, bytes, list[int]]:
         try:
-            data, descriptors = holder_child.receive(self._socket)
+            data, descriptors = holder_child.receive_datagram(self._socket)
         except ConnectionResetError:
             data = b""
         if not data:
@@ -184,8 +184,8 @@ class Holding:
         name, _, content = data[1:].partition(b"\0")
         return data[0], name.decode(), content, descriptors
 
-    def _speak_up(self) -> None:
-        """What this process says is not for an upgrade's answer any more."""
+    def _restore_stderr(self) -> None:
+        """Restore stderr: an upgrade's answer does not quote later output."""
         errors = os.environ.pop(holder_child.ERRORS_VARIABLE, None)
         if errors is not None:
             sys.stderr.flush()
@@ -194,48 +194,48 @@ class Holding:
 
     # -- Keeper ----------------------------------------------------------------------------------------
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         return [name for name in self._names if name.startswith(prefix)]
 
     def take(self, name: str) -> Kept | None:
         return self._left.pop(name, None)
 
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        check(content, descriptors)
-        self._forget(name)
+        check_sizes(content, descriptors)
+        self._close_left(name)
         self._send(holder_child.KEEP, name, content, descriptors)
 
     def drop(self, name: str) -> None:
         if not self._is_sealed:
-            self._forget(name)
+            self._close_left(name)
             self._send(holder_child.DROP, name)
 
     def seal(self) -> None:
         self._is_sealed = True
 
-    def _forget(self, name: str) -> None:
+    def _close_left(self, name: str) -> None:
         self._names.pop(name, None)
         left = self._left.pop(name, None)
         for descriptor in left.descriptors if left else ():
             os.close(descriptor)
 
-    # -- for the holder itself -------------------------------------------------------------------------
+    # -- messages to the holder ------------------------------------------------------------------------
 
-    def ready(self) -> None:
-        """The mount answers."""
+    def report_ready(self) -> None:
+        """Report that the mount answers."""
         self._send(holder_child.READY)
 
-    def end(self, report: object = None) -> None:
-        """There is nothing for a next daemon to do; ``report``: why the start failed."""
-        self._send(holder_child.END, "", b"" if report is None else _json(report) + b"\n")
+    def report_end(self, report: object = None) -> None:
+        """Report that no next daemon is needed; ``report``: why the start failed."""
+        self._send(holder_child.END, "", b"" if report is None else _encode_json(report) + b"\n")
 
-    async def hear(self) -> None:
-        """Say that the event loop runs, whenever the holder asks; hear what else it says. Until cancelled."""
+    async def answer_holder(self) -> None:
+        """Receive the holder's messages, and answer ASK, as the event loop runs. Until cancelled."""
         import trio
 
         while True:
             await trio.lowlevel.wait_readable(self._socket)
-            kind, _, content, descriptors = self._receive()
+            kind, _, content, descriptors = self._receive_message()
             for descriptor in descriptors:
                 os.close(descriptor)
             if kind == holder_child.ASK:
@@ -245,8 +245,8 @@ class Holding:
                 if self._leave is not None:
                     self._leave.set()
 
-    async def asked(self) -> float:
-        """Wait until this daemon is to make way for another one; for `fs.leaving`. `hear` runs meanwhile."""
+    async def wait_until_asked(self) -> float:
+        """Wait for a request to leave (`fs.leaving`). Returns its seconds. `answer_holder` has to run meanwhile."""
         import trio
 
         while self._leave_seconds is None:
@@ -255,69 +255,69 @@ class Holding:
         seconds, self._leave_seconds = self._leave_seconds, None
         return seconds
 
-    def refuse(self, why: str) -> None:
-        """This daemon goes on."""
+    def refuse_to_leave(self, why: str) -> None:
+        """Report that this daemon cannot leave and continues."""
         self._send(holder_child.STAYS, "", why.encode("utf-8", "backslashreplace"))
 
-    def left(self) -> None:
-        """All is stored and left to the next daemon. This process is killed now."""
+    def report_left(self) -> None:
+        """Report that all is stored and handed over. The holder then kills this process."""
         self._socket.setblocking(True)
         self._send(holder_child.LEFT)
 
     def _send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         message = bytes([kind]) + name.encode() + b"\0" + content
         with self._lock:
-            if self._waiting or not self._pass(message, descriptors):
+            if self._waiting or not self._try_send(message, descriptors):
                 self._waiting.append((message, tuple(map(os.dup, descriptors))))
-                self._pass_waiting()
+                self._send_waiting()
             if self._waiting and not self._is_passed_on:
                 with suppress(RuntimeError):  # no thread can be started: the next message tries again
-                    threading.Thread(target=self._pass_on, name="kvfuse-holding", daemon=True).start()
+                    threading.Thread(target=self._run_sender, name="kvfuse-holding", daemon=True).start()
                     self._is_passed_on = True
 
-    def _pass_on(self) -> None:
+    def _run_sender(self) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
         while True:
             poll.poll()
             with self._lock:
-                self._pass_waiting()
+                self._send_waiting()
                 if not self._waiting:
                     self._is_passed_on = False
                     return
-            time.sleep(LOOK_SECONDS)  # there may be room for bytes, and none for descriptors
+            time.sleep(LOOK_SECONDS)  # the socket may have room for bytes, and none for descriptors
 
-    def _pass_waiting(self) -> None:
-        while self._waiting and self._pass(*self._waiting[0]):
+    def _send_waiting(self) -> None:
+        while self._waiting and self._try_send(*self._waiting[0]):
             for descriptor in self._waiting.popleft()[1]:
                 os.close(descriptor)
 
-    def _pass(self, message: bytes, descriptors: Sequence[int]) -> bool:
-        """False: the holder has to take others first."""
+    def _try_send(self, message: bytes, descriptors: Sequence[int]) -> bool:
+        """Send a message without waiting. False: no room before the holder has read others."""
         try:
             socket.send_fds(self._socket, [message], list(descriptors))
         except BlockingIOError:
             return False
-        except OSError as error:  # else the holder has died, and this process is about to
+        except OSError as error:  # any other error: the holder is dead, and the kernel ends this process
             return error.errno != errno.ETOOMANYREFS
         return True
 
 
-def die(holding: Holding, error: BaseException) -> NoReturn:
-    """End this process at once, as `kill -9` does, for an error of its own: the next daemon goes on. In any thread."""
+def end_daemon(holding: Holding, error: BaseException) -> NoReturn:
+    """End this process at once, as `kill -9` does, for an error of its own: the next daemon takes over. Any thread."""
     reason = innermost(error)
-    if isinstance(reason, SystemExit):  # the holder has died: the kernel ends this process, too
+    if isinstance(reason, SystemExit):  # the holder is dead: the kernel ends this process, too
         os._exit(1)
     holding._send(holder_child.DIED, "", repr(reason)[:REASON_SIZE_MAX].encode())
     try:
         unforeseen = None if isinstance(reason, KvfuseError) else error
-        log.critical("the daemon ends, and the next one goes on: %s", reason, exc_info=unforeseen)
+        log.critical("the daemon ends, and the next one takes over: %s", reason, exc_info=unforeseen)
     finally:
         os._exit(holder_child.DIED_STATUS)
 
 
-def _end_of(descriptor: int) -> socket.socket:
-    """The daemon's end of its socket; no child of it gets that."""
+def _wrap_end(descriptor: int) -> socket.socket:
+    """Wrap the daemon's end of the socket pair; its children do not inherit it."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     with suppress(PermissionError):
@@ -325,21 +325,21 @@ def _end_of(descriptor: int) -> socket.socket:
     return end
 
 
-def reseed() -> None:
-    """Have other random numbers than other forks. Python sees to its own; by trio's, tasks take turns."""
+def reseed_random() -> None:
+    """Seed trio's random numbers, which order its tasks, so that forks differ. Python seeds its own."""
     with suppress(KeyError, AttributeError):
         sys.modules["trio._core._run"]._r.seed()  # private
 
 
-def _be_named(name: str) -> None:
+def _set_process_name(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-def _json(content: object) -> bytes:
+def _encode_json(content: object) -> bytes:
     return json.dumps(content).encode()
 
 
-def command(config: dict[str, Any]) -> list[str]:
-    """How a holder is started; see `main.Holder` for ``config``."""
+def build_command(config: dict[str, Any]) -> list[str]:
+    """Build the command that starts a holder; see `main.Holder` for ``config``."""
     config["guard"] = [sys.executable, "-I", "-S", guard.__file__]
     return [sys.executable, "-I", "-S", holder.__file__, json.dumps(config)]

@@ -1,18 +1,18 @@
-"""Ends the connection of a daemon that was killed but cannot end: ``python guard.py PID POINT``, a process of its own.
+"""Aborts the connection of a killed daemon that cannot end: ``python guard.py PID POINT``, a process of its own.
 
-A thread of the daemon tells the kernel to forget a name: the kernel waits for the lock of the folder, without a way
-out of that. The holder of the lock may wait for an answer of the daemon. Killed then, the daemon is not gone: its
-descriptors are closed by its last thread, and that is the one which waits. So the kernel goes on to expect answers from
-a dead process, and everybody who asks for something of the mount waits for ever. The same goes for any wait for
-our own mount, and for a daemon that crashed, while its memory is written to a core file.
+A thread of the daemon invalidates a name: the kernel waits for the lock of the folder, uninterruptibly. The owner of
+the lock may wait for an answer of the daemon. A daemon that is killed then does not end: its last thread closes its
+descriptors, and that thread waits. So the kernel still expects answers from a dead process, and all callers of the
+mount wait for ever. The same holds for any wait of the daemon for its own mount, and for a daemon that crashed, while
+the kernel writes its core file.
 
-The guard is told when the daemon's first thread has ended, and aborts the connection: all who wait get an error, the
-last thread is let go, and the mount is one whose daemon died. It holds nothing of the mount or the volume: its output
-is the connection's switch in the kernel's control file system, which does nothing once that connection is gone, though
-its number be used again. It ends with the daemon, whatever that says. A guard that is killed too (with a whole
-container, say) helps nobody; nor does one help against a daemon that was stopped: see ``umount -f``.
+The kernel signals the guard when the daemon's first thread has ended, and the guard aborts the connection: waiting
+callers get an error, the last thread continues and ends, and the mount is that of a dead daemon. The guard holds
+nothing of the mount or the volume: its output is the connection's switch in the kernel's control file system, which
+does nothing once that connection has ended, even if its number is reused. The guard ends with its daemon in any case.
+A killed guard (as with a whole container) cannot help, nor can any against a stopped daemon: see ``umount -f``.
 
-Only the standard library is used, and little of it: it takes 4 MB of memory for as long as the mount lasts.
+It uses little of the standard library: it takes 4 MB of memory while the mount lasts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import signal
 import sys
 
 LOOK_SECONDS = 1.0
-"""between two looks at the daemon: of a crash, which takes its time, nothing tells"""
+"""between two looks at the daemon: no event reports a crash whose core file takes its time"""
 PR_SET_PDEATHSIG = 1
-"""of prctl(2): a signal for the end of the thread that began this process. A pidfd and the end of a pipe tell of the
-end of the last thread; so does, where it is the first thread's, a pidfd of one thread (seen with Linux 6.18)"""
+"""option of prctl(2): a signal at the end of the thread that started this process. A pidfd and the end of a pipe report
+only the end of the last thread; so does a pidfd of the first thread (seen with Linux 6.18)"""
 DEATH = signal.SIGUSR1
 
 
 def is_dying(pid: int) -> bool:
-    """The first thread of a process has ended, or a core file is written of it. False where nothing is known."""
+    """Whether a process's first thread has ended, or the kernel writes its core file. False where that is unknown."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
@@ -51,7 +51,7 @@ def wait_for_end(parent: int) -> None:
 
 def main(daemon: int) -> None:
     """Wait for the end of ``daemon``, the parent, and write to the switch, which is the standard output."""
-    # Those to end are for a daemon's service as a whole: the daemon may take long to flush.
+    # Service managers send SIGTERM to all processes: the daemon may take long to flush.
     signal.pthread_sigmask(signal.SIG_BLOCK, {DEATH, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     with open("/proc/self/comm", "w") as comm:
         comm.write("kvfuse-guard")

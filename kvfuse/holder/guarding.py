@@ -1,4 +1,4 @@
-"""The daemon's side of its guard (`guard`): started with the mount, dismissed when it is gone."""
+"""Starts the guard (`guard`) of a mount, or gives its switch to the holder, and ends it after the unmount."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from kvfuse.holder import guard
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 
 CONNECTIONS = Path("/sys/fs/fuse/connections")
-"""where fusectl is usually mounted: a folder for each connection, by the minor number of the mount's st_dev"""
+"""usual mount point of fusectl: a folder for each connection, by the minor number of the mount's st_dev"""
 
 FSOPEN, FSCONFIG, FSMOUNT = 430, 431, 432
 """numbers of system calls, the same on all processors"""
 FSCONFIG_CMD_CREATE = 6
 CLOSE_ON_EXEC = 1
-"""of fsopen and fsmount"""
+"""flag of fsopen and fsmount"""
 
 KEPT = "fuse/switch"
-"""with the switch; see `kept.keeper` and `main`"""
+"""keeper entry: the switch; see `kept.keeper` and `main`"""
 
 log = logging.getLogger(__name__)
 
 
 class Guarding:
-    """The guard of one mount, from `start` to the end of the ``with``, which is to come after that of the mount.
+    """The guard of one mount, from `start_guard` to the end of the ``with``, which has to follow the unmount.
 
-    Where the mount has a holder, the guard is the holder's: it gets the switch by the ``keeper``.
+    Where the mount has a holder, the guard is the holder's: the ``keeper`` passes it the switch.
     """
 
     def __init__(self, mountpoint: Path, keeper: Keeper = NO_KEEPER) -> None:
@@ -40,13 +40,13 @@ class Guarding:
         self._switch: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, device: int | None) -> None:
-        """Guard the mount with this st_dev. Where that cannot be, the log says so: the mount does without.
+    def start_guard(self, device: int | None) -> None:
+        """Guard the mount with this st_dev. On failure log it: the mount runs without a guard.
 
-        None: a daemon before this one mounted it, and has said so, if it has none.
+        None: a former daemon mounted it, and has logged a failure.
 
-        To be called before any thread of the daemon asks the mount for something, and by that of the event loop, whose
-        end the guard is told of. It waits, a few milliseconds, until the interpreter is started.
+        Call it before any thread of the daemon uses the mount, in the event loop's thread: the guard reacts to that
+        thread's end. The call waits a few milliseconds for the start of the interpreter.
         """
         command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), os.fspath(self._mountpoint)]
         try:
@@ -58,8 +58,8 @@ class Guarding:
                 if left is None:
                     self._keeper.keep(KEPT, descriptors=[self._switch])
                 return
-            # A session of its own: what is sent to the daemon's process group is not for the guard. Its errors go
-            # nowhere, as somebody may wait for the end of the daemon's output.
+            # A session of its own: signals to the daemon's process group do not reach the guard. Its errors are
+            # discarded, as the daemon's starter may wait for the end of the daemon's output.
             nowhere = subprocess.DEVNULL
             self._process = subprocess.Popen(
                 command, cwd="/", stdin=nowhere, stdout=self._switch, stderr=nowhere, start_new_session=True
@@ -70,8 +70,8 @@ class Guarding:
                 "missing, as root: mount -t fusectl none %s", self._mountpoint, error, CONNECTIONS, CONNECTIONS,
             )  # fmt: skip
 
-    def abort(self) -> bool:
-        """End the connection, if it has not ended: whoever waits for an answer gets an error. False: it cannot be."""
+    def abort_connection(self) -> bool:
+        """Abort the connection, unless it has ended: waiting callers get an error. False: the switch is unknown."""
         if self._switch is None:
             return False
         os.write(self._switch, b"1")
@@ -84,15 +84,15 @@ class Guarding:
         if self._switch is not None:
             os.close(self._switch)
         if self._process is not None:
-            self._process.kill()  # it is deaf to what a service manager sends to all
+            self._process.kill()  # it blocks the signals that a service manager sends to all
             self._process.wait()
 
 
 def open_switch(device: int, name: str = "abort", flags: int = os.O_WRONLY) -> int:
-    """The descriptor of a control file of the mount with this st_dev; "1" written to ``abort`` ends it. OSError.
+    """Open a control file of the mount with this st_dev; "1" written to ``abort`` ends the connection. OSError.
 
-    Small systems do not mount the control file system, and nobody else need see it: then root has a mount of it that
-    has no place, for as long as the opening takes. Where even that fails, the error is that of the usual place.
+    Small systems do not mount the control file system: then root mounts it detached, without a path, while it opens
+    the file. Where even that fails, the error is that of the usual place.
     """
     name = f"{os.minor(device)}/{name}"
     try:

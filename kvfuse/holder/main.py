@@ -1,23 +1,22 @@
-"""Keeps a mount while daemons come and go: ``python main.py CONFIG``, the process that a mount begins with.
+"""Keeps a mount while daemons end and start: ``python main.py CONFIG``, the first process of a mount.
 
-It starts the daemon and keeps what that one gives it (`kept.keeper`): the kernel's connection first of all, so that
-requests wait where the daemon is gone, and do not fail. A daemon that died is followed by another, which finds all
-of it. `child` has the messages between the two.
+The holder starts the daemon and keeps the daemon's entries (`kept.keeper`): the kernel's connection first of all, so
+that requests wait for the next daemon, and do not fail. When a daemon dies, the holder starts another one, which gets
+all entries. `child` has the messages between the two.
 
-*One that stands by* (``standby``) has imported everything and waits. Whenever a daemon is needed it forks one, and
-goes on to wait; so the first daemon, too, comes from it. The holder is a subreaper (prctl(2)), for a daemon that is its
-own child: the process between the two ends at once. One that stands by and dies is replaced by another one.
+*Standby.* The ``standby`` has imported everything and waits. Whenever the holder needs a daemon, the standby forks one
+and waits on; so it forks the first daemon, too. The holder is a subreaper (prctl(2)), so that such a daemon is its own
+child: the process in between ends at once. The holder replaces a standby that dies.
 
-*Upgrades.* The next daemon stands by, of another version, and one more of the present version for the way back. Then
-the serving one is asked to leave; when it has, the next one gets all that is kept. If that dies, or is not ready in
-time, the other one takes its place. A daemon begins to serve when the one before it is dead, never earlier.
+*Upgrades.* The next daemon, of another version, stands by, and one more of the present version for the way back. Then
+the holder asks the serving one to leave; when it has, the next one gets all entries. If that one dies, or is not ready
+in time, the other one takes its place. A daemon begins to serve when its predecessor is dead, never earlier.
 
-The daemon is ended by the kernel when the holder dies, and the guard (`guard`), which the holder has, ends the
-connection: whoever waits gets an error. A daemon counts as dead when its first thread has ended: others of its threads
-may wait in the kernel for an answer that only the next daemon can give.
+When the holder dies, the kernel kills the daemon, and the holder's guard (`guard`) aborts the connection: waiting
+callers get an error. A daemon counts as dead when its first thread has ended: other threads of it may wait in the
+kernel for an answer that only the next daemon can give.
 
-Only the standard library is used, and little of it. Nothing here knows what a thing means, but for the connection and
-its switch (`things`).
+The holder uses little of the standard library, and interprets no entry but the connection and its switch (`things`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
-    from kvfuse.holder.child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
+    from kvfuse.holder.child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, spawn
     from kvfuse.holder.pace import Backoff, Failures
     from kvfuse.holder.signals import STOP_SIGNALS, take_signals
     from kvfuse.holder.status_socket import (
@@ -49,24 +48,24 @@ if TYPE_CHECKING or __name__ != "__main__":
     from kvfuse.holder.things import Things
 else:
     sys.path.append(os.path.dirname(__file__))
-    from child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, started
+    from child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, spawn
     from pace import Backoff, Failures
     from signals import STOP_SIGNALS, take_signals
     from status_socket import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, DaemonFacts, StatusSocket, Upgrade
     from things import Things
 
 PR_SET_CHILD_SUBREAPER = 36
-"""of prctl(2)"""
+"""option of prctl(2)"""
 FORK_TRIES = 3
 LOOK_SECONDS = 0.2
-"""between looks at a daemon: of a first thread that ended alone nothing tells"""
+"""between looks at a daemon: no event reports the end of its first thread alone"""
 LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
-"""that a daemon may take to store everything, while calls wait, and to end after that; then it is killed"""
+"""timeouts of a daemon that stores everything, while calls wait, and then ends; after both it is killed"""
 
 
 class Holder:
-    """The loop. ``config``: ``command`` of a daemon and the ``folder`` it begins in, ``guard`` (command of the guard),
-    ``point``, ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor for how the start went, or None)."""
+    """The loop. ``config``: ``command`` of a daemon and its ``folder``, ``guard`` (command of the guard), ``point``,
+    ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor that gets the start's outcome, or None)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -75,7 +74,7 @@ class Holder:
         self.serving: Child | None = None
         self.standby: Child | None = None
         self.pace = Backoff()
-        """of those that stand by"""
+        """delays of standby processes"""
         self.was_ready = False
         self.failures = Failures()
         self.told_to_end: int | None = None
@@ -86,20 +85,20 @@ class Holder:
         self.upgrade: Upgrade | None = None
         self.facts = DaemonFacts()
         self.stalled_at = 0.0
-        """since when nobody answers; 0: somebody does"""
+        """since when no daemon answers; 0: one does"""
 
-    # -- what it says ----------------------------------------------------------------------------------
+    # -- its output ------------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
-            line = repr(f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}")  # for terminals
+            line = repr(f"{stamp} {os.getpid()} WARNING holder: {self.config['point']}: {text}")  # safe for terminals
             os.write(2, line[1:-1].encode() + b"\n")
         except OSError:
             pass
 
-    def report(self, content: bytes) -> None:
-        """How the start went, to whoever waits for it."""
+    def report_start(self, content: bytes) -> None:
+        """Report the outcome of the start to the process that waits for it; once."""
         report = self.config.pop("report", None)
         if isinstance(report, int):
             try:
@@ -108,13 +107,13 @@ class Holder:
                 pass
             os.close(report)
 
-    def speak_to_log(self) -> None:
-        """From the first daemon that is ready on: whoever waits for the end of this output gets it."""
+    def redirect_to_log(self) -> None:
+        """Redirect the output, once the first daemon is ready: a reader of the former output then gets its end."""
         path = self.config.pop("log", None)
         if path:
             try:
                 log = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            except OSError:  # a sick disk: the mount goes on without it
+            except OSError:  # a sick disk: the mount runs without a log
                 log = os.open(os.devnull, os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -122,150 +121,150 @@ class Holder:
 
     # -- daemons ---------------------------------------------------------------------------------------
 
-    def new(self, command: list[str], *, heard: bool = False, checked: bool = False) -> Child:
-        return started(command, str(self.config["folder"]), heard=heard, checked=checked)
+    def spawn(self, command: list[str], *, heard: bool = False, checked: bool = False) -> Child:
+        return spawn(command, str(self.config["folder"]), heard=heard, checked=checked)
 
-    def start(self, waiting: Child | None = None) -> None:
-        """Let the next daemon serve: from this one, else the one that stands by, else a new one."""
+    def start_daemon(self, waiting: Child | None = None) -> None:
+        """Start the next daemon: of this process, else of the standby, else of a new one."""
         if waiting is None:
-            waiting, self.standby = self.standby or self.new(self.command), None
+            waiting, self.standby = self.standby or self.spawn(self.command), None
         self.serving = waiting
         if waiting.has_said_hello:
-            self.begin(waiting)
+            self.begin_turn(waiting)
 
-    def begin(self, waiting: Child) -> None:
-        """It is the turn of one that waited: of a copy of it where one is to stand by."""
+    def begin_turn(self, waiting: Child) -> None:
+        """Let a waiting process serve: a fork of it, if it is to be the standby."""
         is_new = self.upgrade is not None and self.upgrade.phase == BEGINNING and waiting.standby is not None
         if waiting.may_fork and (waiting.standby if is_new else self.config["standby"]):
             for _ in range(FORK_TRIES):
                 try:
                     self.serving = waiting.fork()
                 except TimeoutError:
-                    self.say(f"process {waiting.pid}, which stands by, does not answer: it is killed")
+                    self.warn(f"process {waiting.pid}, which stands by, does not answer: it is killed")
                     os.kill(waiting.pid, signal.SIGKILL)
-                    return  # the loop finds it dead, and goes on
+                    return  # the loop finds it dead, and continues
                 except OSError:
                     continue
                 self.standby = waiting
-                self.hand_over(self.serving)
+                self.give_turn(self.serving)
                 return
-        self.hand_over(waiting)
+        self.give_turn(waiting)
 
-    def hand_over(self, child: Child) -> None:
-        """Give a daemon all that is kept, and have it begin."""
+    def give_turn(self, child: Child) -> None:
+        """Send a daemon all entries, and START."""
         try:
-            self.things.give_to(child)
+            self.things.send_all_to(child)
             is_afresh = self.upgrade is not None and self.upgrade.phase == BEGINNING
             child.send(START, "", json.dumps({"afresh": is_afresh, "deaths": self.facts.causes}).encode())
             child.begun = time.monotonic()
         except TimeoutError:
-            self.say(f"the daemon {child.pid} takes nothing: it is killed")
+            self.warn(f"the daemon {child.pid} reads no messages: it is killed")
             child.kill("silent")
         except OSError:
-            pass  # it is dead: the loop finds that by its pidfd, and starts another one
+            pass  # it is dead: the loop learns that from its pidfd, and starts another one
 
-    def read(self, child: Child) -> bool:
-        """One message of a daemon. False: there is none."""
+    def read_message(self, child: Child) -> bool:
+        """Read and handle one message of a daemon. False: its end is closed."""
         message = child.receive()
         if message is None:
             return False
         kind, name, content, descriptors = message
         if kind == HELLO:
             try:
-                child.said_hello(content)
+                child.read_hello(content)
             except (ValueError, LookupError, TypeError, AttributeError):
-                self.say(f"process {child.pid} is killed: it is no daemon of kvfuse by its first message")
+                self.warn(f"process {child.pid} is killed: it is no daemon of kvfuse by its first message")
                 os.kill(child.pid, signal.SIGKILL)
                 return True
             if child is self.serving:
-                self.begin(child)
+                self.begin_turn(child)
         elif kind == KEEP and child is self.serving:
             self.things.keep(name, content, descriptors)
             return True
         elif kind == DROP and child is self.serving:
             self.things.drop(name)
         elif kind == READY and child is self.serving:
-            self.is_served(child)
+            self.note_ready(child)
         elif kind == LEFT and child is self.serving:
             child.has_left = True
-            os.kill(child.pid, signal.SIGKILL)  # there is nothing left for it to do
+            os.kill(child.pid, signal.SIGKILL)  # it has handed everything over
         elif kind == STAYS and self.upgrade is not None and child is self.serving:
             self.stalled_at = 0.0
-            self.refuse(f"the daemon cannot make way: {content.decode()}")
+            self.refuse_upgrade(f"the daemon cannot make way: {content.decode()}")
         elif kind == END:
             child.has_ended = True
-            self.report(content or b"{}\n")
+            self.report_start(content or b"{}\n")
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
-    def ended(self, child: Child) -> None:
-        """A daemon is dead: all that it said is read, then another one begins, or the mount is over."""
+    def handle_death(self, child: Child) -> None:
+        """Read all messages of a dead daemon, then start another one, or end the mount."""
         child.socket.setblocking(False)
         try:
-            while self.read(child):
+            while self.read_message(child):
                 pass
         except BlockingIOError:
             pass
-        child.wait()
+        child.wait_for_last_thread()
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGKILL
         if not pid:
             self.dying.append(child.pid)
-        words = child.last_words()
+        words = child.read_last_words()
         child.close()
         how = child.pulse.reason or (f"exit status {code}" if code >= 0 else signal.Signals(-code).name)
         if child is not self.serving:
-            self.ended_beside(child, words or how)
+            self.handle_death_beside(child, words or how)
             return
         self.serving = None
         if child.is_ready and not self.stalled_at:
             self.stalled_at = time.monotonic()
-        if self.goes_on_with_upgrade(child, how):
+        if self.continue_upgrade(child, how):
             return
         if self.told_to_end is not None:
-            self.failures.daemon_died_at_the_end()
+            self.failures.count_death_at_end()
         if child.has_ended or not self.was_ready or not self.failures.may_end_anew:
             if self.was_ready and not child.has_ended and self.status_socket.is_on_top(str(self.config["point"])):
                 self.things.unmount()
-            self.finish(code if code >= 0 else 128 - code)
+            self.finish_mount(code if code >= 0 else 128 - code)
             return
         lived = time.monotonic() - child.begun
         was_killed = code == -signal.SIGKILL and not child.pulse.cause
-        self.failures.daemon_died(lived, was_killed=was_killed, was_ready=child.is_ready)
-        self.facts.daemon_died(how, child.cause_of_death(code))
+        self.failures.count_death(lived, was_killed=was_killed, was_ready=child.is_ready)
+        self.facts.count_death(how, child.find_cause(code))
         what = f"the daemon {child.pid} is dead ({how})"
         while not self.failures.are_too_many:
-            pause = self.failures.pause
-            self.say(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
+            pause = self.failures.pause_seconds
+            self.warn(f"{what}: another one takes over" + (f" in {pause:g} s" if pause else ""))
             if pause:
-                time.sleep(pause)  # there is no daemon now whom a signal or a message could be for
+                time.sleep(pause)  # no daemon exists now that a signal or a message could be for
             try:
-                self.start()
+                self.start_daemon()
             except OSError as error:  # no process, memory or descriptor is free
                 how = what = f"no daemon can be started ({error})"
-                self.failures.daemon_died(0.0, was_killed=False, was_ready=False)
+                self.failures.count_death(0.0, was_killed=False, was_ready=False)
             else:
                 return
         what = "the mount is given up, and what was not stored is lost"
-        self.say(f"too many daemons in a row have failed, the last with {how}: {what}")
-        self.things.abort()
-        self.finish(1)
+        self.warn(f"too many daemons in a row have failed, the last with {how}: {what}")
+        self.things.abort_connection()
+        self.finish_mount(1)
 
-    def is_served(self, child: Child) -> None:
-        """A daemon is ready."""
+    def note_ready(self, child: Child) -> None:
+        """Note that a daemon is ready."""
         child.is_ready = True
-        self.report(b"{}\n")
-        self.speak_to_log()
-        self.status_socket.open(str(self.config["point"]))
+        self.report_start(b"{}\n")
+        self.redirect_to_log()
+        self.status_socket.open_socket(str(self.config["point"]))
         if not self.was_ready and self.status_socket.problem:
-            self.say(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.status_socket.problem}")
+            self.warn(f"'kvfuse upgrade' and 'kvfuse status' cannot ask the holder: {self.status_socket.problem}")
         if self.was_ready:
-            self.facts.another_serves(time.monotonic() - self.stalled_at)
+            self.facts.count_stall(time.monotonic() - self.stalled_at)
         self.was_ready, self.stalled_at = True, 0.0
-        self.is_upgraded(child)
+        self.end_upgrade(child)
         if self.standby is not None:
-            self.standby.speaks_to(2)
+            self.standby.redirect_output(2)
         status = f"STATUS=process {child.pid}, version {child.version}, serves {self.config['point']}"
         self.status_socket.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
         if self.told_to_end is not None:
@@ -273,9 +272,9 @@ class Holder:
 
     # -- upgrades --------------------------------------------------------------------------------------
 
-    def asked(self) -> None:
-        """Somebody asks something."""
-        client = self.status_socket.accept()
+    def answer_caller(self) -> None:
+        """Accept and answer a caller of the status socket, or begin its upgrade."""
+        client = self.status_socket.accept_caller()
         if client is None:
             return
         child = self.serving
@@ -286,79 +285,79 @@ class Holder:
             waits = round(time.monotonic() - self.stalled_at, 3) if self.stalled_at else None
             client.answer(holder=os.getpid(), **said, standby=stands_by, waits=waits, **vars(self.facts))
         elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
-            client.answer(error="the mount is on its way from one daemon to the next, or to its end: try again")
+            client.answer(error="another change of daemons is in progress, or the mount is ending: try again")
         else:
             command = [str(client.program), *self.command[1:]]
             try:
-                self.standby = self.standby or self.new(self.command, heard=True)
-                next = self.new(command, heard=True, checked=command != self.command)
+                self.standby = self.standby or self.spawn(self.command, heard=True)
+                next = self.spawn(command, heard=True, checked=command != self.command)
             except OSError as error:
                 client.answer(error=f"no daemon can be started: {error}")
                 return
             back, self.standby = self.standby, None
             self.upgrade = Upgrade(client, next, back, command, client.seconds)
 
-    def refuse(self, why: str) -> None:
-        """No upgrade: the daemon that serves goes on, or one of its version follows it."""
+    def refuse_upgrade(self, why: str) -> None:
+        """End the upgrade without success: the serving daemon goes on, or one of its version follows it."""
         upgrade, self.upgrade = self.upgrade, None
         assert upgrade is not None
-        self.say(f"there was no upgrade: {why}")
-        upgrade.answer(error=why)
+        self.warn(f"the upgrade failed: {why}")
+        upgrade.answer_client(error=why)
         for child in (upgrade.next, upgrade.back):
             if child is None or child is self.serving:
                 continue
             if child is upgrade.back and self.config["standby"] and self.standby in (None, child):
                 self.standby = child
             else:
-                self.dismiss(child)
+                self.dismiss_child(child)
 
-    def dismiss(self, child: Child) -> None:
-        """It is not needed."""
+    def dismiss_child(self, child: Child) -> None:
+        """Kill a process that is not needed."""
         if child is self.standby:
             self.standby = None
-        self.dying.append(child.dismissed())
+        self.dying.append(child.kill_unneeded())
 
-    def advance(self) -> None:
-        """The next step of an upgrade, if it is time for it."""
+    def advance_upgrade(self) -> None:
+        """Take the next step of an upgrade, if it is due."""
         upgrade, serving = self.upgrade, self.serving
         if upgrade is None or serving is None:
             return
         child, back = upgrade.next, upgrade.back
         if upgrade.phase == STANDING_BY and child is not None:
             if child.problem:
-                self.refuse(child.problem)
+                self.refuse_upgrade(child.problem)
             elif child.has_said_hello and (back is None or back.has_said_hello):
-                upgrade.enter(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
+                upgrade.enter_phase(LEAVING, LEAVE_SECONDS + LEFT_SECONDS)
                 self.stalled_at = upgrade.began = time.monotonic()
-                with suppress(OSError):  # it has just died, or takes nothing: then it is late
+                with suppress(OSError):  # it has just died, or its socket is full: then it is late
                     serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
             elif upgrade.is_late:
-                words = child.last_words()
-                self.refuse("the new daemon did not get ready in time" + (f": {words}" if words else ""))
+                words = child.read_last_words()
+                self.refuse_upgrade("the new daemon did not get ready in time" + (f": {words}" if words else ""))
         elif upgrade.is_late:
             is_new = upgrade.phase == BEGINNING
             upgrade.failure = f"it was not ready in {upgrade.seconds:g} s" if is_new else ""
             upgrade.deadline = float("inf")
-            self.say(f"the daemon {serving.pid} is killed: it takes too long, {upgrade.phase}")
+            self.warn(f"the daemon {serving.pid} is killed: it takes too long, {upgrade.phase}")
             os.kill(serving.pid, signal.SIGKILL)
 
-    def ended_beside(self, child: Child, how: str) -> None:
-        """A daemon is dead that did not serve."""
+    def handle_death_beside(self, child: Child, how: str) -> None:
+        """Handle the death of a process that did not serve."""
         upgrade = self.upgrade
         if child is self.standby:
             self.standby = None
-            self.say(f"process {child.pid}, which stood by, is dead: {how}")
-            self.pace.one_died(time.monotonic() - child.begun)
+            self.warn(f"process {child.pid}, which stood by, is dead: {how}")
+            self.pace.count_death(time.monotonic() - child.begun)
         if upgrade is not None and child is upgrade.back:
-            self.say(f"the upgrade has no way back: no other daemon of the present version begins: {how}")
+            self.warn(f"the upgrade has no way back: no other daemon of the present version begins: {how}")
             upgrade.back = None
         elif upgrade is not None and child is upgrade.next:
             upgrade.next, upgrade.failure = None, how
             if upgrade.phase == STANDING_BY:
-                self.refuse(f"the new daemon does not begin: {how}")
+                self.refuse_upgrade(f"the new daemon does not begin: {how}")
 
-    def goes_on_with_upgrade(self, child: Child, how: str) -> bool:
-        """The daemon that served is dead. False: it is not, or no more, for the upgrade to start the next one."""
+    def continue_upgrade(self, child: Child, how: str) -> bool:
+        """Let the upgrade start the next daemon after the serving one's death. False: the caller has to do that."""
         upgrade = self.upgrade
         if upgrade is None:
             return False
@@ -367,26 +366,26 @@ class Holder:
         if upgrade.phase in (STANDING_BY, GOING_BACK) or child.has_ended:
             if self.standby is None and not child.has_ended:
                 self.standby, upgrade.back = upgrade.back, None
-            self.refuse(f"the daemon has ended meanwhile ({how})")
+            self.refuse_upgrade(f"the daemon has ended meanwhile ({how})")
             return False
         if upgrade.phase == LEAVING and upgrade.next is not None:
-            upgrade.enter(BEGINNING, upgrade.seconds)
-            self.start(upgrade.next)
+            upgrade.enter_phase(BEGINNING, upgrade.seconds)
+            self.start_daemon(upgrade.next)
             return True
         upgrade.failure = upgrade.failure or how
         if upgrade.next is not None:  # it stands by
-            self.dismiss(upgrade.next)
+            self.dismiss_child(upgrade.next)
             upgrade.next = None
         if upgrade.back is None:
-            self.refuse(f"the new daemon failed: {upgrade.failure}; another one of the former version takes over")
+            self.refuse_upgrade(f"the new daemon failed: {upgrade.failure}; another of the former version takes over")
             return False
-        self.say(f"the new daemon failed: {upgrade.failure}; the former version takes over")
-        upgrade.enter(GOING_BACK, float("inf"))
-        self.start(upgrade.back)
+        self.warn(f"the new daemon failed: {upgrade.failure}; the former version takes over")
+        upgrade.enter_phase(GOING_BACK, float("inf"))
+        self.start_daemon(upgrade.back)
         return True
 
-    def is_upgraded(self, child: Child) -> None:
-        """A daemon is ready: with that an upgrade ends, one way or the other."""
+    def end_upgrade(self, child: Child) -> None:
+        """End an upgrade, with success or without, as a daemon is ready."""
         upgrade = self.upgrade
         if upgrade is None or upgrade.phase not in (BEGINNING, GOING_BACK):
             return
@@ -394,18 +393,18 @@ class Holder:
             before = None
             if upgrade.back is not None:
                 before = upgrade.back.version
-                self.dismiss(upgrade.back)
+                self.dismiss_child(upgrade.back)
             self.command, self.upgrade = upgrade.command, None
             if child.standby is not None:
                 self.config["standby"] = child.standby
-            self.failures.forget()
+            self.failures.reset_count()
             self.facts.upgrades += 1
-            upgrade.answer(before=before, version=child.version, pid=child.pid)
+            upgrade.answer_client(before=before, version=child.version, pid=child.pid)
         else:
-            self.refuse(f"the new daemon failed: {upgrade.failure}; the former version goes on")
+            self.refuse_upgrade(f"the new daemon failed: {upgrade.failure}; the former version goes on")
 
-    def finish(self, status: int) -> None:
-        """The mount is over."""
+    def finish_mount(self, status: int) -> None:
+        """Clean up after the end of the mount."""
         self.status = status
         self.serving = None
         self.config["standby"] = False
@@ -417,24 +416,24 @@ class Holder:
             self.standby.close()
             self.standby = None
         self.things.close()
-        self.report(b"")
+        self.report_start(b"")
 
-    def signalled(self, number: int) -> None:
-        """Somebody wants the mount to end: the daemon sees to it."""
+    def end_mount(self, number: int) -> None:
+        """Pass a stop signal on to the daemon, which ends the mount."""
         self.told_to_end = number
         if self.serving is not None:
             os.kill(self.serving.pid, signal.SIGTERM)
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        """Until the mount is over; returns the exit status."""
+    def run_loop(self) -> int:
+        """Run until the mount has ended. Returns the exit status."""
         wake = take_signals()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self.start()
+        self.start_daemon()
         while self.serving is not None:
-            self.reap()
-            children = self.children()
+            self.reap_children()
+            children = self.list_children()
             poll = select.poll()
             poll.register(wake, select.POLLIN)
             if self.status_socket.fileno() >= 0:
@@ -447,47 +446,47 @@ class Holder:
             if wake.fileno() in ready:
                 for caught in wake.recv(100):
                     if caught in STOP_SIGNALS:
-                        self.signalled(caught)
+                        self.end_mount(caught)
             for child in children:
-                if child not in self.children():
-                    continue  # it ended with another one
+                if child not in self.list_children():
+                    continue  # an earlier one's death has removed it
                 if child.socket.fileno() in ready:
-                    if self.read(child):
+                    if self.read_message(child):
                         continue
                     child.is_silent = True
                 if child.pidfd in ready or is_dead(child.pid):
-                    self.ended(child)
+                    self.handle_death(child)
             if self.status_socket.fileno() in ready:
-                self.asked()
+                self.answer_caller()
             if self.was_ready and self.serving is not None and self.serving.is_lost():
-                self.say(f"the daemon {self.serving.pid} has not answered for too long: it is killed")
+                self.warn(f"the daemon {self.serving.pid} has not answered for too long: it is killed")
                 self.serving.kill("silent")
-            self.advance()
-            self.have_standby()
+            self.advance_upgrade()
+            self.ensure_standby()
         return self.status
 
-    def have_standby(self) -> None:
+    def ensure_standby(self) -> None:
         serving = self.serving
         is_wanted = self.config["standby"] and self.standby is None and self.upgrade is None
         if is_wanted and serving is not None and serving.is_ready and self.pace.is_due:
             try:
-                self.standby = self.new(self.command)
+                self.standby = self.spawn(self.command)
             except OSError as error:
-                self.say(f"nobody can stand by: {error}")
-                self.pace.one_died(0.0)
+                self.warn(f"no standby can be started: {error}")
+                self.pace.count_death(0.0)
 
-    def reap(self) -> None:
-        """Take dead processes out of the table, whoever began them: those whose parents died are ours now."""
+    def reap_children(self) -> None:
+        """Reap dead processes, also others' children: the subreaper adopts orphans."""
         self.dying = [pid for pid in self.dying if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        known = {*self.dying, *(child.pid for child in self.children())}
+        known = {*self.dying, *(child.pid for child in self.list_children())}
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in known:
-                break  # it is seen to elsewhere, and others another time
+                break  # another method reaps it, and a later call the rest
             os.waitpid(ended.si_pid, 0)
             if ended.si_pid == self.things.guard:
-                self.things.guard_ended()
+                self.things.restart_guard()
 
-    def children(self) -> list[Child]:
+    def list_children(self) -> list[Child]:
         upgrade = self.upgrade
         found = [self.serving, self.standby, *((upgrade.next, upgrade.back) if upgrade is not None else ())]
         return list(dict.fromkeys(child for child in found if child is not None))
@@ -498,8 +497,8 @@ def main() -> None:
     with open("/proc/self/comm", "w") as comm:
         comm.write("kvfuse-holder")
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # it has what the daemon has of clients
-    sys.exit(Holder(json.loads(sys.argv[1])).run())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # the entries contain descriptors of clients
+    sys.exit(Holder(json.loads(sys.argv[1])).run_loop())
 
 
 if __name__ == "__main__":

@@ -1,44 +1,44 @@
-"""When a holder tries again what failed, and when it gives up; see `main`. Standard library only."""
+"""Decides when a holder retries a failed start, and when it gives up; see `main`. Standard library only."""
 
 from __future__ import annotations
 
 import time
 
 PAUSES = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""seconds before a start, by how many daemons in a row have failed"""
+"""seconds before a start, by the number of daemons in a row that have failed"""
 FAILURES_MAX = 8
-"""daemons in a row that fail by themselves: then the mount is given up"""
+"""daemons in a row that fail by themselves before the holder gives the mount up"""
 KILL_WEIGHT = 0.1
-"""of one that was killed before it was ready, by somebody who kills at random"""
+"""weight of a daemon that others killed before it was ready: kills may be random"""
 SERVED_WEIGHT, SERVED_MAX, FORGIVEN_SECONDS = 0.25, 5.0, 2.0
-"""of one that failed after it was ready. The mount is never given up for those, as it is served in between: the pause
-before the next one grows to a second. One failure is forgiven for each 2 s that a daemon lived"""
+"""weight of a daemon that failed after it was ready. The holder never gives the mount up for those, as they serve in
+between: the pause before the next one grows to a second. Each 2 s of a daemon's life cancel one failure"""
 ENDS_MAX = 3
-"""daemons that may fail while they end the mount: each next one goes on to store what is left"""
+"""daemons that may fail while they end the mount: each next one stores what is left"""
 PROVEN_SECONDS = 10.0
-"""a process that stood by so long did not fail for what it found"""
+"""a standby that lived so long did not fail for its environment"""
 STANDBY_SECONDS_MAX = 60.0
-"""between tries of one that stands by: nobody waits for it"""
+"""between retries of a standby: no caller waits for it"""
 
 
 class Failures:
-    """Of daemons in a row."""
+    """Weighs failures of daemons in a row."""
 
     def __init__(self) -> None:
         self._count = 0.0
         self._ends = 0
 
-    def daemon_died_at_the_end(self) -> None:
-        """It was told to end the mount."""
+    def count_death_at_end(self) -> None:
+        """Count a daemon that died while it ended the mount."""
         self._ends += 1
 
     @property
     def may_end_anew(self) -> bool:
-        """The next daemon may be told so."""
+        """Another daemon may try to end the mount."""
         return self._ends <= ENDS_MAX
 
-    def daemon_died(self, lived: float, *, was_killed: bool, was_ready: bool) -> None:
-        """After ``lived`` seconds of its turn."""
+    def count_death(self, lived: float, *, was_killed: bool, was_ready: bool) -> None:
+        """Count a daemon that died ``lived`` seconds after its START."""
         if was_ready and was_killed:
             self._count = 0
         elif was_ready:
@@ -46,8 +46,8 @@ class Failures:
         else:
             self._count += KILL_WEIGHT if was_killed else 1
 
-    def forget(self) -> None:
-        """The next daemon is another version."""
+    def reset_count(self) -> None:
+        """Reset the count: the next daemon is of another version."""
         self._count = 0
 
     @property
@@ -55,24 +55,24 @@ class Failures:
         return self._count > FAILURES_MAX
 
     @property
-    def pause(self) -> float:
-        """Seconds."""
+    def pause_seconds(self) -> float:
+        """The pause before the next start."""
         return PAUSES[min(int(self._count), len(PAUSES) - 1)]
 
 
 class Backoff:
-    """Of processes that stand by: they are tried later after each one that fails, without an end."""
+    """Delays retries of a standby, longer after each failure, without a limit of tries."""
 
     def __init__(self) -> None:
         self._pause = 0.0
         self._due = 0.0
 
-    def one_died(self, lived: float) -> None:
-        """After ``lived`` seconds."""
+    def count_death(self, lived: float) -> None:
+        """Count a standby that died after ``lived`` seconds."""
         self._pause = 0.0 if lived > PROVEN_SECONDS else min(STANDBY_SECONDS_MAX, 2 * self._pause + 0.5)
         self._due = time.monotonic() + self._pause
 
     @property
     def is_due(self) -> bool:
-        """The next one may be tried."""
+        """The next standby may be started."""
         return time.monotonic() >= self._due

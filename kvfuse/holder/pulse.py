@@ -1,8 +1,8 @@
-"""Whether the event loop of a daemon runs; see `main`. Standard library only.
+"""Detects a daemon whose event loop does not run; see `main`. Standard library only.
 
-The holder asks (ASK) a second after each answer (ALIVE), and waits for one answer at a time. What counts is the time
-since the question in which the holder itself ran: not that of a machine that slept, nor of a holder that was stopped
-with its daemon (`docker pause`). A daemon under a debugger is waited for; one that was merely stopped is silent.
+The holder asks (ASK) a second after each answer (ALIVE), and waits for one answer at a time. Only time since the
+question in which the holder itself ran counts: not that of a suspended machine, nor of a holder that was stopped with
+its daemon (`docker pause`). The holder waits for a daemon under a debugger; one that was merely stopped is silent.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import time
 
 ASK_SECONDS = 1.0
 SILENT_SECONDS, START_SECONDS = 10.0, 60.0
-"""after which a daemon that does not answer is replaced; and before it is ready: to load a large volume takes its time,
-and not all of that leaves the event loop"""
+"""timeouts of an answer; the second one before the daemon is ready: a large volume takes time to load, in parts within
+the event loop"""
 LOOK_SECONDS_MAX = 1.0
-"""that count between two looks of the holder"""
+"""between two looks of the holder that count, at most"""
 
 
 class Pulse:
-    """Of one daemon, from its turn on."""
+    """Questions and answers of one daemon."""
 
     def __init__(self) -> None:
         self._looked = self._heard = time.monotonic()
         self._is_asked = False
         self.silent = 0.0
-        """seconds since the question that is not answered"""
+        """seconds since the unanswered question"""
         self.answers = False
-        """it knows the question, as its HELLO says"""
+        """the daemon answers ASK, as its HELLO says"""
         self.cause = self.reason = ""
-        """of its death, where that is known before"""
+        """cause and reason of the daemon's death, where they are known before"""
 
     def is_due(self) -> bool:
-        """The daemon is to be asked now; to be called at each look."""
+        """Whether to ask the daemon now. Called at each look, as it counts the silent time."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, LOOK_SECONDS_MAX), now
         if self._is_asked:
@@ -39,14 +39,14 @@ class Pulse:
             return False
         return now - self._heard >= ASK_SECONDS
 
-    def asked(self) -> None:
+    def note_question(self) -> None:
         self._is_asked, self.silent = True, 0.0
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         self._is_asked, self.silent, self._heard = False, 0.0, time.monotonic()
 
     def is_lost(self, pid: int, *, is_ready: bool) -> bool:
-        """It has been silent for too long."""
+        """Whether the daemon has been silent for too long."""
         if self.silent <= (SILENT_SECONDS if is_ready else START_SECONDS):
             return False
         if is_traced(pid):
@@ -55,7 +55,7 @@ class Pulse:
 
 
 def is_traced(pid: int) -> bool:
-    """A debugger has the process."""
+    """Whether a debugger is attached to the process."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()

@@ -1,10 +1,10 @@
-"""Where the holder of a mount is asked things, and what it tells systemd. Standard library only, as all of `main`.
+"""Answers commands that ask the holder of a mount, and notifies systemd. Standard library only, as all of `main`.
 
-A socket at a path that only root and the holder's user reach: /run/kvfuse/holder-MAJOR-MINOR.sock, for others than root
-below $XDG_RUNTIME_DIR or /run/user/UID; the numbers are the mount's. It answers whatever the daemon does. One datagram
-of JSON asks, ``{"do": "status"}`` or ``{"do": "upgrade", "python": PATH, "seconds": N}``, and one more is the answer.
+The socket's path is open to root and the holder's user alone: /run/kvfuse/holder-MAJOR-MINOR.sock, for other users
+below $XDG_RUNTIME_DIR or /run/user/UID; the numbers are the mount's. It answers in any state of the daemon. A request
+is one datagram of JSON, ``{"do": "status"}`` or ``{"do": "upgrade", "python": PATH, "seconds": N}``, and so the answer.
 
-    asks       of whom                                        what it changes
+    request    allowed for                                    effect
     status     uid 0, the holder's user                       nothing
     upgrade    the same, if `rights.check_caller`             PATH runs as the holder does, if `check_program`
 """
@@ -22,34 +22,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
     from kvfuse.holder.child import CAUSES, Child
-    from kvfuse.holder.rights import Refused, check_caller, peer_of
+    from kvfuse.holder.rights import Refused, check_caller, get_peer
 else:
     from child import CAUSES
-    from rights import Refused, check_caller, peer_of
+    from rights import Refused, check_caller, get_peer
 
 STANDING_BY, LEAVING, BEGINNING, GOING_BACK = "standing by", "leaving", "beginning", "going back"
 """phases of an upgrade"""
 REQUEST_SECONDS = 1.0
-"""for which a client that connected may be silent: it is root, or whoever could kill the holder"""
+"""timeout of a connected client's request: the client is root, or a user that could kill the holder"""
 ANSWER_SIZE_MAX = 1 << 16
 UPGRADE_SECONDS_MAX = 3600.0
 
 
-def folders(uid: int) -> list[str]:
-    """Where a holder of this user may have its socket; the best place first."""
+def list_folders(uid: int) -> list[str]:
+    """List folders that a holder of this user may have its socket in; the best one first."""
     if uid == 0:
         return ["/run/kvfuse"]
     own = os.environ.get("XDG_RUNTIME_DIR") if uid == os.geteuid() else None
     return [f"{folder}/kvfuse" for folder in (own, f"/run/user/{uid}") if folder]
 
 
-def path_in(folder: str, device: str) -> str:
-    """``device``: MAJOR:MINOR of the mount."""
+def make_path(folder: str, device: str) -> str:
+    """Make the socket's path. ``device``: MAJOR:MINOR of the mount."""
     return f"{folder}/holder-{device.replace(':', '-')}.sock"
 
 
-def device_of(point: str) -> str | None:
-    """MAJOR:MINOR of the mount that is on top at this path, which no link is part of. The mount is not touched."""
+def find_device(point: str) -> str | None:
+    """Find MAJOR:MINOR of the top mount at this path, which must have no links. Sends the mount no request."""
     found = None
     with open("/proc/self/mountinfo", "rb") as table:
         for row in table:
@@ -60,8 +60,8 @@ def device_of(point: str) -> str | None:
     return found
 
 
-def _sweep(folder: str) -> None:
-    """Remove sockets of holders that were killed."""
+def _remove_dead_sockets(folder: str) -> None:
+    """Remove sockets of killed holders."""
     for path in glob.glob(f"{folder}/holder-*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as stream:
             try:
@@ -70,21 +70,21 @@ def _sweep(folder: str) -> None:
                 with suppress(OSError):
                     os.unlink(path)
             except OSError:
-                pass  # it is another user's, or very busy
+                pass  # another user's, or of a busy holder
 
 
 class StatusCaller:
-    """Somebody who asked for what it may, and waits for one answer."""
+    """A client with an allowed request, which waits for one answer."""
 
     def __init__(self, stream: socket.socket) -> None:
-        """Read its request. Refused: it may not ask for that, or it makes no sense; OSError: it says nothing."""
+        """Read the request. Refused: it is not allowed, or malformed; OSError: none arrived."""
         self._stream = stream
         self.program: str | None = None
-        """to upgrade to, checked only once it is started; None: it asks for the status"""
+        """the new version's Python, checked by the process that executes it; None: a request for the status"""
         self.seconds = 0.0
         stream.settimeout(REQUEST_SECONDS)
-        said = stream.recv(ANSWER_SIZE_MAX)  # first, as a caller that is refused before it spoke would get no answer
-        if peer_of(stream)[1] not in (0, os.geteuid()):
+        said = stream.recv(ANSWER_SIZE_MAX)  # first, as a client that is refused before its send would get no answer
+        if get_peer(stream)[1] not in (0, os.geteuid()):
             raise Refused("only root, and the user who mounted, may ask for that")
         try:
             request = json.loads(said)
@@ -93,9 +93,9 @@ class StatusCaller:
         what = request.get("do") if isinstance(request, dict) else None
         if what == "upgrade":
             check_caller(stream)
-            self.program, self.seconds = _upgrade_of(request)
+            self.program, self.seconds = _parse_upgrade(request)
         elif what != "status":
-            raise Refused("the holder does not know what is asked: it answers 'status' and 'upgrade'")
+            raise Refused("the holder does not know this request: it answers 'status' and 'upgrade'")
 
     def answer(self, **content: object) -> None:
         with suppress(OSError):
@@ -103,8 +103,8 @@ class StatusCaller:
         self._stream.close()
 
 
-def _upgrade_of(request: dict[str, object]) -> tuple[str, float]:
-    """(program, seconds)"""
+def _parse_upgrade(request: dict[str, object]) -> tuple[str, float]:
+    """Parse (program, seconds) of a request. Refused."""
     program, seconds = request.get("python"), request.get("seconds")
     if isinstance(program, str) and isinstance(seconds, int | float) and 0 < seconds <= UPGRADE_SECONDS_MAX:
         return program, float(seconds)
@@ -112,7 +112,7 @@ def _upgrade_of(request: dict[str, object]) -> tuple[str, float]:
 
 
 class DaemonFacts:
-    """What `kvfuse status` tells of the daemons of a mount, by these names."""
+    """Facts about the daemons of a mount; `kvfuse status` shows them by these names."""
 
     def __init__(self) -> None:
         self.deaths = self.upgrades = 0
@@ -126,63 +126,63 @@ class DaemonFacts:
         self.last_change: int | None = None
         """seconds of the epoch: when that daemon was ready"""
 
-    def daemon_died(self, how: str, cause: str) -> None:
+    def count_death(self, how: str, cause: str) -> None:
         self.deaths += 1
         self.causes[cause] += 1
         self.last_death = how
 
-    def another_serves(self, stall: float) -> None:
-        """After ``stall`` seconds."""
+    def count_stall(self, stall: float) -> None:
+        """Note that another daemon serves, after a stall of ``stall`` seconds."""
         self.last_stall = round(stall, 3)
         self.longest_stall = max(self.longest_stall or 0.0, self.last_stall)
         self.last_change = int(time.time())
 
 
 class Upgrade:
-    """One that is under way. ``next`` is to serve, ``back`` where it cannot. None: that one is dead."""
+    """An upgrade in progress. ``next`` shall serve, or ``back`` if that fails. None: that process is dead."""
 
     def __init__(self, client: StatusCaller, next: Child, back: Child, command: list[str], seconds: float) -> None:
         self.client, self.command, self.seconds = client, command, seconds
         self.next: Child | None = next
         self.back: Child | None = back
         self.began = 0.0
-        """when the serving daemon was asked to leave"""
+        """when the holder asked the serving daemon to leave; 0: not yet"""
         self.failure = ""
-        """why ``next`` does not serve"""
-        self.enter(STANDING_BY, seconds)
+        """reason why ``next`` does not serve"""
+        self.enter_phase(STANDING_BY, seconds)
 
-    def enter(self, phase: str, seconds: float) -> None:
+    def enter_phase(self, phase: str, seconds: float) -> None:
         self.phase, self.deadline = phase, time.monotonic() + seconds
 
     @property
     def is_late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def answer(self, **content: object) -> None:
+    def answer_client(self, **content: object) -> None:
         waited = round(time.monotonic() - self.began, 3) if self.began else 0.0
         self.client.answer(**content, waited=waited)
 
 
 class StatusSocket:
-    """The socket of one holder, from `open` to `close`."""
+    """The socket of one holder, from `open_socket` to `close`."""
 
     def __init__(self) -> None:
-        self._notify = os.environ.pop("NOTIFY_SOCKET", None)  # not for daemons: systemd is to hear of one process
+        self._notify = os.environ.pop("NOTIFY_SOCKET", None)  # daemons do not inherit it: systemd follows one process
         self._listener: socket.socket | None = None
         self._path = ""
         self._device: str | None = None
         self.problem = ""
-        """why nobody can ask anything"""
+        """reason why the socket could not be opened"""
 
-    def open(self, point: str) -> None:
-        """Once the mount is there."""
+    def open_socket(self, point: str) -> None:
+        """Open the socket once the mount answers, unless it is open."""
         if self._listener is not None:
             return
-        self._device = device_of(point)
+        self._device = find_device(point)
         self.problem = "no folder for it: XDG_RUNTIME_DIR is not set"
-        for folder in folders(os.geteuid()):
+        for folder in list_folders(os.geteuid()):
             try:
-                self._listen(folder, self._device or "")
+                self._listen_in(folder, self._device or "")
             except (OSError, ValueError) as error:
                 self.problem = f"{folder}: {error}"
             else:
@@ -190,16 +190,16 @@ class StatusSocket:
                 return
 
     def is_on_top(self, point: str) -> bool:
-        """The mount is what is mounted there, and no other one above it."""
-        return self._device is not None and device_of(point) == self._device
+        """The mount is the top one at its path."""
+        return self._device is not None and find_device(point) == self._device
 
-    def _listen(self, folder: str, device: str) -> None:
+    def _listen_in(self, folder: str, device: str) -> None:
         if not device:
             raise ValueError("the mount is not in the mount table")
         os.makedirs(folder, 0o755, exist_ok=True)
-        path = path_in(folder, device)
-        _sweep(folder)
-        made = f"{path}.{os.getpid()}"  # in its place once it listens: nobody takes it for a dead holder's
+        path = make_path(folder, device)
+        _remove_dead_sockets(folder)
+        made = f"{path}.{os.getpid()}"  # renamed once it listens: other holders would remove it as a dead one's
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         former = os.umask(0o177)
         try:
@@ -219,8 +219,8 @@ class StatusSocket:
         """-1: it is closed."""
         return self._listener.fileno() if self._listener is not None else -1
 
-    def accept(self) -> StatusCaller | None:
-        """Whoever asked; None: nobody who may. The others have been answered."""
+    def accept_caller(self) -> StatusCaller | None:
+        """Accept a client and read its request. None: it was refused, and answered, or has gone."""
         assert self._listener is not None
         try:
             stream, _ = self._listener.accept()
@@ -244,7 +244,7 @@ class StatusSocket:
                 os.unlink(self._path)
 
     def tell_systemd(self, *words: str) -> None:
-        """sd_notify(3)."""
+        """Send systemd these words, as sd_notify(3) does."""
         if not self._notify:
             return
         name = "\0" + self._notify[1:] if self._notify.startswith("@") else self._notify

@@ -1,15 +1,15 @@
-"""What a holder leaves with systemd while its service is restarted: the memory of the shared-memory tier.
+"""Stores the memory of the shared-memory tier with systemd while a holder's service restarts.
 
-A service with ``FileDescriptorStoreMax=`` may have systemd keep descriptors (sd_notify(3), FDSTORE), and gets them when
-it is started again (sd_listen_fds(3)); systemd closes them when the service is stopped for good. A holder that ends
-leaves what has to do with the tier, once the mount is gone and all is stored; the next one takes it out, before it
-starts a daemon. Until then nobody uses any of it. A thing has a descriptor for each of its own, else an empty one;
-its name there says what it is:
+A service with ``FileDescriptorStoreMax=`` may have systemd keep descriptors (sd_notify(3), FDSTORE), and gets them at
+its next start (sd_listen_fds(3)); systemd closes them when the service is stopped for good. A holder that ends leaves
+the tier's entries there, once the mount is gone and all is stored; the next holder takes them out before it starts a
+daemon. Meanwhile no process uses them. Each descriptor of an entry is stored, or an empty file for an entry without
+descriptors, by a name with these fields:
 
     NAME,NUMBER,COUNT,CONTENT       CONTENT in hexadecimal digits, with the first one
 
-The last one is ``complete,0,1,COUNT``, of all descriptors before it: what is not complete is not used. Nothing is left
-when a holder is killed: then the tier is empty after the restart. Standard library only, as all of `main`.
+The last one is ``complete,0,1,COUNT``, of all descriptors before it: an incomplete set is dropped. A killed holder
+leaves nothing: then the tier is empty after the restart. Standard library only, as all of `main`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from contextlib import suppress
 
 KEPT_PREFIX = "tier/"
 VOLUME = "tier/volume"
-"""says whose blocks these are; without it nothing is left"""
+"""identifies the blocks' volume; without this entry nothing is stored"""
 COMPLETE = "complete"
 NAME_SIZE_MAX = 255
 FIRST = 3
-"""descriptor of the first one that systemd gives"""
+"""number of the first descriptor that systemd passes"""
 SECONDS = 5.0
-"""that systemd may take for all of it"""
+"""timeout of systemd for one exchange"""
 
 Thing = tuple[bytes, list[int]]
 """content, descriptors"""
 
 
 class Store:
-    """Of this process. Takes the variables for it out of the environment, but for NOTIFY_SOCKET."""
+    """The store of this process's service. Removes its variables from the environment, but for NOTIFY_SOCKET."""
 
     def __init__(self) -> None:
         said = {name: os.environ.pop(name, "") for name in ("FDSTORE", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")}
@@ -48,23 +48,23 @@ class Store:
         if said["LISTEN_PID"] == str(os.getpid()) and said["LISTEN_FDS"].isdigit():
             self._names = said["LISTEN_FDNAMES"].split(":")[: int(said["LISTEN_FDS"])]
 
-    def take(self) -> dict[str, Thing]:
-        """What the holder before this one left, which systemd keeps no more; {} where that is not all of it."""
+    def take_things(self) -> dict[str, Thing]:
+        """Take the former holder's entries out of systemd's store. {}: the set is incomplete."""
         descriptors = list(range(FIRST, FIRST + len(self._names)))
         names, self._names = self._names, []
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         if not names:
             return {}
-        is_out = self._tell([(f"FDSTOREREMOVE=1\nFDNAME={name}", None) for name in dict.fromkeys(names)])
-        things = _things(names, descriptors) if is_out else {}
+        is_out = self._notify_systemd([(f"FDSTOREREMOVE=1\nFDNAME={name}", None) for name in dict.fromkeys(names)])
+        things = _join_things(names, descriptors) if is_out else {}
         used = {descriptor for _, own in things.values() for descriptor in own}
         for descriptor in set(descriptors) - used:
             os.close(descriptor)
         return things
 
-    def leave(self, things: dict[str, Thing]) -> None:
-        """Leave those of the tier. They go on to be the caller's."""
+    def leave_things(self, things: dict[str, Thing]) -> None:
+        """Store the tier's entries with systemd. The descriptors stay the caller's."""
         if VOLUME not in things:
             return
         messages: list[tuple[str, int | None]] = []
@@ -74,7 +74,7 @@ class Store:
             for name, (content, descriptors) in things.items():
                 if not name.startswith(KEPT_PREFIX):
                     continue
-                if not descriptors:  # systemd keeps one file once
+                if not descriptors:  # an empty file of its own, as systemd stores each file once
                     descriptors = [os.memfd_create("kvfuse-empty", os.MFD_CLOEXEC)]
                     carriers += descriptors
                 for number, descriptor in enumerate(descriptors):
@@ -84,13 +84,13 @@ class Store:
                     messages.append((f"FDSTORE=1\nFDNAME={word}", descriptor))
             if messages:
                 messages.append((f"FDSTORE=1\nFDNAME={COMPLETE},0,1,{len(messages):08x}", empty))
-                self._tell(messages)
+                self._notify_systemd(messages)
         finally:
             for carrier in carriers:
                 os.close(carrier)
 
-    def _tell(self, messages: Sequence[tuple[str, int | None]]) -> bool:
-        """Returns when systemd has taken them. False: it has not, in time."""
+    def _notify_systemd(self, messages: Sequence[tuple[str, int | None]]) -> bool:
+        """Send messages, and wait until systemd has handled them. False: it has not, in time."""
         if not self._address:
             return False
         deadline = time.monotonic() + SECONDS
@@ -105,7 +105,7 @@ class Store:
             theirs = -1
             poll = select.poll()
             poll.register(mine, 0)
-            return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))  # the other end is closed
+            return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))  # systemd has closed the other end
         except OSError as error:
             with suppress(OSError):
                 os.write(2, f"kvfuse: systemd does not keep the tier: {error}\n".encode())
@@ -116,8 +116,8 @@ class Store:
                 os.close(theirs)
 
 
-def _things(names: Sequence[str], descriptors: Sequence[int]) -> dict[str, Thing]:
-    """What these descriptors are; {}: not all of them are there."""
+def _join_things(names: Sequence[str], descriptors: Sequence[int]) -> dict[str, Thing]:
+    """Join descriptors and their names to entries. {}: the set is incomplete."""
     parts: dict[str, dict[int, int]] = {}
     about: dict[str, tuple[bytes, int]] = {}
     count = total = 0
@@ -126,7 +126,7 @@ def _things(names: Sequence[str], descriptors: Sequence[int]) -> dict[str, Thing
         try:
             number, size, content = int(rest[0]), int(rest[1]), bytes.fromhex(rest[2])
         except (IndexError, ValueError):
-            continue  # somebody else's: a socket of a unit, say
+            continue  # not of this store: a socket of a unit, for example
         if name == COMPLETE:
             total = int.from_bytes(content, "big")
         elif name.startswith(KEPT_PREFIX):

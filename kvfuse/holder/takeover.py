@@ -1,9 +1,9 @@
-"""Mounting where a daemon that died has left its mount: the new mount is in place before the old one goes.
+"""Replaces the mount of a dead daemon: the new mount is in place before the dead one is detached.
 
 Were the dead mount detached first, programs would see the bare folder until the new daemon answers, and write into it.
-So libfuse mounts at a folder of its own; a copy of that mount is moved *beneath* the dead one (Linux 6.5), and the
-dead one is taken off. Older kernels have it the other way round, and mounts without being root detach the dead mount
-just before libfuse mounts: a window of microseconds to milliseconds.
+So libfuse mounts at a temporary folder; this module moves a copy of that mount *beneath* the dead one
+(Linux 6.5), and detaches the dead one. Older kernels allow only the other order, and without root the dead mount is
+detached just before libfuse mounts: a window of microseconds to milliseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def is_dead_mount(point: Path) -> bool:
-    """A kvfuse mount whose daemon is gone is on top of ``point``. Asks that mount, and no other file system."""
+    """Whether the top mount at ``point`` is a kvfuse mount whose daemon is dead. Queries no other file system."""
     row = top_mount(point)
     if row is None or row.file_system != FILE_SYSTEM:
         return False
@@ -46,10 +46,10 @@ def is_dead_mount(point: Path) -> bool:
 
 
 @contextmanager
-def takeover(point: Path) -> Iterator[Path]:
-    """Where to mount in the body, so that at its end the mount is at ``point`` and the dead one there is gone.
+def replace_dead_mount(point: Path) -> Iterator[Path]:
+    """Yield where to mount in the body; afterwards move that mount to ``point`` and detach the dead one there.
 
-    MountError where the kernel refuses; the dead mount is there as before then, and nothing else.
+    MountError where the kernel refuses: then the dead mount stays, and the new one is unmounted.
     """
     if os.geteuid() != 0:
         subprocess.run(["fusermount3", "-u", "-z", "--", point], stdin=subprocess.DEVNULL, check=False)
@@ -58,9 +58,9 @@ def takeover(point: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvfuse-mount-") as folder:
         yield Path(folder)
         try:
-            tree = checked(libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(folder), OPEN_TREE_CLONE | os.O_CLOEXEC))
+            tree = check(libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(folder), OPEN_TREE_CLONE | os.O_CLOEXEC))
             try:
-                _put(tree, point)
+                _attach_mount(tree, point)
             finally:
                 os.close(tree)
         except OSError as error:
@@ -69,26 +69,26 @@ def takeover(point: Path) -> Iterator[Path]:
             unmount(Path(folder))
 
 
-def _put(tree: int, point: Path) -> None:
+def _attach_mount(tree: int, point: Path) -> None:
     """Attach a detached mount at ``point`` in place of the dead mount on top of it. OSError."""
     target = os.fsencode(point)
     try:
-        checked(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH | MOVE_MOUNT_BENEATH))
+        check(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH | MOVE_MOUNT_BENEATH))
         unmount(point)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # an unknown flag, or a mount that nothing can be beneath
+        if error.errno != errno.EINVAL:  # an unknown flag, or a mount that allows none beneath it
             raise
         unmount(point)
-        checked(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH))
+        check(libc.syscall(MOVE_MOUNT, tree, b"", AT_FDCWD, target, MOVE_MOUNT_FROM_EMPTY_PATH))
 
 
 def unmount(point: Path) -> None:
-    """Detach what is mounted on top of ``point``, used or not. OSError."""
-    checked(libc.umount2(os.fsencode(point), MNT_DETACH))
+    """Detach the top mount at ``point``, in use or not. OSError."""
+    check(libc.umount2(os.fsencode(point), MNT_DETACH))
 
 
-def checked(result: int) -> int:
-    """What a call of ``libc`` answered. OSError where it failed."""
+def check(result: int) -> int:
+    """Return the result of a call of ``libc``. OSError where it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""What a holder keeps for daemons, and the guard of its mount; see `main`. Standard library only."""
+"""Keeps the entries of daemons in the holder, and runs the guard of its mount; see `main`. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.holder.child import KEPT, MANY, Child, packed
+    from kvfuse.holder.child import KEPT, MANY, Child, pack_things
     from kvfuse.holder.store import Store
 else:
-    from child import KEPT, MANY, Child, packed
+    from child import KEPT, MANY, Child, pack_things
     from store import Store
 
 SWITCH = "fuse/switch"
-"""its descriptor ends the connection"""
+"""entry whose descriptor aborts the connection"""
 CONNECTION = "fuse/connection"
 GUARD_SECONDS = 1.0
-"""a guard that lived less is not started again: it would go on like that"""
+"""a guard that lived less is not restarted: the next would fail as soon"""
 
 
 class Things:
-    """Named things, oldest first, and the guard, which begins when there is a switch."""
+    """Named entries, oldest first, and the guard, which starts once the switch is kept."""
 
     def __init__(self, guard: list[str], point: str) -> None:
         self._point = point
         self._command = [*guard, str(os.getpid()), point]
         self._store = Store()
-        self._kept = self._store.take()
+        self._kept = self._store.take_things()
         self._dropped: list[int] = []
-        """descriptors that are to be closed"""
+        """descriptors to close"""
         self.guard = 0
         self._guard_begun = 0.0
 
     def keep(self, name: str, content: bytes, descriptors: list[int]) -> None:
-        """What was kept under that name is replaced. The descriptors are this object's from here on."""
+        """Keep an entry, or replace that of the same name. The descriptors are this object's from here on."""
         self.drop(name)
         self._kept[name] = content, descriptors
         if name == SWITCH and not self.guard:
@@ -46,25 +46,25 @@ class Things:
         self._dropped += self._kept.pop(name, (b"", []))[1]
         try:
             while self._dropped:
-                # The last one of the control socket is closed when the kernel has written everything back, which the
-                # daemon has to answer; and large memory takes its time.
+                # The last close of the control socket waits until the kernel has written everything back, which the
+                # daemon has to answer; and the close of large memory takes its time.
                 _thread.start_new_thread(os.close, (self._dropped[-1],))
                 self._dropped.pop()
         except RuntimeError:
-            pass  # there can be no more threads now: the next time
+            pass  # no thread can be started now: the next drop retries
 
-    def give_to(self, child: Child) -> None:
-        """Tell a daemon of all that is kept. OSError: it is dead, or does not take it."""
+    def send_all_to(self, child: Child) -> None:
+        """Send a daemon all entries. OSError: it is dead, or its socket stays full."""
         things = [(name, content, descriptors) for name, (content, descriptors) in self._kept.items()]
         if child.takes_many:
-            for message, passed in packed(things):
+            for message, passed in pack_things(things):
                 child.send(MANY, "", message, passed)
         else:
             for thing in things:
                 child.send(KEPT, *thing)
 
-    def abort(self) -> None:
-        """End the connection: whoever waits gets an error."""
+    def abort_connection(self) -> None:
+        """Abort the connection: waiting callers get an error."""
         if SWITCH in self._kept:
             os.write(self._kept[SWITCH][1][0], b"1")
 
@@ -87,14 +87,14 @@ class Things:
             finally:
                 os._exit(127)
 
-    def guard_ended(self) -> None:
-        """Somebody killed it, and it was waited for: there is to be another one."""
+    def restart_guard(self) -> None:
+        """Start another guard after one was killed and reaped."""
         self.guard = 0
         if SWITCH in self._kept and time.monotonic() - self._guard_begun > GUARD_SECONDS:
             self._start_guard(self._kept[SWITCH][1][0])
 
     def unmount(self) -> None:
-        """Take the mount away that no daemon took away."""
+        """Unmount, as no daemon did."""
         words = ["umount", "-i", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
         pid = os.fork()
         if pid == 0:
@@ -105,10 +105,10 @@ class Things:
         os.waitpid(pid, 0)
 
     def close(self) -> None:
-        """The mount is over. What another start of the service may use is left with systemd."""
+        """End the guard, and close all entries; store those with systemd that the service's next start may use."""
         if self.guard:
             os.kill(self.guard, signal.SIGKILL)
             os.waitpid(self.guard, 0)
-        self._store.leave(self._kept)
+        self._store.leave_things(self._kept)
         for name in list(self._kept):
             self.drop(name)

@@ -1,1 +1,1 @@
-"""Shared memory that outlives a daemon, and the contract of the process that keeps it."""
+"""Memory that outlives a daemon: the contract of its keeper, tables of rows, a log, a word of expiry."""

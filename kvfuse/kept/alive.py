@@ -1,9 +1,8 @@
-"""Until when what a daemon shows to clients in shared memory holds, for the daemon after it.
+"""Records when the indexes that a daemon shows to clients expire; the next daemon waits for that before any change.
 
-Indexes of blocks (`tier.resident`) are memory that clients can only read, and so can the next daemon: it cannot end
-them. So an index of a daemon that something outlives holds for a moment, which the daemon prolongs while it lives. The
-end of that moment stands in a word of shared memory, from before any index says so. The next daemon changes nothing
-before.
+Block indexes (`tier.resident_indexes`) are memory that clients can only read, and so can the next daemon: it cannot
+invalidate them. So an index of a daemon with a keeper expires soon, and the daemon renews it while it lives. A word of
+shared memory has the latest expiry, stored before any index has it. The next daemon changes nothing before that time.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import time
 from kvfuse.kept.keeper import Keeper
 
 ALIVE_SECONDS = 0.2
-"""for which indexes hold; a daemon that does not come to prolong them is asked by clients instead"""
+"""until an index expires; if a busy daemon renews it late, clients ask the daemon instead"""
 RENEW_SECONDS = 0.05
 _NAME = "tier/alive"
 
 
 class Alive:
-    """The word of this daemon. Event loop only, when it is made."""
+    """The word of this daemon. Made in the event loop."""
 
     def __init__(self, keeper: Keeper) -> None:
         descriptor = os.memfd_create("kvfuse-alive", os.MFD_CLOEXEC)
@@ -32,17 +31,17 @@ class Alive:
         finally:
             os.close(descriptor)
 
-    def note(self, until: int) -> None:
-        """Something is about to hold until then: nanoseconds of CLOCK_MONOTONIC. It never says less than before."""
+    def note_expiry(self, until: int) -> None:
+        """Raise the expiry to ``until``, nanoseconds of CLOCK_MONOTONIC, before an index has it. It never falls."""
         self._word[0] = max(self._word[0], until)
 
-    def end(self) -> None:
-        """Nothing holds any more: all indexes have ended."""
+    def expire_all(self) -> None:
+        """Reset the word: all indexes have ended."""
         self._word[0] = 0
 
 
 def seconds_to_wait(keeper: Keeper) -> float:
-    """From now on, until nothing holds any more that the daemon before this one showed; up to `ALIVE_SECONDS`."""
+    """Seconds until all indexes of the former daemon have expired, at most `ALIVE_SECONDS`."""
     kept = keeper.take(_NAME)
     if kept is None:
         return 0.0

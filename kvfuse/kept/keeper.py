@@ -1,19 +1,19 @@
-"""What outlives a daemon: named things - some bytes, some descriptors - that another process keeps for it.
+"""Defines the keeper: another process keeps named entries - bytes and descriptors - of a daemon for the next one.
 
-The *holder* (`holder.main`) keeps the kernel's connection of a mount while daemons come and go. Whatever else the next
-daemon is to find it gives there, too: descriptors of shared memory, sockets, locks, numbers. Large or changing content
-belongs into shared memory, whose descriptor is kept once; a thing itself is replaced as a whole, and small.
+The *holder* (`holder.main`) keeps the kernel's connection of a mount while daemons end and start. A daemon leaves there
+whatever else the next one needs: descriptors of shared memory, sockets, locks, numbers. Large or changing content
+belongs into shared memory, whose descriptor is kept once; an entry itself is small, and replaced as a whole.
 
-A daemon that was killed has told what it told: what `Keeper.keep` returned from is kept, in the order of the calls.
-Everything is for the event loop's thread, and waits for nobody.
+A kill loses no entry: once `Keeper.keep` has returned, the entry is kept, in the order of the calls. Event loop's
+thread only; no method waits.
 
-Names are paths, and say whose a thing is: ``fuse/...`` the mount's, ``tier/...`` the shared-memory tier's,
+Names are paths that begin with the owner: ``fuse/...`` the mount's, ``tier/...`` the shared-memory tier's,
 ``member`` that of the client of a shared volume, ``ring/...`` those of clients of rings.
 
-The next daemon may be of another version. So each thing whose format may change says which one it has, and one of
-another format is dropped, or replaced; a name has one meaning for ever. What has a name that this version does not know
-is dropped before anything is served (`drop_unknown`): after one more upgrade, a version that knows it would else take
-it for what this one left.
+The next daemon may be of another version. So each entry whose format may change contains its format's number, and a
+daemon drops or replaces entries of other formats; a name has one meaning for ever. Before it serves, a daemon drops
+entries whose names its version does not know (`drop_unknown`): after one more upgrade, a version that knows the name
+would else take the stale entry for this daemon's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 CONTENT_SIZE_MAX = 64 << 10
-"""bytes of one thing"""
+"""bytes of one entry"""
 DESCRIPTORS_MAX = 16
-"""of one thing"""
+"""descriptors of one entry"""
 KNOWN = (
     "config", "fuse/answers", "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/places",
     "fuse/switch", "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers",
@@ -39,53 +39,53 @@ log = logging.getLogger(__name__)
 
 
 class Kept(NamedTuple):
-    """A thing that a daemon before this one left."""
+    """An entry of a former daemon."""
 
     content: bytes
     descriptors: tuple[int, ...]
-    """the caller's own, to be closed by it"""
+    """the caller owns and closes them"""
 
 
 class Keeper(Protocol):
-    """Keeps things for the next daemon. The same names again replace what was kept under them."""
+    """Keeps entries for the next daemon. A second entry of the same name replaces the first."""
 
     outlives: bool
-    """there is somebody who keeps things"""
+    """entries outlive this daemon"""
     deaths: Mapping[str, int]
-    """of daemons before this one, by cause"""
+    """cause -> deaths of former daemons"""
 
-    def names(self, prefix: str) -> list[str]:
-        """Of things that the daemon before this one left, and that were neither dropped nor replaced; oldest first."""
+    def list_names(self, prefix: str) -> list[str]:
+        """Names of the former daemon's entries that were neither dropped nor replaced; oldest first."""
         ...
 
     def take(self, name: str) -> Kept | None:
-        """What the daemon before this one left: once, with new descriptors. It goes on to be kept until it is dropped
-        or replaced. None: there is nothing."""
+        """Take the former daemon's entry: once, with new descriptors. The keeper retains it until it is dropped or
+        replaced. None: no such entry."""
         ...
 
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """Keep this for the next daemon. The descriptors are duplicated, and stay the caller's.
+        """Keep an entry for the next daemon. The descriptors are duplicated, and stay the caller's.
 
         ValueError for more than ``CONTENT_SIZE_MAX`` bytes or ``DESCRIPTORS_MAX`` descriptors.
         """
         ...
 
     def drop(self, name: str) -> None:
-        """Nobody is to find this. Unknown names are ignored."""
+        """Drop an entry. Unknown names are ignored."""
         ...
 
     def seal(self) -> None:
-        """The next daemon goes on with all that is kept: from now on nothing is dropped any more, whatever ends."""
+        """Ignore each later `drop`, whatever ends: the next daemon continues with all entries."""
         ...
 
 
 class NoKeeper:
-    """`Keeper` of a daemon that nothing outlives."""
+    """`Keeper` of a daemon whose state nothing outlives: it keeps no entries."""
 
     outlives = False
     deaths: Mapping[str, int] = {}
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         return []
 
     def take(self, name: str) -> Kept | None:
@@ -107,7 +107,7 @@ NO_KEEPER = NoKeeper()
 class MemoryKeeper:
     """`Keeper` within one process, for a volume that is closed and opened again there: tests, and tools.
 
-    What it keeps goes with it.
+    Its entries end with it.
     """
 
     outlives = True
@@ -118,7 +118,7 @@ class MemoryKeeper:
         self._is_sealed = False
         weakref.finalize(self, _close_all, self._kept)
 
-    def names(self, prefix: str) -> list[str]:
+    def list_names(self, prefix: str) -> list[str]:
         return [name for name in self._kept if name.startswith(prefix)]
 
     def take(self, name: str) -> Kept | None:
@@ -126,7 +126,7 @@ class MemoryKeeper:
         return None if kept is None else Kept(kept.content, tuple(map(os.dup, kept.descriptors)))
 
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        check(content, descriptors)
+        check_sizes(content, descriptors)
         copies = tuple(map(os.dup, descriptors))
         self._close(name)
         self._kept[name] = Kept(content, copies)
@@ -139,7 +139,7 @@ class MemoryKeeper:
         self._is_sealed = True
 
     def unseal(self) -> None:
-        """The next daemon begins."""
+        """Allow `drop` again: the next daemon begins."""
         self._is_sealed = False
 
     def _close(self, name: str) -> None:
@@ -155,14 +155,14 @@ def _close_all(kept: dict[str, Kept]) -> None:
 
 
 def drop_unknown(keeper: Keeper) -> None:
-    """Nobody is to find what this version does not know."""
-    for name in keeper.names(""):
+    """Drop entries whose names this version does not know."""
+    for name in keeper.list_names(""):
         if name not in KNOWN and not name.startswith(tuple(known for known in KNOWN if known.endswith("/"))):
             log.warning("%s, which another version kept, is dropped", name)
             keeper.drop(name)
 
 
-def check(content: bytes, descriptors: Sequence[int]) -> None:
-    """ValueError for a thing that is too large."""
+def check_sizes(content: bytes, descriptors: Sequence[int]) -> None:
+    """ValueError for an entry that is too large."""
     if len(content) > CONTENT_SIZE_MAX or len(descriptors) > DESCRIPTORS_MAX:
-        raise ValueError(f"a kept thing of {len(content)} bytes and {len(descriptors)} descriptors is too large")
+        raise ValueError(f"a kept entry of {len(content)} bytes and {len(descriptors)} descriptors is too large")

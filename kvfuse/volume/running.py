@@ -292,7 +292,7 @@ def end_indexes(tier: SharedTier) -> None:
     """Clients are to ask the next daemon, which so needs not wait until they do."""
     tier.residents.end()
     if tier.residents.alive is not None:
-        tier.residents.alive.end()
+        tier.residents.alive.expire_all()
 
 
 async def _store_all(parts: Parts) -> None:

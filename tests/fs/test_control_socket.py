@@ -19,7 +19,7 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from posix_calls import fails
 
 from kvfuse.errors import MountError, NotPermitted
-from kvfuse.fs.control import control_socket, wait_until_unmounted
+from kvfuse.fs.control import open_control_socket, wait_until_unmounted
 from kvfuse.fs.virtual import FOLDER_INODE, SOCKET_NAME, VirtualFolder
 from kvfuse.kept.keeper import NO_KEEPER
 
@@ -93,8 +93,8 @@ def test_only_the_admitted_process_makes_only_this_socket(name: bytes, mode: int
         folder.make_socket(name, mode | 0o666, pid)
     made = folder.make_socket(SOCKET_NAME, stat.S_IFSOCK | 0o600, 7)
     assert folder.lookup(SOCKET_NAME) is made
-    assert folder.attributes(made.ino) is made
-    assert [row.name for row in folder.rows(0)] == [b"stats", SOCKET_NAME]
+    assert folder.get_attributes(made.ino) is made
+    assert [row.name for row in folder.list_files(0)] == [b"stats", SOCKET_NAME]
     assert made.ino != FOLDER_INODE
     with pytest.raises(NotPermitted):  # admitted for one socket
         folder.make_socket(SOCKET_NAME, stat.S_IFSOCK, 7)
@@ -215,7 +215,7 @@ def refuses(point: Path) -> bool:
 
 async def test_where_no_socket_can_be_bound_it_says_why(tmp_path: Path) -> None:
     with pytest.raises(MountError, match="No such file"):
-        async with control_socket(tmp_path, lambda pid: None, NO_KEEPER):
+        async with open_control_socket(tmp_path, lambda pid: None, NO_KEEPER):
             raise AssertionError("it was bound")
 
 

@@ -223,7 +223,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 def test_nothing_is_sent_for_what_the_kernel_cannot_have(sent: list[tuple[object, ...]]) -> None:
     names, absences = CachedNames(1.0), CachedNames(1.0)
     kernel = FuseKernelCache({10, 11}.__contains__, names, absences)
-    names.note(10)
+    names.note_directory(10)
     kernel.drop_content(1000)
     kernel.drop_attributes(1000)
     kernel.drop_name(10, b"name")
@@ -234,7 +234,7 @@ def test_nothing_is_sent_for_what_the_kernel_cannot_have(sent: list[tuple[object
     kernel.drop_content(11)
     kernel.drop_attributes(11)
     kernel.drop_name(10, b"name", 11)
-    absences.note(10)
+    absences.note_directory(10)
     kernel.drop_name(10, b"other")
     kernel.drop_any_name(10, b"any")
     assert sent == [(11, False), (11, True), (10, b"name"), (10, b"other"), (10, b"any")]
@@ -258,13 +258,13 @@ def test_what_is_kept_ends_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     absences = CachedNames(5.0)
-    absences.note(1)
+    absences.note_directory(1)
     assert absences.may_be_cached(1)
     assert not absences.may_be_cached(2)
     now[0] += 7.0
     assert not absences.may_be_cached(1)
     for directory in range(DIRECTORIES_MAX + 1):
-        absences.note(directory)
+        absences.note_directory(directory)
     assert absences.may_be_cached(DIRECTORIES_MAX)
     assert absences.may_be_cached(1)
     assert absences.may_be_cached(1 << 40)  # more than were counted: any
@@ -274,5 +274,5 @@ def test_what_is_kept_ends_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_kernel_that_keeps_nothing_needs_no_memory_of_it() -> None:
     absences = CachedNames(0.0)
-    assert absences.note(1) == 0.0
+    assert absences.note_directory(1) == 0.0
     assert not absences.may_be_cached(1)

@@ -12,7 +12,7 @@ import pytest
 from mounting import KvfuseMount, mount_rows, wait_until
 from posix_calls import fails, opened
 
-from kvfuse.fs.mount_session import kernel_options
+from kvfuse.fs.mount_session import build_kernel_options
 from kvfuse.holder.guarding import open_switch
 from kvfuse.options.options import MountOptions
 
@@ -146,10 +146,10 @@ def test_read_only(mount: KvfuseMount) -> None:
     ],
 )
 def test_options_become_words_of_the_kernel(options: MountOptions, wanted: set[str], unwanted: set[str]) -> None:
-    words = kernel_options(options, Path("/volume"))
+    words = build_kernel_options(options, Path("/volume"))
     assert wanted <= words
     assert not unwanted & words
 
 
 def test_a_source_with_a_comma_stays_one_word() -> None:
-    assert r"fsname=/a\,b\\c?" in kernel_options(MountOptions(), Path("/a,b\\cä"))
+    assert r"fsname=/a\,b\\c?" in build_kernel_options(MountOptions(), Path("/a,b\\cä"))

@@ -16,7 +16,7 @@ import trio
 from mounting import temporary_mount
 
 from kvfuse.fs import turns
-from kvfuse.fs.turns import TurnLock, read_again
+from kvfuse.fs.turns import TurnLock, retry_reads
 from kvfuse.fs.wakefulness import Wakefulness
 from kvfuse.usrbio.client import BlockStore
 
@@ -165,10 +165,10 @@ async def test_the_other_tasks_have_their_turn(readable: int, monkeypatch: pytes
     async with trio.open_nursery() as nursery:
         nursery.start_soon(other)
         requests = turns.Requests(ASLEEP)
-        await requests.wait(readable)
+        await requests.wait_for_request(readable)
         before = others
         for _ in range(100):
-            await requests.wait(readable)
+            await requests.wait_for_request(readable)
         assert (others - before >= 99) if turn == 0 else (others == before)
         nursery.cancel_scope.cancel()
 
@@ -194,10 +194,10 @@ async def test_without_a_request_it_waits() -> None:
     requests = turns.Requests(ASLEEP)
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(requests.wait, reader)
+            nursery.start_soon(requests.wait_for_request, reader)
             await trio.testing.wait_all_tasks_blocked()
             os.write(writer, b"x")
-        await requests.wait(reader)  # it is still there
+        await requests.wait_for_request(reader)  # it is still there
     os.close(reader)
     os.close(writer)
 
@@ -213,7 +213,7 @@ async def test_a_request_that_went_meanwhile_is_not_read(monkeypatch: pytest.Mon
 
     async def wait() -> None:
         nonlocal is_told
-        await requests.wait(reader)
+        await requests.wait_for_request(reader)
         is_told = True
 
     monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
@@ -240,7 +240,7 @@ async def test_a_loop_that_found_nothing_to_read_begins_again() -> None:
         OSError(errno.EIO, "fuse_session_receive_buf failed with Input/output error"),
     ]
 
-    @read_again
+    @retry_reads
     async def loop(*arguments: object) -> None:
         assert arguments == ("nursery", 1, 2)
         if error := outcomes.pop(0):

@@ -410,7 +410,7 @@ async def test_virtual_files_go_on() -> None:
         await daemon.ask("flush", fh)
         await daemon.ask("release", fh)
         assert not await daemon.lookup(b"control.sock", folder)
-        daemon.operations.have_socket()
+        daemon.operations.add_socket()
         socket = await daemon.lookup(b"control.sock", folder)
         assert stat.S_ISSOCK((await daemon.ask("getattr", socket, WHO)).st_mode)
 
@@ -523,7 +523,7 @@ async def test_what_is_lost_is_known_until_the_kernel_was_told(autojump_clock: t
             assert daemon.handover.lost == {ino}
             mount.kill()
     async with mount.daemon() as daemon:
-        daemon.handover.kernel_was_told()
+        daemon.handover.end_losses()
         mount.kill()
     async with mount.daemon() as daemon:
         assert not daemon.handover.lost

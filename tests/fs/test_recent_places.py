@@ -15,8 +15,8 @@ def test_the_last_places_are_found_by_the_next_daemon() -> None:
     table = RecentPlaces(keeper)
     assert table.before == {}
     for number in range(COUNT + 10):
-        table.add(100 + number, 1, b"name-%d" % number)
-    table.add(100 + COUNT, 2, b"x" * 255)
+        table.add_place(100 + number, 1, b"name-%d" % number)
+    table.add_place(100 + COUNT, 2, b"x" * 255)
     table.close()
     for _ in range(2):
         table = RecentPlaces(keeper)
@@ -26,7 +26,7 @@ def test_the_last_places_are_found_by_the_next_daemon() -> None:
         assert table.before[100 + COUNT] == (2, b"x" * 255)
         table.close()
     table = RecentPlaces(keeper)
-    table.add(5, 6, b"new")
+    table.add_place(5, 6, b"new")
     table.close()
     table = RecentPlaces(keeper)
     assert table.before[5] == (6, b"new")

@@ -390,7 +390,7 @@ class Cut:
         """stores before which it goes on; 0: it is not to be killed"""
         self.counts: Counter[str] = Counter()
         monkeypatch.setattr(kept_log, "SHORT", 3000)  # so that areas change often
-        for name in ("_count", "_lay", "put"):
+        for name in ("_store_word", "_store_bytes", "write_bytes"):
             monkeypatch.setattr(KeptLog, name, self.before(name, getattr(KeptLog, name)))
 
     def before(self, name: str, store: Any) -> Any:
@@ -399,7 +399,7 @@ class Cut:
                 self.left -= 1
                 if not self.left:
                     self.mount.kill()
-                    self.counts[f"{name} {place}" if name == "_count" else name] += 1
+                    self.counts[f"{name} {place}" if name == "_store_word" else name] += 1
             store(log, place, value)
 
         return cut

@@ -159,7 +159,7 @@ async def test_after_a_mistake_the_next_daemon_tries_again_once(
         is_lost = mistakes > 1
         assert await hears_of_losses(daemon, fh) == is_lost
         assert bytes(await daemon.ask("read", fh, 0, 100)) == (b"" if is_lost else b"not stored")
-        assert not mount.keeper.names(FAILED)
+        assert not mount.keeper.list_names(FAILED)
     await mount.check()
 
 

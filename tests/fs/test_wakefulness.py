@@ -34,7 +34,7 @@ def wishes(device: Path) -> list[int]:
 
 def be_busy(kept: Wakefulness, count: int = BUSY_WAITS) -> None:
     for _ in range(count):
-        kept.waited(SHORT_SECONDS / 2)
+        kept.note_wait(SHORT_SECONDS / 2)
 
 
 def test_it_takes_many_short_waits_in_a_row(device: Path) -> None:
@@ -42,11 +42,11 @@ def test_it_takes_many_short_waits_in_a_row(device: Path) -> None:
     for _ in range(3):
         be_busy(kept, BUSY_WAITS - 1)
         assert not kept.is_kept
-        kept.waited(SHORT_SECONDS)
+        kept.note_wait(SHORT_SECONDS)
     be_busy(kept, 3 * BUSY_WAITS)
     assert kept.is_kept
     assert wishes(device) == [0]
-    kept.end()
+    kept.allow_sleep()
     assert not kept.is_kept
     assert wishes(device) == [0, ANY_LATENCY]
     be_busy(kept, BUSY_WAITS - 1)
@@ -78,7 +78,7 @@ def test_who_may_not_goes_on_without(device: Path, lacking: str) -> None:
         be_busy(kept)
         assert not kept.is_kept
         assert len(os.listdir("/proc/self/fd")) == descriptors
-        kept.end()
+        kept.allow_sleep()
     kept.close()
 
 
@@ -89,7 +89,7 @@ async def test_it_ends_when_no_request_comes(device: Path, autojump_clock: trio.
     be_busy(kept)
     assert kept.is_kept
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(requests.wait, reader)
+        nursery.start_soon(requests.wait_for_request, reader)
         await trio.sleep(wakefulness.LINGER_SECONDS / 2)
         assert kept.is_kept
         await trio.sleep(wakefulness.LINGER_SECONDS)

@@ -295,8 +295,8 @@ def test_the_switch_is_found_wherever_the_control_file_system_is(
 
 def test_a_mount_without_a_switch_has_no_guard(caplog: pytest.LogCaptureFixture) -> None:
     with Guarding(Path("/mnt/point")) as without:
-        without.start(os.makedev(0, 999_999))
-        assert not without.abort()
+        without.start_guard(os.makedev(0, 999_999))
+        assert not without.abort_connection()
     (record,) = caplog.records
     assert "/mnt/point has no guard" in record.message
     assert "999999/abort" in record.message

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kvfuse.holder import pulse as holder_pulse
-from kvfuse.holder.child import ALIVE, ASK, DIED, Child, receive
+from kvfuse.holder.child import ALIVE, ASK, DIED, Child, receive_datagram
 from kvfuse.holder.pace import PAUSES, Failures
 from kvfuse.holder.pulse import ASK_SECONDS, SILENT_SECONDS, START_SECONDS, Pulse
 
@@ -34,7 +34,7 @@ class Clock:
         while self.now < end:
             self.now += step
             if self.pulse.is_due():
-                self.pulse.asked()
+                self.pulse.note_question()
                 asked += 1
         return asked
 
@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_one_that_answers_is_asked_each_second(clock: Clock) -> None:
     for _ in range(100):
         assert clock.looks(ASK_SECONDS) == 1
-        clock.pulse.answered()
+        clock.pulse.note_answer()
         assert not clock.is_lost()
 
 
@@ -62,7 +62,7 @@ def test_one_that_is_silent_is_lost_after_a_while_and_later_before_it_is_ready(c
     assert not clock.is_lost(is_ready=False)
     clock.looks(START_SECONDS)
     assert clock.is_lost(is_ready=False)
-    clock.pulse.answered()
+    clock.pulse.note_answer()
     assert not clock.is_lost()
 
 
@@ -93,7 +93,7 @@ def child_of(hello: bytes) -> tuple[Child, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)
     child = Child(ours, os.getpid(), os.pidfd_open(os.getpid()))
-    child.said_hello(hello)
+    child.read_hello(hello)
     return child, theirs
 
 
@@ -108,24 +108,24 @@ def test_a_former_version_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         now += 2 * ASK_SECONDS
         assert not child.is_lost()
         if is_asked:
-            assert receive(theirs)[0][0] == ASK
+            assert receive_datagram(theirs)[0][0] == ASK
             theirs.send(bytes([ALIVE]) + b"\0")
             child.receive()
             assert not child.pulse.silent
         else:
             with pytest.raises(BlockingIOError):
-                receive(theirs)
+                receive_datagram(theirs)
         theirs.close()
         child.close()
 
 
 def test_causes_of_deaths() -> None:
     child, theirs = child_of(b'{"version": "1", "problem": ""}')
-    found = [child.cause_of_death(code) for code in (-9, -11, 1)]
+    found = [child.find_cause(code) for code in (-9, -11, 1)]
     assert found == ["killed", "crash", "exit"]
     theirs.send(bytes([DIED]) + b"\0ValueError()")
     child.receive()
-    assert (child.cause_of_death(70), child.pulse.reason) == ("exception", "ValueError()")
+    assert (child.find_cause(70), child.pulse.reason) == ("exception", "ValueError()")
     theirs.close()
     child.close()
 
@@ -133,13 +133,13 @@ def test_causes_of_deaths() -> None:
 def test_a_mount_is_not_given_up_for_daemons_that_served() -> None:
     failures = Failures()
     for _ in range(1000):
-        failures.daemon_died(0.1, was_killed=False, was_ready=True)
-        assert failures.pause <= 1.0
-    assert failures.pause == 1.0
-    failures.daemon_died(10.0, was_killed=False, was_ready=True)
-    assert failures.pause == 0.0
+        failures.count_death(0.1, was_killed=False, was_ready=True)
+        assert failures.pause_seconds <= 1.0
+    assert failures.pause_seconds == 1.0
+    failures.count_death(10.0, was_killed=False, was_ready=True)
+    assert failures.pause_seconds == 0.0
     for pause in PAUSES:
-        assert failures.pause <= pause
-        failures.daemon_died(0.1, was_killed=False, was_ready=False)
-    failures.daemon_died(0.1, was_killed=False, was_ready=False)
+        assert failures.pause_seconds <= pause
+        failures.count_death(0.1, was_killed=False, was_ready=False)
+    failures.count_death(0.1, was_killed=False, was_ready=False)
     assert failures.are_too_many

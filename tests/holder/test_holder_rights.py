@@ -41,7 +41,7 @@ def mount() -> Iterator[KvfuseMount]:
 
 def socket_of(mount: KvfuseMount) -> Path:
     device = mount.point.stat().st_dev
-    return Path(status_socket.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
+    return Path(status_socket.make_path("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
 
 
 def ask(mount: KvfuseMount, request: str, words: Sequence[str] = ()) -> dict[str, Any]:

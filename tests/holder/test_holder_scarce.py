@@ -112,7 +112,7 @@ def test_what_is_no_daemon_is_killed(hello: bytes) -> None:
     child, theirs = pair(started())
     holder = Holder({"command": [], "guard": [], "point": "/nowhere"})
     theirs.send(b"H\0" + hello)
-    assert holder.read(child)
+    assert holder.read_message(child)
     assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
     close(child, theirs)
 
@@ -141,7 +141,7 @@ def test_a_daemon_that_just_died_is_asked_to_leave() -> None:
     holder = Holder({"command": [], "guard": [], "point": "/nowhere"})
     holder.serving = serving
     holder.upgrade = Upgrade(StatusCaller.__new__(StatusCaller), next, back, [], 5.0)
-    holder.advance()
+    holder.advance_upgrade()
     assert holder.upgrade.phase == LEAVING
     for child, end in ((next, next_end), (back, back_end), (serving, gone)):
         close(child, end)

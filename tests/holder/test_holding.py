@@ -30,15 +30,15 @@ def test_what_was_taken_is_named_until_it_is_dropped_or_replaced() -> None:
             theirs.send(bytes([holder_child.KEPT]) + name + b"\0content")
         theirs.send(bytes([holder_child.START]))
         keeper = Holding(ours.detach())
-        assert keeper.wait()
+        assert keeper.wait_for_turn()
         taken = keeper.take("ring/a")
         assert taken is not None
         assert taken.content == b"content"
         assert keeper.take("ring/a") is None
-        assert keeper.names("ring/") == ["ring/a", "ring/b", "ring/c"]
+        assert keeper.list_names("ring/") == ["ring/a", "ring/b", "ring/c"]
         keeper.drop("ring/a")
         keeper.keep("ring/b")
-        assert keeper.names("ring/") == ["ring/c"]
+        assert keeper.list_names("ring/") == ["ring/c"]
         keeper._socket.close()
 
 
@@ -49,15 +49,15 @@ def test_many_things_come_in_few_messages() -> None:
     things[200] = "ring/200", bytes(CONTENT_SIZE_MAX), []
     with theirs:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        messages = list(holder_child.packed(things))
+        messages = list(holder_child.pack_things(things))
         assert len(messages) < len(things) / 10
         for content, passed in messages:
             assert len(content) < holder_child.MESSAGE_SIZE_MAX
             socket.send_fds(theirs, [bytes([holder_child.MANY]), b"\0", content], passed)
         theirs.send(bytes([holder_child.START]))
         keeper = Holding(ours.detach())
-        assert keeper.wait()
-        assert keeper.names("") == [name for name, _, _ in things]
+        assert keeper.wait_for_turn()
+        assert keeper.list_names("") == [name for name, _, _ in things]
         for name, content, passed in things:
             taken = keeper.take(name)
             assert taken is not None
@@ -79,7 +79,7 @@ def test_what_has_no_room_is_passed_on_although_nothing_more_is_said(monkeypatch
         theirs.settimeout(PATIENCE_S)
         theirs.send(bytes([holder_child.START]))
         keeper = Holding(ours.detach())
-        assert keeper.wait()
+        assert keeper.wait_for_turn()
         descriptor = os.memfd_create("kept")
         for number in range(MESSAGES):
             keeper.keep(f"name/{number}", b"content", [descriptor])
@@ -87,7 +87,7 @@ def test_what_has_no_room_is_passed_on_although_nothing_more_is_said(monkeypatch
         os.close(descriptor)
         names = []
         while len(names) <= MESSAGES:
-            data, descriptors = holder_child.receive(theirs)
+            data, descriptors = holder_child.receive_datagram(theirs)
             names.append(data[1:].partition(b"\0")[0].decode())
             assert len(descriptors) == (data[0] == holder_child.KEEP)
             for one in descriptors:
@@ -103,19 +103,19 @@ def test_a_daemon_that_ends_left_thousands_of_messages() -> None:
         theirs.settimeout(PATIENCE_S)
         theirs.send(bytes([holder_child.START]))
         keeper = Holding(ours.detach())
-        assert keeper.wait()
+        assert keeper.wait_for_turn()
         for number in range(MESSAGES):
             keeper.keep(f"name/{number}", b"content")
         keeper._socket.close()
         count = 0
-        while holder_child.receive(theirs)[0]:
+        while holder_child.receive_datagram(theirs)[0]:
             count += 1
         assert count == 1 + MESSAGES
 
 
 def test_a_daemon_that_takes_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder_child, "SEND_SECONDS", 0.2)
-    child = holder_child.started(["/bin/sleep", "1000"], "/")
+    child = holder_child.spawn(["/bin/sleep", "1000"], "/")
     try:
         with pytest.raises(TimeoutError):
             for _ in range(1000):
@@ -132,17 +132,15 @@ def test_a_call_that_no_signal_ends_is_waited_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(holder_child, "WRITES", LOOK_UPS)
     with temporary_mount((), STUCK_DAEMON) as mount:
         with open(open_switch(os.stat(mount.point).st_dev), "w") as switch:
-            child = holder_child.started(
-                [sys.executable, "-c", f"import os; os.stat({str(mount.point / NAME)!r})"], "/"
-            )
+            child = holder_child.spawn([sys.executable, "-c", f"import os; os.stat({str(mount.point / NAME)!r})"], "/")
             wait_until(lambda: f"asked for {NAME}" in mount.log.read_text(), "the look-up")
             os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: holder_child.is_writing(child.pid), "the end of all but the call")
             killed = time.monotonic()
-            child.wait()
+            child.wait_for_last_thread()
             assert time.monotonic() - killed > 0.9 * holder_child.WRITE_SECONDS
             switch.write("1")
-        child.wait()
+        child.wait_for_last_thread()
         assert os.waitpid(child.pid, 0) == (child.pid, signal.SIGKILL)
         child.close()
         mount.kill()

@@ -191,13 +191,13 @@ def connect(path: Path) -> None:
 def test_sockets_of_dead_holders_are_removed() -> None:
     with temporary_mount(OUTLIVE) as mount:
         device = mount.point.stat().st_dev
-        path = Path(status_socket.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
+        path = Path(status_socket.make_path("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
         mount.kill()
         with pytest.raises((ConnectionRefusedError, FileNotFoundError)):  # a mount of another test removes it
             connect(path)
         with temporary_mount(OUTLIVE) as other:  # which may have the same number, or a mount of another test
             device = other.point.stat().st_dev
-            theirs = Path(status_socket.path_in("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
+            theirs = Path(status_socket.make_path("/run/kvfuse", f"{os.major(device)}:{os.minor(device)}"))
             assert theirs.is_socket()
             with suppress(FileNotFoundError):
                 connect(path)

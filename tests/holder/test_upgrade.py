@@ -131,11 +131,15 @@ FAILING = {
     "import": (["import kvfuse_is_not_here"], "kvfuse_is_not_here"),
     "hello": (["import sys, time", "print('no hurry', file=sys.stderr, flush=True)", "time.sleep(600)"], "no hurry"),
     "start": (
-        ["import os", "import kvfuse.holder.daemon_side as h", "h.Holding._speak_up = lambda self: os._exit(7)"],
+        ["import os", "import kvfuse.holder.daemon_side as h", "h.Holding._restore_stderr = lambda self: os._exit(7)"],
         "exit status 7",
     ),
     "ready": (
-        ["import time", "import kvfuse.holder.daemon_side as h", "h.Holding.ready = lambda self: time.sleep(600)"],
+        [
+            "import time",
+            "import kvfuse.holder.daemon_side as h",
+            "h.Holding.report_ready = lambda self: time.sleep(600)",
+        ],
         "not ready",
     ),
 }
@@ -166,7 +170,8 @@ def test_a_kill_in_between(mount: KvfuseMount, tmp_path: Path, whom: str) -> Non
     lines = [
         "import os, signal",
         "import kvfuse.holder.daemon_side as h",
-        f"h.Holding._speak_up = lambda self: (open({str(told)!r}, 'w').close(), os.kill(os.getpid(), signal.SIGKILL))",
+        f"told = {str(told)!r}",
+        "h.Holding._restore_stderr = lambda self: (open(told, 'w').close(), os.kill(os.getpid(), signal.SIGKILL))",
     ]
     with other_python(tmp_path, lines if whom in ("new", "both") else ()) as python:
         former = daemon_of(mount)

@@ -24,7 +24,7 @@ def left_of(keeper: MemoryKeeper) -> KeptLogReader:
 
 def frames_of(keeper: MemoryKeeper) -> list[bytes]:
     left = left_of(keeper)
-    frames = list(left.frames())
+    frames = list(left.read_frames())
     left.close()
     return frames
 
@@ -33,7 +33,7 @@ def test_a_kill_leaves_each_frame_wholly_or_not_at_all(rng: random.Random, monke
     monkeypatch.setattr(kept_log, "SHORT", 500)
     keeper, seen = MemoryKeeper(), []
     log = KeptLog(MIB, 4096)
-    log.keep(keeper, "log", b"")
+    log.keep_with(keeper, "log", b"")
 
     def store(name: str) -> Any:
         real = getattr(KeptLog, name)
@@ -45,7 +45,7 @@ def test_a_kill_leaves_each_frame_wholly_or_not_at_all(rng: random.Random, monke
 
         return looked_at
 
-    for name in ("_count", "_lay"):
+    for name in ("_store_word", "_store_bytes"):
         monkeypatch.setattr(KeptLog, name, store(name))
     wanted: list[bytes] = []
     changes = 0
@@ -53,22 +53,22 @@ def test_a_kill_leaves_each_frame_wholly_or_not_at_all(rng: random.Random, monke
         before = list(wanted)
         frame = rng.randbytes(rng.randrange(100))
         if rng.random() < 0.02:
-            log.clear()
+            log.clear_frames()
             wanted = []
-        elif log.append(frame):
+        elif log.append_frame(frame):
             wanted.append(frame)
         else:
-            assert log.begin_anew(frame)
+            assert log.replace_frames(frame)
             wanted = [frame]
             changes += 1
         assert frames_of(keeper) == wanted
         assert all(one in (before, wanted) for one in seen)
         seen.clear()
     assert changes > 10
-    assert not log.append(bytes(5000))
-    assert not log.begin_anew(bytes(5000))
+    assert not log.append_frame(bytes(5000))
+    assert not log.replace_frames(bytes(5000))
     assert frames_of(keeper) == wanted
-    log.give_up()
+    log.invalidate_log()
     assert frames_of(keeper) == []
     log.close(is_stored=False)
     assert not left_of(keeper).is_stored
@@ -78,34 +78,34 @@ def test_a_kill_leaves_each_frame_wholly_or_not_at_all(rng: random.Random, monke
 def test_pieces_of_the_room_never_overlap(rng: random.Random) -> None:
     keeper = MemoryKeeper()
     log = KeptLog(8 * MIB)
-    log.keep(keeper, "log", b"")
+    log.keep_with(keeper, "log", b"")
     taken: list[tuple[list[tuple[int, int]], bytes]] = []
     refused = 0
     for _ in range(2000):
         if taken and rng.random() < 0.45:
             pieces, data = taken.pop(rng.randrange(len(taken)))
             left = left_of(keeper)
-            assert left.read(pieces, len(data)) == data
+            assert left.read_pieces(pieces, len(data)) == data
             left.close()
-            log.give(pieces)
+            log.free_pieces(pieces)
             continue
         size = int((3 * MIB) ** rng.random())
-        found = log.take(size)
+        found = log.take_pieces(size)
         if found is None:
             refused += 1
             continue
         assert sum(size for _, size in found) >= size
         data, position = rng.randbytes(size), 0
         for offset, length in found:
-            log.put(offset, data[position : position + length])
+            log.write_bytes(offset, data[position : position + length])
             position += length
         taken.append((found, data))
     assert refused > 10
     for pieces, _ in taken:
-        log.give(pieces)
-    whole = [log.take(CLASSES[-1]) for _ in range(8)]
+        log.free_pieces(pieces)
+    whole = [log.take_pieces(CLASSES[-1]) for _ in range(8)]
     assert None not in whole
-    assert log.take(1) is None
+    assert log.take_pieces(1) is None
     log.close(is_stored=True)
     assert left_of(keeper).is_stored
     let_go(keeper)
@@ -126,20 +126,20 @@ def test_what_is_no_log_is_refused(descriptors: int) -> None:
 def test_a_log_outlives_its_process(rng: random.Random) -> None:
     keeper = MemoryKeeper()
     log = KeptLog(MIB)
-    log.keep(keeper, "log", b"")
-    assert log.append(b"frame")
-    pieces = log.take(10 * KIB)
+    log.keep_with(keeper, "log", b"")
+    assert log.append_frame(b"frame")
+    pieces = log.take_pieces(10 * KIB)
     assert pieces is not None
     data = rng.randbytes(10 * KIB)
-    log.put(pieces[0][0], data)
+    log.write_bytes(pieces[0][0], data)
     copy = after_kill(keeper)
-    assert log.append(b"another")
-    log.put(pieces[0][0], bytes(10 * KIB))
+    assert log.append_frame(b"another")
+    log.write_bytes(pieces[0][0], bytes(10 * KIB))
     left = left_of(copy)
-    assert list(left.frames()) == [b"frame"]
-    assert left.read(pieces, 10 * KIB) == data
+    assert list(left.read_frames()) == [b"frame"]
+    assert left.read_pieces(pieces, 10 * KIB) == data
     with pytest.raises(ValueError, match="lacks bytes"):
-        left.read([(10 * MIB, 10 * KIB)], 10 * KIB)
+        left.read_pieces([(10 * MIB, 10 * KIB)], 10 * KIB)
     left.close()
     log.close(is_stored=False)
     let_go(keeper, copy)

@@ -23,7 +23,7 @@ from mounting import PATIENCE_S, wait_until
 from kvfuse.cli.daemon import start_logging
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.fs.doors import Door
-from kvfuse.fs.mount_session import serve
+from kvfuse.fs.mount_session import serve_mount
 from kvfuse.options.config import load
 from kvfuse.volume.api import Caller, Changes
 from kvfuse.volume.views.kernel_cache import KernelCache
@@ -195,7 +195,7 @@ def main(doors: Sequence[Door]) -> None:
 async def run(options: Any, point: Path, doors: Sequence[Door]) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(cancel_on, signal.SIGTERM, nursery.cancel_scope)
-        await serve(options, point, on_ready=lambda: print(f"mounted on {point}", flush=True), doors=doors)
+        await serve_mount(options, point, on_ready=lambda: print(f"mounted on {point}", flush=True), doors=doors)
         nursery.cancel_scope.cancel()
 
 

@@ -13,7 +13,7 @@ from kvfuse.volume.tier.shared_tier import SharedTier
 def after_kill(keeper: MemoryKeeper) -> MemoryKeeper:
     """As a daemon after this one would find it, whatever this one goes on to do."""
     copy = MemoryKeeper()
-    for name in keeper.names(""):
+    for name in keeper.list_names(""):
         kept = keeper.take(name)
         assert kept is not None
         copies = _copies_of(kept.descriptors)
@@ -26,7 +26,7 @@ def after_kill(keeper: MemoryKeeper) -> MemoryKeeper:
 def let_go(*keepers: MemoryKeeper) -> None:
     """Close all that they keep."""
     for keeper in keepers:
-        for name in keeper.names(""):
+        for name in keeper.list_names(""):
             keeper.drop(name)
 
 

@@ -422,7 +422,7 @@ def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[l
     """
     found, arrivals = list[KeptConnection](), list[Arrival]()
     things, own_files = defaultdict[str, dict[str, None]](dict), defaultdict[str, list[str]](list)
-    for name in [*keeper.names(PREFIX), *files]:
+    for name in [*keeper.list_names(PREFIX), *files]:
         things[_client_of(name)][name] = None
     for name in files:
         own_files[_client_of(name)].append(name)

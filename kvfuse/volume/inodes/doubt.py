@@ -43,7 +43,7 @@ class Doubt:
     def __init__(self, generations: NumberRange, keeper: Keeper = NO_KEEPER, content: bytes = b"") -> None:
         self._generations = generations
         self._keeper = keeper
-        self.have_commits_failed = bool(keeper.names(COMMITS_FAIL))
+        self.have_commits_failed = bool(keeper.list_names(COMMITS_FAIL))
         """those of the record store, and none succeeded since"""
         self._words = kept_page(keeper, NAME, content)
         if not self._words[_VOUCHED]:

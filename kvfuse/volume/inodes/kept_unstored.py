@@ -94,7 +94,7 @@ class KeptUnstored:
 
     def begin(self, keeper: Keeper, name: str, content: bytes) -> None:
         self.seal()
-        self._log.keep(keeper, name, content)
+        self._log.keep_with(keeper, name, content)
 
     # -- marks ---------------------------------------------------------------------------------------
 
@@ -273,10 +273,10 @@ class KeptUnstored:
 
     def _write(self, frame: Frame) -> None:
         if not (self._kept_nodes or self._kept_names or self._kept_times or self._kept_attributes):
-            self._log.clear()
-        elif not self._log.append(encode_frame(frame)):
+            self._log.clear_frames()
+        elif not self._log.append_frame(encode_frame(frame)):
             whole = encode_frame(self._whole())
-            if not self._log.begin_anew(whole):
+            if not self._log.replace_frames(whole):
                 log.warning("there is no room for %d bytes of what is not stored", len(whole))
                 self.give_up()
                 return
@@ -301,7 +301,7 @@ class KeptUnstored:
 
     def give_up(self) -> None:
         self.is_on = False
-        self._log.give_up()
+        self._log.invalidate_log()
         nodes = [*[kept.node for kept in self._kept_nodes.values()], *self._nodes]
         self._kept_nodes = {}
         self._forget_marks()

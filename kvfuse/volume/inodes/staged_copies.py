@@ -40,14 +40,14 @@ class StagedCopies:
     def written(self) -> None:
         """The frame counts."""
         if self._freed:
-            self._log.give(self._freed)
+            self._log.free_pieces(self._freed)
             self._freed = []
 
     def fill(self, copy: StagedCopy) -> None:
         """Have a copy of all bytes that are staged."""
         staged = copy.staged
         if copy.size < staged.length:
-            more = self._log.take(staged.length - copy.size)
+            more = self._log.take_pieces(staged.length - copy.size)
             copy.is_lost = more is None
             if more is None:
                 return
@@ -68,6 +68,6 @@ class StagedCopies:
             if low < high:
                 position = offset + low - base
                 for part in copy.staged.parts(low, high):
-                    self._log.put(position, part)
+                    self._log.write_bytes(position, part)
                     position += len(part)
             base += size

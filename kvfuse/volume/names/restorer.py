@@ -97,7 +97,7 @@ def find_left(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
         if kept.content != volume_id:
             raise ValueError("it is another volume's")
         left = KeptChanges(found)
-        for frame in found.frames():
+        for frame in found.read_frames():
             left.add(decode_frame(frame))
     except (ValueError, msgspec.DecodeError) as error:
         is_missed = not found.is_stored
@@ -239,7 +239,7 @@ class Restorer:
         taken = self._slots[ino]
         for index, chunk in self.left.chunks.get(ino, {}).items():
             if chunk.staged_length > 0:
-                data = self.left.kept.read(chunk.pieces, chunk.staged_length)
+                data = self.left.kept.read_pieces(chunk.pieces, chunk.staged_length)
                 slots = self.core.slabs.allocate(len(data), self.left.nodes[ino].namespace)
                 taken += slots
                 self._staged[ino, index] = data, slots

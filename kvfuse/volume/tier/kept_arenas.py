@@ -76,7 +76,7 @@ def check_volume(keeper: Keeper, identity: bytes) -> bool:
 def find_left(keeper: Keeper, placement: Placement) -> list[KeptArena]:
     """All of them, those used last first. What is none of this version is dropped. Event loop only."""
     found = []
-    for name in keeper.names(ARENA_PREFIX):
+    for name in keeper.list_names(ARENA_PREFIX):
         kept = keeper.take(name)
         if kept is None:
             continue

@@ -213,7 +213,7 @@ class Residents:
                 self._valid_until = min(until, self._lease_until or until)
             indexes = self._all()
             if self.alive is not None and indexes:
-                self.alive.note(self._valid_until)
+                self.alive.note_expiry(self._valid_until)
             for index in indexes:
                 index.extend_to(self._valid_until)
 
@@ -246,7 +246,7 @@ class Residents:
             buckets *= 2
         bits = self._filter_bits.get(readers.directory, FILTER_BITS_MIN)
         if self.alive is not None:
-            self.alive.note(self._valid_until)
+            self.alive.note_expiry(self._valid_until)
         index = BlockIndex(readers, buckets, bits, self._valid_until, self._supply)
         while not index.show_first(rows) and buckets < BUCKETS_MAX:
             buckets *= 2

@@ -27,7 +27,7 @@ class KeptFile(msgspec.Struct):
 
 def find_ring_files(keeper: Keeper, handover: Handover) -> None:
     """Have the handover know them. Before the volume is opened."""
-    for name in keeper.names(PREFIX):
+    for name in keeper.list_names(PREFIX):
         parts = name.split("/")
         if len(parts) != 4 or parts[2] != "file" or (kept := keeper.take(name)) is None:
             continue

@@ -113,7 +113,7 @@ async def test_the_next_daemon_is_the_same_client(
             await quiet(volume, other)
             await check_files(range(6), volume, other)
             assert {host.space().files - host.space().files_free for host in (volume, other)} == {9}
-        assert not keeper.names(KEPT)
+        assert not keeper.list_names(KEPT)
     await check_disk(shared)
 
 
@@ -292,7 +292,7 @@ async def test_a_volume_is_left_before_its_slabs_have_rested(
         held = witness.view.held_by(1)
         async with joined(shared, OPTIONS, 1, Chaos(rng), keeper) as volume:
             await fill(volume, range(3, 4))
-        assert not keeper.names(KEPT)
+        assert not keeper.list_names(KEPT)
         assert set(witness.view.held_by(1)) == set(held)
         left = trio.current_time()
         await until(lambda: bool(witness.departed))

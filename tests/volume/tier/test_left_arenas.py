@@ -189,15 +189,15 @@ def test_a_smaller_tier_adopts_what_was_used_last(keeper: MemoryKeeper) -> None:
     tier = tier_of(keeper, MIB)
     assert {ino // 10 for ino in tier.left} == {2, 3}
     assert tier.statistics().used_bytes == MIB
-    assert len(keeper.names(ARENA_PREFIX)) == 2
+    assert len(keeper.list_names(ARENA_PREFIX)) == 2
     assert not tier_of(keeper, 0).left
-    assert keeper.names(ARENA_PREFIX) == []
+    assert keeper.list_names(ARENA_PREFIX) == []
 
 
 def test_other_people_than_before_get_other_arenas(keeper: MemoryKeeper) -> None:
     keep(tier_of(keeper), 1)
     assert not tier_of(keeper, regime=b"others may use it").left
-    assert keeper.names(ARENA_PREFIX) == []
+    assert keeper.list_names(ARENA_PREFIX) == []
 
 
 def test_a_retired_directory_leaves_nothing(keeper: MemoryKeeper) -> None:
@@ -210,7 +210,7 @@ def test_a_retired_directory_leaves_nothing(keeper: MemoryKeeper) -> None:
     assert set(tier_of(after_kill(keeper)).left) == {2}
     del held
     settle(tier)
-    assert len(keeper.names(ARENA_PREFIX)) == 1
+    assert len(keeper.list_names(ARENA_PREFIX)) == 1
 
 
 def test_an_arena_that_other_readers_got_is_not_found_by_its_former_ones(keeper: MemoryKeeper) -> None:
@@ -335,7 +335,7 @@ def test_an_arena_without_pins_goes_when_all_clients_were_heard(keeper: MemoryKe
     assert not tier.read_classes()
     settle(tier)
     assert tier.statistics().used_bytes == 0
-    assert keeper.names(ARENA_PREFIX) == []
+    assert keeper.list_names(ARENA_PREFIX) == []
 
 
 def test_an_arena_is_kept_until_its_memory_was_taken_back(
@@ -353,19 +353,19 @@ def test_an_arena_is_kept_until_its_memory_was_taken_back(
     tier.settle()
     assert tier.statistics().used_bytes == 128 * KIB
     copy = after_kill(keeper)
-    assert len(copy.names(ARENA_PREFIX)) == 1
+    assert len(copy.list_names(ARENA_PREFIX)) == 1
     after = tier_of(copy)
     assert after.statistics().used_bytes == 0
-    assert copy.names(ARENA_PREFIX) == []
+    assert copy.list_names(ARENA_PREFIX) == []
     settle(tier)
-    assert keeper.names(ARENA_PREFIX) == []
+    assert keeper.list_names(ARENA_PREFIX) == []
     let_go(copy)
 
 
 @pytest.mark.parametrize("damage", ["content", "size", "rows", "two descriptors"])
 def test_what_is_none_of_this_version_is_dropped(keeper: MemoryKeeper, damage: str) -> None:
     keep(tier_of(keeper), 1)
-    (name,) = keeper.names(ARENA_PREFIX)
+    (name,) = keeper.list_names(ARENA_PREFIX)
     kept = keeper.take(name)
     assert kept is not None
     memory, readable, rows = kept.descriptors
@@ -382,7 +382,7 @@ def test_what_is_none_of_this_version_is_dropped(keeper: MemoryKeeper, damage: s
         os.close(descriptor)
     tier = tier_of(keeper)
     assert not tier.left
-    assert keeper.names(ARENA_PREFIX) == []
+    assert keeper.list_names(ARENA_PREFIX) == []
     keep(tier, 2)
 
 

@@ -141,7 +141,7 @@ async def test_blocks_that_are_stored_compressed(
 
 def tear(keeper: MemoryKeeper, offset: int) -> None:
     """Change bytes in the only arena."""
-    (name,) = keeper.names(ARENA_PREFIX)
+    (name,) = keeper.list_names(ARENA_PREFIX)
     found = keeper.take(name)
     assert found is not None
     os.pwrite(found.descriptors[0], b"torn", offset)
