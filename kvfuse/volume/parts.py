@@ -127,7 +127,7 @@ class Parts:
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
         refusals = Refusals(pending, merger.merge, refresher.renew, chunks.reap_unstored, chunks.revive)
         terms = Terms(refusals) if member is None else SharedTerms(pending, refusals).terms
-        self.journal = Journal(pending, terms, flusher, options.publish.window, self._is_coming)
+        self.journal = Journal(pending, terms, flusher, options.publish.window, self._is_caller_coming)
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
         """both where others have the volume open, too"""
@@ -152,7 +152,7 @@ class Parts:
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
         self.life = Lifetime()
 
-    def _is_coming(self) -> bool:
+    def _is_caller_coming(self) -> bool:
         """Somebody is on the way who may wait for a commit then: where others write the store, it pays to wait."""
         records = self.core.records
         return isinstance(records, SharedRecords) and (self.journal.flusher.has_callers or records.is_asked)
@@ -220,9 +220,9 @@ class Parts:
         Started when slabs and numbers are there to be given. EngineError before, if the store does not answer.
         """
         self.blocks.start()
-        await self.life.run(self._start, task_status)
+        await self.life.run(self._start_tasks, task_status)
 
-    async def _start(self, nursery: trio.Nursery) -> None:
+    async def _start_tasks(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(failing.vital_task, self.journal.flusher.run)
         nursery.start_soon(failing.service, "slots elsewhere", self.journal.flusher.elsewhere.run)
         nursery.start_soon(failing.vital_task, self.journal.flusher.headers.run)
@@ -233,7 +233,7 @@ class Parts:
         if self.coherence is None or self.leases is None:
             nursery.start_soon(failing.service, "access times", self.mapper.access.run)
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
-            nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find)
+            nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find_all)
             nursery.start_soon(failing.service, "rewriting", self.rewriter.run)
         else:
             nursery.start_soon(failing.vital_task, self.coherence.run)

@@ -24,7 +24,7 @@ class RestoredFiles:
         self.ring_files, self.movers = handover.ring_files, handover.movers
 
     async def load(self, ino: int) -> None:
-        node = await self._lookups.node(ino)
+        node = await self._lookups.find_node(ino)
         if not node.nlink and node.handles and self._coherence is not None:
             self._coherence.hold(node)
 

@@ -19,7 +19,7 @@ from kvfuse.volume.disk.disk_tier import DiskTier, opened_tier
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.unstored import Unstored
-from kvfuse.volume.names.restorer import FAILED, LogLost, Restorer, find_left
+from kvfuse.volume.names.restorer import FAILED, LogLost, Restorer, find_kept_changes
 from kvfuse.volume.names.restorer import NAME as UNSTORED
 from kvfuse.volume.opening.held_volume import HeldVolume, hold
 from kvfuse.volume.opening.loading import load_core
@@ -101,7 +101,7 @@ class Running:
             parts.core.records.distrust_cache()
         if is_own:
             try:
-                await parts.journal.announce()
+                await parts.journal.announce_numbers()
             except errors.EngineError as error:
                 log.error("nothing can be stored at present, the volume goes on with what is there: %s", error)
                 parts.journal.pending.load.hurry()  # the journal tries it until it succeeds
@@ -119,7 +119,7 @@ class Running:
         if parts.core.nodes.handover.outlives:
             self._nursery.start_soon(failing.service, "open files", self._volume.left_open.load_all)
         if parts.core.tier.residents.alive is not None:
-            self._nursery.start_soon(failing.vital_task, self._live)
+            self._nursery.start_soon(failing.vital_task, self._show_alive)
         if parts.core.tier.capacity:
             self._nursery.start_soon(failing.service, "tier", self._free_touched)
         if (disk := parts.core.disk) is not None:
@@ -135,37 +135,37 @@ class Running:
             missed = await self._restore_left(parts)
         except (errors.EngineError, trio.Cancelled) as error:
             if isinstance(error, errors.Corrupt):
-                self._miss_all(parts)
+                self._note_all_missed(parts)
             raise
         except LogLost as error:
             log.error("what the daemon before this one had not stored is lost: %s", error)
-            self._miss_all(parts)
+            self._note_all_missed(parts)
         except Exception:  # a mistake of ours: the start fails, and the next daemon tries again, once
             if self._keeper.take(FAILED) is None:
                 self._keeper.keep(FAILED)
             else:
-                self._miss_all(parts)
+                self._note_all_missed(parts)
             raise
         else:
-            self._miss(parts, missed)
+            self._note_missed(parts, missed)
         self._keeper.drop(FAILED)
         unstored.begin(self._keeper, UNSTORED, parts.core.superblock.volume_id)
 
     async def _restore_left(self, parts: Parts) -> set[int]:
         """Inodes whose bytes are lost."""
-        left = find_left(self._keeper, parts.core.superblock.volume_id)
+        left = find_kept_changes(self._keeper, parts.core.superblock.volume_id)
         if left is None:
             return set()
         nameless, chunks, staging = parts.names.nameless, parts.reader.chunks, parts.writer.staging
         return await Restorer(parts.core, parts.journal, parts.lookups, nameless, chunks, staging, left).restore()
 
-    def _miss_all(self, parts: Parts) -> None:
+    def _note_all_missed(self, parts: Parts) -> None:
         """Nothing is restored, by a daemon after this one either."""
         before = parts.core.nodes.handover.still_open
-        self._miss(parts, {ino for ino, one in before.items() if one.writers})
+        self._note_missed(parts, {ino for ino, one in before.items() if one.writers})
         self._keeper.drop(UNSTORED)
 
-    def _miss(self, parts: Parts, inos: set[int]) -> None:
+    def _note_missed(self, parts: Parts, inos: set[int]) -> None:
         """Whoever has these open for writing hears that bytes are lost."""
         if inos:
             parts.core.nodes.handover.miss(inos)
@@ -202,7 +202,7 @@ class Running:
         is_stored = False
         try:
             if not parts.life.is_over:
-                await self._finish(parts)
+                await self._store_and_leave(parts)
                 is_stored = True
         finally:
             self._volume.parts.life.stop()
@@ -212,7 +212,7 @@ class Running:
             if parts.core.disk is not None:
                 parts.core.disk.stop()
 
-    async def _live(self) -> None:
+    async def _show_alive(self) -> None:
         """Say to clients that this daemon lives, and to its keeper what there is of its memory; until `finish`."""
         tier = self._volume.parts.core.tier
         with self._living:
@@ -235,16 +235,16 @@ class Running:
                 else:
                     await trio.sleep(TOUCHED_SECONDS)
 
-    async def _finish(self, parts: Parts) -> None:
+    async def _store_and_leave(self, parts: Parts) -> None:
         is_writable = not parts.core.read_only
         if parts.core.nodes.handover.is_left and (self._held.member is None or self._held.member.goes_on):
             if is_writable:
-                await _try_again(self._volume.sync)  # with files that only open handles have
+                await _retry(self._volume.sync)  # with files that only open handles have
             await parts.hand_over()
         elif is_writable:
             await _store_all(parts)
             if self._held.member is None:
-                await _try_again(parts.rewriter.rewrite_all)
+                await _retry(parts.rewriter.rewrite_all)
             await _free_removed(parts)
             await parts.leave()
 
@@ -255,9 +255,9 @@ class Running:
         with self._keeping:
             while self._held.member is not None:
                 await self._held.member.lost.wait()
-                await self._begin_anew()
+                await self._join_again()
 
-    async def _begin_anew(self) -> None:
+    async def _join_again(self) -> None:
         """Forget everything that is not in the store. Calls meanwhile find what was known, and can change nothing."""
         former = self._volume.parts
         await former.abandon()
@@ -285,7 +285,7 @@ class Running:
         except BaseException:
             parts.life.stop()
             raise
-        self._volume.take_on(parts)
+        self._volume.take_parts(parts)
 
 
 def end_indexes(tier: SharedTier) -> None:
@@ -298,10 +298,10 @@ def end_indexes(tier: SharedTier) -> None:
 async def _store_all(parts: Parts) -> None:
     parts.names.nameless.reap_unnamed()
     parts.mapper.access.store_all()
-    await _try_again(parts.journal.sync)
+    await _retry(parts.journal.sync)
 
 
-async def _try_again(store: Callable[[], Awaitable[None]]) -> None:
+async def _retry(store: Callable[[], Awaitable[None]]) -> None:
     for _ in range(FINISH_ATTEMPTS - 1):
         try:
             await store()
@@ -346,7 +346,7 @@ async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
     await nameless.load(node)
     forget_lost(node)
     if nameless.removal.is_large(node):
-        await nameless.removal.take_apart(node)
+        await nameless.removal.free_in_pieces(node)
     else:
         nameless.reap(node)
 

@@ -33,9 +33,9 @@ class Volume:
         self.user_sections: dict[str, Callable[[int], object]] = {}
         self._background = background
         self._opened = time.time()
-        self.take_on(parts)
+        self.take_parts(parts)
 
-    def take_on(self, parts: Parts) -> None:
+    def take_parts(self, parts: Parts) -> None:
         """Go on with the parts of another membership."""
         self.parts = parts
         self.inodes = Inodes(parts)
@@ -59,7 +59,7 @@ class Volume:
         if self.parts.coherence is not None:
             self.parts.coherence.member.stay()
 
-    def tell(self, kernel: KernelCache) -> None:
+    def connect_kernel(self, kernel: KernelCache) -> None:
         """Who is told of what other hosts change."""
         self.parts.core.kernel.connect(kernel)
 
@@ -75,11 +75,11 @@ class Volume:
     def near(self) -> NearApi:
         return self.blocks.promotion
 
-    def connect(self, neighbours: Neighbours | None) -> None:
+    def connect_neighbours(self, neighbours: Neighbours | None) -> None:
         """Who is asked for blocks before the engine."""
         self.parts.core.reads.connect(neighbours)
 
-    def kernel_knows(self, ino: int) -> bool:
+    def is_known_to_kernel(self, ino: int) -> bool:
         """The kernel may have cached something of the inode. From any thread."""
         core = self.parts.core
         return ino == ROOT_INODE or core.places.known(ino) or ino < core.nodes.handover.known_below

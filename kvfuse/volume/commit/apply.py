@@ -47,7 +47,7 @@ class BatchBuilder:
         A node that staged more bytes during the flush is committed as it was flushed, and stays changed.
         """
         pending = self.pending
-        batch = Batch(late=pending.late(flushed))
+        batch = Batch(late=pending.find_late(flushed))
         count = len(pending.dirty) + len(pending.loose.changes) + len(pending.vanishing)
         may_fit = count <= self._limits.commit_operations_max
         draft = self.planner.draft_all(batch.late) if may_fit else None
@@ -56,7 +56,7 @@ class BatchBuilder:
         self._apply(draft, batch)
         pending.load.begin_anew([*[node.uid for node in pending.dirty], *[change.uid for change in pending.names]])
         if len(self.core.givers) > self._givers_max:
-            pending.giving_up()
+            pending.list_givers()
             self._givers_max = GIVERS_MIN + 2 * len(self.core.givers)
         return batch
 
@@ -79,7 +79,7 @@ class BatchBuilder:
         for node in draft.gone:
             dead += node.dead
             node.extra, node.dead = {}, []
-        dead += self._take(draft, batch)
+        dead += self._take_changes(draft, batch)
         batch.draft, batch.files = draft, draft.files
         batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
         batch.unborn, self.core.unborn = self.core.unborn, []
@@ -111,7 +111,7 @@ class BatchBuilder:
         freed = [*[extent.slot for extent in batch.freed], *batch.vanished]
         batch.uses = changes_of(fresh, freed, files)
 
-    def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
+    def _take_changes(self, draft: Draft, batch: Batch) -> list[Extent]:
         """Remove the draft's changes from ``pending``. Returns extents of no inode that it frees."""
         pending = self.pending
         for node in draft.gone:
@@ -136,10 +136,10 @@ class BatchBuilder:
         for directory in draft.times:
             del pending.times[directory]
         del self.core.dead[: len(draft.dead)]
-        batch.late.update(self._attributed(pending.loose.changes))
+        batch.late.update(self._find_attributed(pending.loose.changes))
         return draft.dead
 
-    def _attributed(self, keys: Iterable[bytes]) -> list[Node]:
+    def _find_attributed(self, keys: Iterable[bytes]) -> list[Node]:
         """Inodes that have attributes among these records."""
         inos = {schema.key_inode(key) for key in keys if key.startswith(schema.XATTR_PREFIX)}
         return [node for node in map(self.core.nodes.get, inos) if node is not None]
@@ -168,7 +168,7 @@ class BatchBuilder:
 
         A recalled commit may have left other changed bitmaps: these are put while there is room.
         """
-        wanted, others_max = (draft.slabs, draft.slab_room(self._limits)) if draft else (set(), None)
+        wanted, others_max = (draft.slabs, draft.count_slab_room(self._limits)) if draft else (set(), None)
         batch.puts.update(self.core.inodes.take())
         batch.puts.update(self.core.generations.take())
         for state in self.core.slabs.take_dirty(wanted, others_max):
@@ -264,13 +264,13 @@ class Settling:
                 except EngineError:
                     batch.is_unsure = True
                     raise
-                self._retire(self.core.slabs.reclaim, batch.freed, batch)
-                self._retire(self.core.slabs.cancel, batch.unborn, batch)
+                self._retire_slots(self.core.slabs.reclaim, batch.freed, batch)
+                self._retire_slots(self.core.slabs.cancel, batch.unborn, batch)
                 reclaim: Give = self.core.slabs.reclaim
                 self.core.reads.retire(self.core.grace.later(reclaim) if batch.is_unsure else reclaim, batch.vanished)
             self.batch = None
 
-    def _retire(self, give: Give, extents: list[Extent], batch: Batch) -> None:
+    def _retire_slots(self, give: Give, extents: list[Extent], batch: Batch) -> None:
         """Hand slots to ``give`` for reuse: a grace later if another host may read them, or a write may still arrive.
 
         A host that joined just now, and is not known here yet, detects reuse by the checksums.
@@ -282,7 +282,7 @@ class Settling:
         self.core.reads.retire(give, at_once)
         self.core.reads.retire(self.core.grace.later(give), resting)
 
-    async def freed(self) -> None:
+    async def await_freed(self) -> None:
         """Return when the slots of the commit that returned last are free."""
         async with self._freeing:
             pass

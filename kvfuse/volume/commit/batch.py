@@ -96,7 +96,7 @@ class Draft:
         byte_count = self.byte_count + other.byte_count + both * SLAB_RECORD_SIZE + uses * USE_RECORD_SIZE
         return operations <= limits.commit_operations_max and byte_count + RESERVED_BYTES <= limits.commit_bytes_max
 
-    def slab_room(self, limits: RecordLimits) -> int:
+    def count_slab_room(self, limits: RecordLimits) -> int:
         """How many records of other slabs fit beside this draft."""
         uses = len(self.namespaces)
         operations = limits.commit_operations_max - SPARE_OPERATIONS - self.operation_count - len(self.slabs) - uses
@@ -175,7 +175,7 @@ class Batch(WriteSet):
     too_large: bool = False
     """it is one unit that is larger than a commit may be: it is sent in several"""
 
-    def parts(self, limits: RecordLimits) -> Iterator[WriteSet]:
+    def split(self, limits: RecordLimits) -> Iterator[WriteSet]:
         """Split it into several commits: slab records first, then puts, deletes, and f records of others' slots.
 
         In a shared volume this happens only if many inodes with many chunk records each belong together: the freed
@@ -216,7 +216,7 @@ class Unit:
     serial: int = 0
     """serial number of its oldest change"""
 
-    def members(self) -> set[Node]:
+    def list_members(self) -> set[Node]:
         """All inodes that its changes concern."""
         named = {node for change in self.names for node in (change.node, change.moved) if node is not None}
         return {*self.nodes, *self.gone, *named}

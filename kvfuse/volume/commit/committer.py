@@ -99,7 +99,7 @@ class _Group:
             fits = True  # alone: `transact` checked its size
         else:
             fits = count + RESERVED_OPERATIONS <= self._limits.commit_operations_max
-            fits = fits and self._size() + transaction.byte_count <= self._limits.commit_bytes_max
+            fits = fits and self._count_bytes() + transaction.byte_count <= self._limits.commit_bytes_max
         touched = written | transaction.expect.keys()
         counts = self._counts_key
         if (
@@ -124,7 +124,7 @@ class _Group:
         self.members.append(waiting)
         return True
 
-    def _size(self) -> int:
+    def _count_bytes(self) -> int:
         if self.batch is not None and self._bytes == RESERVED_BYTES:
             self._bytes += Transaction(self.batch.expect, self.batch.puts, self.batch.deletes).byte_count
             self._bytes += USE_RECORD_SIZE * len(self.batch.uses)
@@ -159,13 +159,13 @@ class Gathering:
             self._complete.set()
             self._complete = trio.Event()
 
-    def served(self, count: int, seconds: float) -> None:
+    def note_served(self, count: int, seconds: float) -> None:
         """Note the duration of a commit, and how many callers it served. Ignored for ``count`` 0."""
         if count:
             self._peers = max(count, (self._peers + count) // 2)
             self.seconds = min(seconds, SECONDS_MAX)
 
-    async def meet(self) -> None:
+    async def await_callers(self) -> None:
         """Return when the next commit should begin."""
         began = trio.current_time()
         patience = self.seconds
@@ -255,7 +255,7 @@ class Committer:
         have happened. ValueError: it is larger than a commit may be.
         """
         try:
-            self._check(transaction)
+            self._check_size(transaction)
         except BaseException:
             transaction.refused()
             raise
@@ -276,7 +276,7 @@ class Committer:
             raise waiting.error
         return waiting.version > 0
 
-    def _check(self, transaction: Transaction) -> None:
+    def _check_size(self, transaction: Transaction) -> None:
         """ValueError where it would not fit with what its commit puts and expects beside it."""
         limits = self.records.limits
         limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
@@ -294,7 +294,7 @@ class Committer:
                 await self._work.wait()
                 self._work = trio.Event()
                 while self._waiting:
-                    await self._meet()
+                    await self._await_partners()
                     async with self.turn:
                         if self._waiting:
                             await self._send_alone()
@@ -307,9 +307,9 @@ class Committer:
             _refuse(waiting, error)
         self._waiting.clear()
 
-    async def _meet(self) -> None:
+    async def _await_partners(self) -> None:
         """Wait for callers that can share the commit, and for the journal's batch, if it is about to be sent."""
-        await self.gathering.meet()
+        await self.gathering.await_callers()
         if self._batch_waiters:
             with trio.move_on_after(self.gathering.seconds):
                 await self._taken.wait()
@@ -347,20 +347,20 @@ class Committer:
                 self._uses.put(group.uses, changes)
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
-                found = {} if version else await self._look(changes.expect)
+                found = {} if version else await self._read_changed(changes.expect)
             except BaseException as error:
-                self._interrupted(group, error)
+                self._note_interrupted(group, error)
                 raise
             if version:
-                self.gathering.served(len(group.members) + waiter_count, trio.current_time() - began)
-                self._applied(group, version)
+                self.gathering.note_served(len(group.members) + waiter_count, trio.current_time() - began)
+                self._apply_group(group, version)
                 return Outcome(version, {})
             if self._sequence is not None and self._sequence.key in found:
                 refusal = EngineError("another daemon commits under this client's number: unmount and mount again")
                 for waiting in group.members:
                     _refuse(waiting, refusal)
                 raise refusal
-            group = self._without_losers(group, found)
+            group = self._drop_losers(group, found)
             if batch is not None and any(key in batch.expect for key in found):
                 self._put_back(group)
                 return Outcome(0, {key: row for key, row in found.items() if key in batch.expect})
@@ -381,7 +381,7 @@ class Committer:
         self._taken = trio.Event()
         return group
 
-    async def _look(self, expect: Mapping[bytes, int]) -> dict[bytes, Versioned | None]:
+    async def _read_changed(self, expect: Mapping[bytes, int]) -> dict[bytes, Versioned | None]:
         """Records of keys that have another version than expected (None: absent); of damaged ones only the version."""
         keys = list(expect)
         rows = await get_marked(self.records, keys)
@@ -389,7 +389,7 @@ class Committer:
             key: row for key, row in zip(keys, rows, strict=True) if (row.version if row else ABSENT) != expect[key]
         }
 
-    def _without_losers(self, group: _Group, found: Mapping[bytes, Versioned | None]) -> _Group:
+    def _drop_losers(self, group: _Group, found: Mapping[bytes, Versioned | None]) -> _Group:
         """The group without transactions whose expected versions had changed. These are finished as refused."""
         rest = _Group(group.batch, self.records.limits, self._sequence)
         for waiting in group.members:
@@ -407,7 +407,7 @@ class Committer:
         if group.members:
             self._work.set()
 
-    def _applied(self, group: _Group, version: int) -> None:
+    def _apply_group(self, group: _Group, version: int) -> None:
         if self._sequence is not None:
             self._sequence.version = version
             if group.batch is not None:
@@ -420,7 +420,7 @@ class Committer:
             waiting.transaction.applied(version)
             _finish(waiting, version)
 
-    def _interrupted(self, group: _Group, error: BaseException) -> None:
+    def _note_interrupted(self, group: _Group, error: BaseException) -> None:
         """Note a commit that may have happened: its callers get the error, and the next commit resolves it first."""
         if self._sequence is not None:
             self._unknown = group
@@ -443,7 +443,7 @@ class Committer:
             version = row.version if row else ABSENT
         self._unknown = None
         if version != sequence.version:
-            self._applied(group, version)
+            self._apply_group(group, version)
             self._came_late()
         else:
             for waiting in group.members:

@@ -85,12 +85,12 @@ class Waiters:
     def force(self, waiters: Iterable[CommitWaiter]) -> None:
         """Have their inodes, and those tied to them, in the next commit even while they are open for writing."""
         nodes = [settler for waiter in waiters for node in waiter.nodes for settler in settlers(node)]
-        for member in self._pending.ties.closure(nodes):
+        for member in self._pending.ties.find_closure(nodes):
             if member.changed:
                 member.forced = True
                 self._pending.reconsider(member)
 
-    def served_by(self, late: Late, left_serial: int | None, early: list[CommitWaiter]) -> list[CommitWaiter]:
+    def find_served(self, late: Late, left_serial: int | None, early: list[CommitWaiter]) -> list[CommitWaiter]:
         """Waiters whose changes are in the new batch. The others get the next commit at once.
 
         ``late``: inodes that are not in it. ``left_serial``: the oldest change for which it had no room.
@@ -182,7 +182,7 @@ class Journal:
         if waiter.error is not None:
             raise waiter.error
 
-    def to_untie(self, nodes: Collection[Node | None]) -> list[Node] | None:
+    def find_tied(self, nodes: Collection[Node | None]) -> list[Node] | None:
         """Inodes to commit before these are renamed or removed, because one of them is tied; None if none is.
 
         All tied inodes, once as many changes depend on each other as one commit may carry.
@@ -203,8 +203,8 @@ class Journal:
         before = accounts.returned(namespace or 0)
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots of dropped bytes are given up when their write ends
-        await self.commit(*self.pending.giving_up())
-        await self.settling.freed()
+        await self.commit(*self.pending.list_givers())
+        await self.settling.await_freed()
         if namespace is None:
             return True
         await reads.passed()
@@ -221,7 +221,7 @@ class Journal:
         """Bytes of slots that were given up and that a later commit will free."""
         batch, core = self.settling.batch, self.core
         given_up = [core.dead, core.unborn, batch.unborn if batch is not None else []]
-        given_up += [node.dead for node in self.pending.giving_up()]
+        given_up += [node.dead for node in self.pending.list_givers()]
         chunks = [chunk for node in core.unnamed.values() for chunk in node.chunks.values()]
         given_up += [chunk.extents for chunk in chunks]
         staged_size = sum([chunk.staged.capacity for chunk in chunks if chunk.staged is not None])
@@ -236,7 +236,7 @@ class Journal:
     async def sync(self) -> None:
         """Return when all changes before the call are durable, also those of open files. EngineError."""
         await self.commit(*self.pending.dirty, *self.pending.aside.nodes, durable=True)
-        await self.settling.freed()
+        await self.settling.await_freed()
 
     def put(self, key: bytes, value: bytes | None) -> None:
         """Put or delete a loose record with the next commit; None deletes it."""
@@ -246,7 +246,7 @@ class Journal:
         """Commit a transaction; False if an expected version had changed. See `Committer.transact`."""
         return await self.committer.transact(transaction)
 
-    async def announce(self) -> None:
+    async def announce_numbers(self) -> None:
         """Announce numbers before the first is given, by a commit of their own: what is pending may need some. It is so
         small that a store on a full disk often has room for it. EngineError: until it succeeds no number is given.
         """
@@ -286,7 +286,7 @@ class Journal:
                     break
                 with trio.move_on_after(window):
                     await load.urgent.wait()
-            await self.committer.gathering.meet()
+            await self.committer.gathering.await_callers()
             load.work, load.urgent = trio.Event(), trio.Event()
             try:
                 await self._commit_batch()
@@ -310,14 +310,14 @@ class Journal:
         began = trio.current_time()
         try:
             if self.core.generations.is_withheld:
-                await self.announce()
+                await self.announce_numbers()
             if self._sent is not None:
                 async with self.committer.turn:
                     await self._send_again(self._sent)
                 await self.settling.free_slots()
             if self.refusals.doubtful:
                 await self.refusals.renew_doubtful()
-            flushed, left = self._next_files()
+            flushed, left = self._choose_files()
             for node in flushed:
                 node.named = False
                 node.flushed_size = node.size
@@ -325,8 +325,8 @@ class Journal:
             async with self.committer.turn:
                 for prepare in self.terms.before_build:
                     await prepare()
-                batch = self._build(set(flushed), left)
-                waiters = self.waiters.served_by(batch.late, batch.left_serial, waiters)
+                batch = self._build_batch(set(flushed), left)
+                waiters = self.waiters.find_served(batch.late, batch.left_serial, waiters)
                 if not await self._send(batch, waiters, began):
                     waiters = []
         except BaseException as error:
@@ -341,7 +341,7 @@ class Journal:
         self.waiters.release(waiters)
         await self.settling.free_slots()
 
-    def _next_files(self) -> tuple[list[Node], int | None]:
+    def _choose_files(self) -> tuple[list[Node], int | None]:
         """(changed inodes whose bytes go with the next commit, serial number of the oldest change that has to wait).
 
         Awaited inodes are first, then the oldest. The commit also takes others that have no staged bytes.
@@ -350,12 +350,12 @@ class Journal:
         ready = [node for node in dirty if node.forced or not node.writers]
         if len(ready) <= FILES_MAX:
             return ready, None
-        awaited = self.pending.ties.closure([node for waiter in self.waiters.waiting for node in waiter.nodes])
+        awaited = self.pending.ties.find_closure([node for waiter in self.waiters.waiting for node in waiter.nodes])
         ready.sort(key=lambda node: node not in awaited)
         left = [dirty[node] for node in ready[FILES_MAX:] if node.staged_count]
         return ready[:FILES_MAX], min(left, default=None)
 
-    def _build(self, flushed: set[Node], left: int | None) -> Batch:
+    def _build_batch(self, flushed: set[Node], left: int | None) -> Batch:
         """``left``: serial number of the oldest change whose bytes were not written."""
         if self.core.unstored is not None:
             self.core.unstored.seal()
@@ -373,7 +373,7 @@ class Journal:
         if batch.version:
             self._sent = None
             self.settling.settle(batch, durable=False)
-            self.refusals.doubt(batch.draft.records)
+            self.refusals.mark_doubtful(batch.draft.records)
         elif await self.terms.recall(batch, {}):
             self._sent = self.settling.batch = None
         else:
@@ -400,7 +400,7 @@ class Journal:
         if durable:
             await self._sync_segments()
         if batch.puts or batch.deletes or durable:
-            for part in batch.parts(self.core.records.limits) if batch.too_large else [batch]:
+            for part in batch.split(self.core.records.limits) if batch.too_large else [batch]:
                 self.counters.commits += 1
                 self.counters.operations += len(part.puts) + len(part.deletes)
                 outcome = await self.committer.send(part, durable=durable, waiter_count=len(waiters), began=began)

@@ -105,7 +105,7 @@ class Ties:
                 del self.others[other]
         return others
 
-    def closure(self, nodes: Iterable[Node]) -> set[Node]:
+    def find_closure(self, nodes: Iterable[Node]) -> set[Node]:
         """These, and all inodes tied to them, directly or not."""
         whole = set(nodes)
         if self.others:

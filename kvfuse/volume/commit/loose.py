@@ -58,7 +58,7 @@ class LooseRecords:
         if not node.flags & schema.FLAG_XATTRS:
             return
         prefix = schema.xattr_prefix(node.ino)
-        node.unstored_attributes = {**self.pending_puts(prefix), **node.unstored_attributes}
+        node.unstored_attributes = {**self.list_pending(prefix), **node.unstored_attributes}
         keys = [key for key in self.changes if key.startswith(prefix)]
         self.withdraw(keys)
         self.forget_seen(keys)
@@ -68,11 +68,11 @@ class LooseRecords:
                 if self._unstored is not None:
                     self._unstored.attribute(key, None)
 
-    def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
+    def list_pending(self, prefix: bytes) -> dict[bytes, bytes | None]:
         """Changes, not stored yet, of keys that begin with ``prefix``; value None: a delete."""
         return {key: value for key, value in {**self.sent, **self.changes}.items() if key.startswith(prefix)}
 
-    def attribute_is(self, key: bytes, row: Versioned | None) -> None:
+    def note_attribute(self, key: bytes, row: Versioned | None) -> None:
         """Note the stored record of an attribute that is about to change here."""
         self.seen[key] = Stored.of(key, row)
 

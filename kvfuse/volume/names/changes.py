@@ -63,7 +63,7 @@ class Names:
         if failure is not None and self.journal.pending.load.is_crowded(uid):
             raise type(failure)(f"too much waits for a commit that fails: {failure}")
 
-    def publish_waits(self, directory: Node, node: Node) -> bool:
+    def is_publish_awaited(self, directory: Node, node: Node) -> bool:
         """`publish` would wait."""
         return self.lookup.is_strict(directory) or self.journal.pending.load.is_crowded(node.uid)
 
@@ -74,13 +74,13 @@ class Names:
     ) -> tuple[Node, Node]:
         """(directory, new inode) of any type; not yet published. The inode is counted as looked up."""
         self._check_crowd(caller.uid)
-        planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make)
+        planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make_node)
         plan = await self.executor.carry_out(
-            [NamePlace(parent, name)], planning, _always if S_ISREG(mode) else plans.never
+            [NamePlace(parent, name)], planning, _fits_always if S_ISREG(mode) else plans.fits_never
         )
         return plan.ends[0].directory, self.lookup.count_lookup(plan.node)
 
-    def _make(self, end: End, new: NewInode) -> Node:
+    def _make_node(self, end: End, new: NewInode) -> Node:
         """Make a node that no table has yet."""
         directory, caller = end.directory, new.caller
         gid = directory.gid if directory.mode & S_ISGID else caller.gid
@@ -103,10 +103,10 @@ class Names:
         """
         self._check_crowd(caller.uid)
         new = NewInode(caller, S_IFREG | S_IMODE(mode))
-        planning = partial(plans.plan_replacement, new=new, make=self._make)
+        planning = partial(plans.plan_replacement, new=new, make=self._make_node)
         return await self.executor.plan_later([NamePlace(parent, name)], planning)
 
-    def goes_first(self, plan: Plan) -> bool:
+    def must_unlink_first(self, plan: Plan) -> bool:
         """The name's file is unlinked first (a miss for a moment), as other hosts may change its other names."""
         return self.executor is not self.memory and plan.unlinked is not None and plan.unlinked.own_record
 
@@ -117,7 +117,7 @@ class Names:
 
     async def link(self, ino: int, parent: int, name: bytes) -> tuple[Node, Node]:
         """(directory, inode): another name for a file; not yet published."""
-        node = await self.lookup.current(ino)
+        node = await self.lookup.find_current(ino)
         self._check_crowd(node.uid)
         planning = partial(plans.plan_link, node=node)
         plan = await self.executor.carry_out([NamePlace(parent, name)], planning, node=node)
@@ -140,14 +140,14 @@ class Names:
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> tuple[Node, Node]:
         """(directory, inode); not yet published. The directory is the stricter one."""
         places = [NamePlace(parent, name, is_entered=flags == RENAME_EXCHANGE), NamePlace(new_parent, new_name)]
-        fits = plans.never if flags else _is_new
+        fits = plans.fits_never if flags else _is_new
         plan = await self.executor.carry_out(places, partial(plans.plan_rename, flags=flags), fits)
         self.core.counters.renames += 1
         old, new = plan.ends[0].directory, plan.ends[1].directory
         return (old if old is not new and self.lookup.is_strict(old) else new), plan.node
 
 
-def _always(end: End) -> bool:
+def _fits_always(end: End) -> bool:
     return True
 
 

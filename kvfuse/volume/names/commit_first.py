@@ -37,7 +37,16 @@ from kvfuse.volume.names.cleared_files import ClearedFiles
 from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
-from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, plan_unlink_cleared, tell_decision
+from kvfuse.volume.names.plans import (
+    End,
+    Fits,
+    NamePlace,
+    Plan,
+    Planning,
+    fits_never,
+    plan_unlink_cleared,
+    tell_decision,
+)
 from kvfuse.volume.names.shared_lookup import SharedLookup, check_name, expected_names_max
 from kvfuse.volume.slots.space import RoomFinder
 from kvfuse.volume.store import schema
@@ -70,7 +79,7 @@ class CommitFirst:
         self.cleared = ClearedFiles(self.core, removal, self.unlink_cleared)
 
     async def carry_out(
-        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
+        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = fits_never, node: Node | None = None
     ) -> Plan:
         """Plan a change and execute it. ``fits``: in relaxed folders the journal may publish it later, see `Fits`."""
 
@@ -79,10 +88,10 @@ class CommitFirst:
                 raise _Unfit
             return planning(*ends)
 
-        if fits is not never and await self._are_relaxed(places):
+        if fits is not fits_never and await self._are_relaxed(places):
             with suppress(_Unfit):
                 return await self.later.carry_out(places, fitting)
-        plan = await self._attempt(places, planning, node)
+        plan = await self._retry_until_committed(places, planning, node)
         if self._changes_paths(plan):
             await outlive_beliefs()
         return plan
@@ -98,12 +107,12 @@ class CommitFirst:
     async def plan_later(self, places: Sequence[NamePlace], planning: Planning) -> Plan:
         """Make a plan, in a relaxed folder, that is valid until the next await; see `ApplyFirst.plan_later`."""
         for place in places:
-            await self._directory(place, is_fresh=False)
+            await self._find_directory(place, is_fresh=False)
         return await self.later.plan_later(places, planning)
 
     async def _are_relaxed(self, places: Sequence[NamePlace]) -> bool:
         for place in {place.parent: place for place in places}.values():
-            if self.lookup.is_strict(await self._directory(place, is_fresh=False)):
+            if self.lookup.is_strict(await self._find_directory(place, is_fresh=False)):
                 return False
         return True
 
@@ -114,11 +123,11 @@ class CommitFirst:
 
     # -- planning ------------------------------------------------------------------------------------
 
-    async def _attempt(self, places: Sequence[NamePlace], planning: Planning, node: Node | None) -> Plan:
+    async def _retry_until_committed(self, places: Sequence[NamePlace], planning: Planning, node: Node | None) -> Plan:
         """Plan a change and commit it, until it is not refused. EngineError after `ATTEMPTS_MAX`."""
         for attempt in range(ATTEMPTS_MAX):
             try:
-                plan, draft = await self._draft(places, planning, node, is_fresh=attempt > 0)
+                plan, draft = await self._draft_plan(places, planning, node, is_fresh=attempt > 0)
             except (errors.EngineError, Moved):
                 raise
             except errors.OperationError:
@@ -132,18 +141,18 @@ class CommitFirst:
             await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
         raise errors.EngineError(f"{places[0].name!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
 
-    async def _draft(
+    async def _draft_plan(
         self, places: Sequence[NamePlace], planning: Planning, node: Node | None, *, is_fresh: bool
     ) -> tuple[Plan, PlanDraft]:
         """Draft a change. ``is_fresh``: read all that it depends on from the store."""
         if is_fresh:
-            await self._hear_clears(places)
+            await self._read_clears(places)
         draft = self._begin_draft()
         if node is not None:
-            await self._settled(node)
+            await self._commit_pending(node)
             if is_fresh:
                 await self.lookup.refresher.renew(node)
-        ends = await self._look_at(places, draft, is_fresh)
+        ends = await self._look_up(places, draft, is_fresh)
         plan = planning(*ends)
         if plan.made is not None and self.core.is_cleared(plan.made):
             draft.is_stale = True  # its number is too small by now
@@ -151,62 +160,62 @@ class CommitFirst:
             return plan, draft
         gone = plan.unlinked or plan.ends[-1].found.cleared
         if gone is not None and (is_fresh or gone.committing):  # what else is changed here of it goes with it
-            await self._settled(gone)
+            await self._commit_pending(gone)
         if plan.means and any(end.found.node is not None for end in ends):
             for directory in dict.fromkeys([end.directory.ino for end in ends]):
-                draft.expect_all(await self.lookup.path_versions(directory, is_fresh))
+                draft.expect_all(await self.lookup.find_path_versions(directory, is_fresh))
         if plan.removed is not None:
-            await self.have_left(plan.removed)  # nothing waits after it: news of a name in it would pass for the mark
+            await self.mark_empty(plan.removed)  # nothing waits after it: news of a name in it would pass for the mark
         draft.add(plan, clock.now())
         return plan, draft
 
-    async def _look_at(self, places: Sequence[NamePlace], draft: PlanDraft, is_fresh: bool) -> list[End]:
+    async def _look_up(self, places: Sequence[NamePlace], draft: PlanDraft, is_fresh: bool) -> list[End]:
         """Look up the places. Expects the directories above the target of a moved directory, so that none moves."""
-        directories = [await self._directory(place, is_fresh) for place in places]
+        directories = [await self._find_directory(place, is_fresh) for place in places]
         ends = []
         for directory, place in zip(directories, places, strict=True):
             check_name(place.name)
-            ends.append(End(directory, place.name, await self._find(place.parent, place.name, is_fresh)))
+            ends.append(End(directory, place.name, await self._find_name(place.parent, place.name, is_fresh)))
         if len(ends) == 1:
             return ends
-        await self._settled(*[end.found.node for end in ends if end.found.node is not None])
+        await self._commit_pending(*[end.found.node for end in ends if end.found.node is not None])
         for number, coming in enumerate(reversed([end.found.node for end in ends])):
             if places[number].is_entered and coming is not None and coming.is_directory:
-                ends[number].above = await self._above(directories[number], draft, is_fresh)
+                ends[number].above = await self._expect_above(directories[number], draft, is_fresh)
         return ends
 
-    async def _above(self, directory: Node, draft: PlanDraft, is_fresh: bool) -> list[Node]:
+    async def _expect_above(self, directory: Node, draft: PlanDraft, is_fresh: bool) -> list[Node]:
         above: list[Node] = []
         most = expected_names_max(self.core.records.limits)
         while directory.ino != ROOT_INODE:
             if len(above) == most:
                 raise errors.TooDeep(f"a directory of a shared volume cannot be moved below {most} others: copy it")
             if is_fresh:
-                await self._settled(directory)
+                await self._commit_pending(directory)
                 await self.lookup.refresher.renew(directory)
-            draft.expect(directory)
+            draft.expect_inode(directory)
             above.append(directory)
-            directory = await self.lookup.node(directory.parent or ROOT_INODE)
+            directory = await self.lookup.find_node(directory.parent or ROOT_INODE)
         return above
 
-    async def renew(self, node: Node) -> None:
+    async def renew_node(self, node: Node) -> None:
         """Bring an inode up to the store, with what was changed of it here. Stale, EngineError."""
-        await self._settled(node)
+        await self._commit_pending(node)
         await self.lookup.refresher.renew(node)
 
-    async def _settled(self, *nodes: Node) -> None:
+    async def _commit_pending(self, *nodes: Node) -> None:
         """Commit pending changes of these inodes, because a transaction is built from their stored records."""
         changed = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.version)]
         if changed:
             await self.journal.commit(*changed)
 
-    async def _directory(self, place: NamePlace, is_fresh: bool) -> Node:
+    async def _find_directory(self, place: NamePlace, is_fresh: bool) -> Node:
         """The directory of a place. NotFound: it was removed, and a name is to be added."""
         ino = place.parent
-        directory = await self.lookup.directory(ino)
+        directory = await self.lookup.find_directory(ino)
         if not place.is_entered:
             return directory
-        await self._settled(directory)
+        await self._commit_pending(directory)
         try:
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {ino} was removed")
@@ -218,14 +227,14 @@ class CommitFirst:
             raise errors.NotFound(f"directory {ino} was removed") from None
         return directory
 
-    async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
+    async def _find_name(self, parent: int, name: bytes, is_fresh: bool) -> Found:
         """The stored inode of a name, from memory unless ``is_fresh``. Commits a pending change of the name first."""
         while True:
             change = self.core.dentries.get(parent, name).change
             if change is not None:
                 await self.journal.commit(*[node for node in (change.node, change.moved) if node is not None])
                 continue
-            found = None if is_fresh else self.lookup.known(parent, name)
+            found = None if is_fresh else self.lookup.find_known(parent, name)
             if found is None and not is_fresh:
                 return Found(None, False, None, self.journal.pending.epoch)
             if found is None or ((found.node or found.cleared) is not None and not found.version):
@@ -236,7 +245,7 @@ class CommitFirst:
     def _begin_draft(self) -> PlanDraft:
         return PlanDraft(self.core.client, self.core.namespaces.cleared.versions)
 
-    async def _hear_clears(self, places: Sequence[NamePlace]) -> None:
+    async def _read_clears(self, places: Sequence[NamePlace]) -> None:
         """Read whether the namespaces of these places were cleared: the watch may not have told yet. EngineError."""
         directories = [self.core.nodes.get(place.parent) for place in places]
         numbers = sorted({directory.namespace for directory in directories if directory is not None})
@@ -248,13 +257,13 @@ class CommitFirst:
     async def unlink_cleared(self, place: NamePlace) -> None:
         """Remove a name from a file that was cleared, if it still has it. EngineError."""
         with suppress(errors.NotFound, errors.Stale, errors.NotADirectory):
-            await self._attempt([place], plan_unlink_cleared, None)
+            await self._retry_until_committed([place], plan_unlink_cleared, None)
 
     # -- directories that go -------------------------------------------------------------------------
 
-    async def have_left(self, directory: Node) -> None:
+    async def mark_empty(self, directory: Node) -> None:
         """Mark an empty directory: it may be removed while it has the mark, which new names clear. NotEmpty."""
-        await self._settled(directory)
+        await self._commit_pending(directory)
         await self._check_empty(directory)
         while True:
             marked = await self._mark(directory, leaving=True)
@@ -269,7 +278,7 @@ class CommitFirst:
         while changes := self.core.dentries.changes_in(directory.ino):
             if any(change.node is not None for change in changes.values()):
                 break
-            await self.journal.commit(*self.journal.pending.changed_in(directory.ino))
+            await self.journal.commit(*self.journal.pending.find_changed_in(directory.ino))
         if directory.namespace in self.core.namespaces.cleared:
             await self.cleared.remove_in(directory.ino)
         if not await self.lookup.is_empty(directory.ino):
@@ -281,11 +290,11 @@ class CommitFirst:
         Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
         """
         draft = self._begin_draft()
-        change = draft.change(directory)
+        change = draft.change_inode(directory)
         flag = schema.FLAG_LEAVING
-        change.set(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)
+        change.set_fields(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)
         marked = [0]
-        await self.journal.transact(draft.transaction(marked.append))
+        await self.journal.transact(draft.make_transaction(marked.append))
         return marked[-1]
 
     # -- committing ----------------------------------------------------------------------------------
@@ -294,7 +303,7 @@ class CommitFirst:
         """Commit the draft. False: it was refused. NoSpace: there is no room for the records. EngineError."""
         made, is_done = plan.made, False
         give_back = await self._reserve_file(made)
-        transaction = replace(draft.transaction(partial(self._applied, plan, draft)), refused=give_back)
+        transaction = replace(draft.make_transaction(partial(self._apply_commit, plan, draft)), refused=give_back)
         size = max(0, transaction.size)
         try:
             while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
@@ -327,7 +336,7 @@ class CommitFirst:
 
         return give_back
 
-    def _applied(self, plan: Plan, draft: PlanDraft, version: int) -> None:
+    def _apply_commit(self, plan: Plan, draft: PlanDraft, version: int) -> None:
         """Apply the stored change to memory."""
         core, made = self.core, plan.made
         if made is not None:
@@ -342,7 +351,7 @@ class CommitFirst:
                 core.readers_change(meant)
             self._apply_name(parent, name, meant, version, is_made=made is not None)
         for node in draft.removed:
-            self._gone(node)
+            self._note_removed(node)
         if core.caches:
             self.later.tell_caches(plan)
 
@@ -354,7 +363,7 @@ class CommitFirst:
         core.dentries.note(parent, name, node.ino if node is not None else 0, version)
         if node is not None:
             core.places.set(node.ino, parent, name)
-            self.lookup.paths.moved(node, parent, name)
+            self.lookup.paths.note_moved(node, parent, name)
             if node.is_directory and not is_made:  # its times stand apart from its record
                 node.ctime = clock.now()
                 self.journal.pending.touch_times(node)
@@ -362,7 +371,7 @@ class CommitFirst:
         if directory is not None:
             self.later.touch_entries(directory)
 
-    def _gone(self, node: Node) -> None:
+    def _note_removed(self, node: Node) -> None:
         """Note that the store has removed the last name of an inode."""
         self.core.file_count -= 1
         if node.is_file and node.namespace:
@@ -380,4 +389,4 @@ class CommitFirst:
             if not self.core.places.known(node.ino):  # or somebody here may be in it
                 self.core.nodes.drop(node)
         else:
-            self.journal.refusals.removed(node)
+            self.journal.refusals.note_removed(node)

@@ -39,7 +39,7 @@ def end_access(core: Core, node: Node | None) -> None:
         core.readers_change(node)
 
 
-def closed(mode: int) -> int:
+def close_mode(mode: int) -> int:
     """The mode of a folder that gets a token: it lets in the owner alone."""
     return mode & ~0o077
 
@@ -63,10 +63,10 @@ class Folders:
 
     def path_of(self, number: int) -> bytes:
         """The path of a namespace's folder from the root on; "#NUMBER" while that is not known."""
-        nodes = self.hold(number)
+        nodes = self.hold_path(number)
         return b"/" + b"/".join([node.name for node in reversed(nodes)]) if nodes is not None else b"#%d" % number
 
-    def hold(self, number: int) -> list[Node] | None:
+    def hold_path(self, number: int) -> list[Node] | None:
         """The folder and those above it, which stay in memory from here on; None while they are not known."""
         nodes: list[Node] = []
         ino = number or ROOT_INODE
@@ -82,28 +82,28 @@ class Folders:
             self._held = {number: nodes for number, nodes in self._held.items() if number in there}
         return nodes
 
-    def count_of(self, uid: int) -> int:
+    def count_owned_by(self, uid: int) -> int:
         """How many namespaces a user has, by the owners of their folders."""
         held = [nodes for number, nodes in self._held.items() if number in self.core.namespaces.all]
         return sum([bool(nodes) and nodes[0].uid == uid for nodes in held])
 
-    async def find(self) -> None:
+    async def find_all(self) -> None:
         """Find the folders of all namespaces, once, after the volume was opened."""
-        nodes = await self._nodes_of(set(self.core.namespaces.all) - {ROOT})
+        nodes = await self._load_nodes(set(self.core.namespaces.all) - {ROOT})
         self._held.update({node.ino: [node] for node in nodes})
         level = nodes
         while level:
             await self._find_names([node for node in level if not node.name])
-            level = await self._nodes_of({node.parent for node in level} - {ROOT_INODE})
+            level = await self._load_nodes({node.parent for node in level} - {ROOT_INODE})
             nodes += level  # held until their paths are known
         for number in list(self._held):
-            self.hold(number)
+            self.hold_path(number)
 
-    async def _nodes_of(self, inos: set[int]) -> list[Node]:
+    async def _load_nodes(self, inos: set[int]) -> list[Node]:
         nodes = []
         for ino in sorted(inos):
             try:
-                nodes.append(await self.lookups.node(ino))
+                nodes.append(await self.lookups.find_node(ino))
             except errors.OperationError as error:
                 log.warning("the folder of a namespace is not found: %s", error)
         return nodes

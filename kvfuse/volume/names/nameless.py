@@ -31,11 +31,11 @@ class Nameless(ABC):
         self.removal = Removal(self.core, self.journal, self.chunks, self.reap)
 
     @abstractmethod
-    def knows_all(self, node: Node) -> bool:
+    def has_all_records(self, node: Node) -> bool:
         """Every record that goes with the inode is in memory."""
 
     @abstractmethod
-    def removed(self, node: Node, heir: Node | None = None) -> None:
+    def note_removed(self, node: Node, heir: Node | None = None) -> None:
         """After an inode lost its last name: free everything, or make an orphan record while the file is open.
 
         ``heir``: the file that took the name. The commit that gives it the name also frees the former file.
@@ -69,7 +69,7 @@ class Nameless(ABC):
 
     def needs_loading(self, node: Node) -> bool:
         """The inode is about to lose its last name, and not all its records are known yet."""
-        return not self.knows_all(node) and node.nlink == (2 if node.is_directory else 1)
+        return not self.has_all_records(node) and node.nlink == (2 if node.is_directory else 1)
 
     async def load(self, node: Node) -> None:
         """Read all chunks and attribute names that are removed with the inode. EngineError."""
@@ -83,10 +83,10 @@ class Nameless(ABC):
 class OwnNameless(Nameless):
     """Frees inodes of a volume of one host."""
 
-    def knows_all(self, node: Node) -> bool:
+    def has_all_records(self, node: Node) -> bool:
         return node.complete or not node.flags & (schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS)
 
-    def removed(self, node: Node, heir: Node | None = None) -> None:
+    def note_removed(self, node: Node, heir: Node | None = None) -> None:
         self.core.file_count -= 1
         if node.unstored is not None:
             node.unstored.node(node)
@@ -145,14 +145,14 @@ class OwnNameless(Nameless):
             self.journal.pending.loose.withdraw(node.extra)
             node.dead, node.extra = [], {}
         else:
-            self.journal.pending.left(node)
+            self.journal.pending.add_gone(node)
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
         self.core.nodes.note_saved(node)
         if node.unstored is not None:
             node.unstored.node(node)
         if self.removal.is_large(node):
-            self.removal.begin(node)
+            self.removal.begin_freeing(node)
             return
         self.core.unnamed.pop(node.ino, None)
         node.reaped = True
@@ -183,10 +183,10 @@ class SharedNameless(Nameless):
             nursery.start_soon(self.removal.run)
             nursery.start_soon(self.orphans.run)
 
-    def knows_all(self, node: Node) -> bool:
+    def has_all_records(self, node: Node) -> bool:
         return True
 
-    def removed(self, node: Node, heir: Node | None = None) -> None:
+    def note_removed(self, node: Node, heir: Node | None = None) -> None:
         """After a file with one name lost it: if it is stored, the change of the name puts its orphan record.
 
         No file has an heir. Handles can still read it.

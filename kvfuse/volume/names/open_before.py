@@ -42,7 +42,7 @@ async def find_open_before(
         if ino not in handover.still_open:  # it was closed meanwhile
             return None
         if orphan is None:
-            if core.client and not before.is_new and await _search(core, ino):
+            if core.client and not before.is_new and await _search_names(core, ino):
                 continue
             return None
         record = schema.decode_inode(orphan.value)
@@ -52,7 +52,7 @@ async def find_open_before(
     return None
 
 
-async def _search(core: Core, ino: int) -> bool:
+async def _search_names(core: Core, ino: int) -> bool:
     """The inode has a place that was not known before. EngineError."""
     handover = core.nodes.handover
     places = list(handover.still_open[ino].places)

@@ -22,9 +22,9 @@ class Opened:
 
     lookups: Lookup
 
-    async def find(self, ino: int) -> Node:
+    async def find_file(self, ino: int) -> Node:
         """The node of a file that is to be opened, with all that another host has synced before. Stale, EngineError."""
-        return await self.lookups.current(ino)
+        return await self.lookups.find_current(ino)
 
     async def publish(self, directory: int) -> None:
         """Return when other hosts see what is stored of the files of a directory, at their next open."""
@@ -36,18 +36,18 @@ class SharedOpened(Opened):
 
     lookups: SharedLookup
 
-    async def find(self, ino: int) -> Node:
+    async def find_file(self, ino: int) -> Node:
         try:
-            return await self._current(ino)
+            return await self._find_current(ino)
         except Moved:
             raise
         except errors.Stale:
-            if (removed := await self._removed(ino)) is None:
+            if (removed := await self._find_removed(ino)) is None:
                 raise
             check_uncleared(self.lookups.core, removed)
             return removed
 
-    async def _removed(self, ino: int) -> Node | None:
+    async def _find_removed(self, ino: int) -> Node | None:
         """A file that lost its name after the kernel had asked for that in the same call: as if it was open before.
 
         The kernel walks a path twice at most, and others may replace a file between both steps each time. It asks in
@@ -56,8 +56,8 @@ class SharedOpened(Opened):
         parent, name = self.lookups.core.places.get(ino) or (0, b"")
         if not name:
             return None
-        if not (self.lookups.asks(parent) or self.lookups.paths.is_contested(parent, name)):
-            self.lookups.paths.lose(PathStep(parent, name, ino))
+        if not (self.lookups.must_ask(parent) or self.lookups.paths.is_contested(parent, name)):
+            self.lookups.paths.lose_name(PathStep(parent, name, ino))
             return None
         (row,) = await self.lookups.core.records.get([schema.orphan_key(ino)])
         if row is None or self.lookups.core.nodes.get(ino) is not None:
@@ -67,19 +67,19 @@ class SharedOpened(Opened):
         node.nlink, node.version, node.base = 0, row.version, record
         return self.lookups.core.nodes.add(node)
 
-    async def _current(self, ino: int) -> Node:
-        node = await self.lookups.current(ino)
+    async def _find_current(self, ino: int) -> Node:
+        node = await self.lookups.find_current(ino)
         if self._is_watched_alone(node) and not await self.lookups.synced.is_sure() and self._is_watched_alone(node):
             try:
                 await self.lookups.refresher.renew(node)
             except errors.Stale:
                 if node.handles:
                     return node  # a descriptor goes with the inode, whatever its names are
-                self.lookups.paths.lose(PathStep(node.parent, node.name, ino))
+                self.lookups.paths.lose_name(PathStep(node.parent, node.name, ino))
                 raise Moved(f"{node.name!r} in directory {node.parent} is not inode {ino} any more") from None
             except errors.EngineError as error:
                 log.info("inode %d is opened as it is known here: %s", ino, error)
-            node = await self.lookups.node(ino)
+            node = await self.lookups.find_node(ino)
         await self.lookups.refresher.news.told_of(ino)
         return node
 
@@ -92,7 +92,7 @@ class SharedOpened(Opened):
         """The watch alone says what others do with the file, and nothing is changed here."""
         change = self.lookups.core.dentries.get(node.parent, node.name).change
         return (
-            not self.lookups.asks(node.parent)
+            not self.lookups.must_ask(node.parent)
             and node.version > 0
             and node.nlink > 0
             and change is None
@@ -100,6 +100,6 @@ class SharedOpened(Opened):
         )
 
 
-def opened_by(lookups: Lookup) -> Opened:
+def make_opened(lookups: Lookup) -> Opened:
     """Those of one membership."""
     return SharedOpened(lookups) if isinstance(lookups, SharedLookup) else Opened(lookups)

@@ -97,12 +97,12 @@ class Shelf:
     core: Core
     refresher: Refresher
 
-    def pays(self, directory: int) -> bool:
+    def is_worth_reading(self, directory: int) -> bool:
         """Reading a page of the directory is likely to answer a lookup in it, and later ones."""
         stored = self.core.dentries.stored_in(directory)
         return not stored.complete and len(stored.hashes) < SHELVED_MAX
 
-    def keep(self, directory: int, rows: list[Record], changed: set[bytes]) -> None:
+    def keep_records(self, directory: int, rows: list[Record], changed: set[bytes]) -> None:
         """Keep the records of a page. ``changed``: names that changed while it was read.
 
         The watch may not have told of some of these names yet.
@@ -113,7 +113,7 @@ class Shelf:
             if name not in changed:
                 self.core.dentries.shelve(directory, name, Versioned(row.value, row.version))
 
-    def take(self, directory: int, name: bytes) -> Node | None:
+    def take_record(self, directory: int, name: bytes) -> Node | None:
         """The inode of a name from a kept record; None: the store has to be asked."""
         dentry = self.core.dentries.get(directory, name)
         row, version = dentry.record, dentry.version

@@ -103,7 +103,7 @@ class Paths:
             return False
         return trio.current_time() < max(self._all_sure_until, self._sure_until.get(directory.ino, -math.inf))
 
-    def caught_up(self, asked_at: float) -> None:
+    def note_caught_up(self, asked_at: float) -> None:
         """Note that the watch has reported all changes of other hosts from before ``asked_at``."""
         self._all_sure_until = asked_at + BELIEF_SECONDS
 
@@ -118,7 +118,7 @@ class Paths:
         else:
             self._doubtful[node.ino] = PathStep(parent, name, node.ino)
 
-    def moved(self, node: Node, parent: int, name: bytes) -> None:
+    def note_moved(self, node: Node, parent: int, name: bytes) -> None:
         """The kernel itself renamed the inode."""
         if node.ino in self._directories:
             self._directories[node.ino] = (parent, name)
@@ -133,33 +133,33 @@ class Paths:
 
     # -- what is to be checked -----------------------------------------------------------------------
 
-    def doubt(self, ino: int) -> PathStep | None:
+    def find_doubt(self, ino: int) -> PathStep | None:
         """The unchecked name by which the kernel reached an inode that is not a directory; None for none."""
         return self._doubtful.get(ino)
 
-    def settle(self, doubt: PathStep) -> None:
+    def settle_doubt(self, doubt: PathStep) -> None:
         """Note that the name was checked. A later unchecked lookup of it needs its own check."""
         if self._doubtful.get(doubt.ino) is doubt:
             del self._doubtful[doubt.ino]
 
-    def above(self, directory: int) -> list[PathStep]:
+    def list_above(self, directory: int) -> list[PathStep]:
         """The names that lead to a directory, its own first, as far up as they are known."""
         links: list[PathStep] = []
         while directory != ROOT_INODE and len(links) < DEPTH_MAX:
-            parent, name = self._place(directory)
+            parent, name = self._find_place(directory)
             if not name:
                 break
             links.append(PathStep(parent, name, directory))
             directory = parent
         return links
 
-    def _place(self, ino: int) -> Place:
+    def _find_place(self, ino: int) -> Place:
         place = self._directories.get(ino)
         if place is None and (node := self._core.nodes.get(ino)) is not None:
             place = (node.parent, node.name)
         return place or self._core.places.get(ino) or NOWHERE
 
-    def expected(self, links: Sequence[PathStep]) -> dict[bytes, int] | None:
+    def find_versions(self, links: Sequence[PathStep]) -> dict[bytes, int] | None:
         """Key -> version of the records that say so; None where one of them is not known."""
         versions: dict[bytes, int] = {}
         for link in links:
@@ -181,30 +181,30 @@ class Paths:
         ``remembered``: the name that was looked for below them, where the kernel has it in its cache. Whatever error
         ends the look by which it makes sure of that, it only forgets the name and looks again: that must end so, too.
         """
-        wrong = [link for link in links if not self._holds(link, rows[link.key])]
+        wrong = [link for link in links if not self._is_current(link, rows[link.key])]
         if wrong and remembered is not None and self._warned != remembered:
             self._warned = remembered
         elif wrong:
             self._warned = None
             for link in wrong:
-                self.lose(link)
+                self.lose_name(link)
         if wrong:
             raise Moved(f"{wrong[-1].name!r} in directory {wrong[-1].parent} is not inode {wrong[-1].ino} any more")
         for link in links:
             if link.ino in self._directories:
                 self._sure_until[link.ino] = asked_at + BELIEF_SECONDS
 
-    def lose(self, link: PathStep) -> None:
+    def lose_name(self, link: PathStep) -> None:
         """Forget a name that has another inode."""
         self._core.dentries.forget(link.parent, link.name)
         if len(self._contested) >= CONTESTED_MAX:
             self._contested.clear()
         self._contested[link.parent, link.name] = trio.current_time() + CONTESTED_SECONDS
         doubt = self._doubtful.pop(link.ino, None)
-        if doubt is None and self._place(link.ino) == (link.parent, link.name):
+        if doubt is None and self._find_place(link.ino) == (link.parent, link.name):
             self._directories[link.ino] = NOWHERE
 
-    def _holds(self, link: PathStep, row: Versioned | None) -> bool:
+    def _is_current(self, link: PathStep, row: Versioned | None) -> bool:
         if row is None:
             return False
         entry = schema.decode_entry(row.value)

@@ -78,7 +78,7 @@ Fits = Callable[..., bool]
 """decides from the ends whether a relaxed folder of a shared volume may publish the change later"""
 
 
-def never(*ends: End) -> bool:
+def fits_never(*ends: End) -> bool:
     return False
 
 
@@ -123,13 +123,13 @@ def plan_link(end: End, node: Node) -> Plan:
     if node.nlink >= LINK_MAX:
         raise errors.TooManyLinks(f"inode {node.ino} has {LINK_MAX} names, it may not have more")
     if node.namespace != end.directory.namespace:
-        raise _crossing(end.name)
+        raise _make_crossing(end.name)
     return Plan((end,), (node,), node, linked=node, weight=metadata_budget.new_name(end.name, node))
 
 
 def plan_unlink(end: End) -> Plan:
     """Plan the removal of a file's name. NotFound, IsADirectory."""
-    node = _existing(end)
+    node = _get_existing(end)
     if node.is_directory:
         raise errors.IsADirectory(f"{end.name!r} is a directory")
     return Plan((end,), (None,), node, unlinked=node)
@@ -145,7 +145,7 @@ def plan_unlink_cleared(end: End) -> Plan:
 
 def plan_rmdir(end: End) -> Plan:
     """Plan the removal of a directory. NotFound, NotADirectory."""
-    node = _existing(end)
+    node = _get_existing(end)
     if not node.is_directory:
         raise errors.NotADirectory(f"{end.name!r} is not a directory")
     return Plan((end,), (None,), node, removed=node, counts=[(end.directory, -1)])
@@ -155,15 +155,15 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
     """Plan a rename, which replaces the inode of the new name or exchanges both; errors as in renameat2(2)."""
     if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
         raise errors.InvalidArgument(f"rename flags {flags:#x} are not supported")
-    node = _existing(source)
+    node = _get_existing(source)
     is_exchange = flags == RENAME_EXCHANGE
-    other = _existing(target) if is_exchange else target.found.node
+    other = _get_existing(target) if is_exchange else target.found.node
     if target.directory.nlink == 0:
         raise errors.NotFound(f"directory {target.directory.ino} was removed")
     if other is not None and flags == RENAME_NOREPLACE:
         raise errors.Exists(f"{target.name!r} exists")
     if source.directory.namespace != target.directory.namespace:
-        raise _crossing(target.name)
+        raise _make_crossing(target.name)
     plan = Plan((source, target), (), node)
     if other is node:
         return plan
@@ -190,11 +190,11 @@ def _directory_counts(plan: Plan) -> list[tuple[Node, int]]:
     return [(directory, more) for directory, more in counts.items() if more]
 
 
-def _crossing(name: bytes) -> errors.CrossesNamespaces:
+def _make_crossing(name: bytes) -> errors.CrossesNamespaces:
     return errors.CrossesNamespaces(f"{name!r} would be in another namespace: copy it there")
 
 
-def _existing(end: End) -> Node:
+def _get_existing(end: End) -> Node:
     node = end.found.node
     if node is None:
         raise errors.NotFound(f"{end.name!r} does not exist in directory {end.directory.ino}")

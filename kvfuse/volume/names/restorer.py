@@ -64,7 +64,7 @@ class KeptChanges:
     times: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     attributes: dict[bytes, bytes | None] = field(default_factory=dict)
 
-    def add(self, frame: Frame) -> None:
+    def add_frame(self, frame: Frame) -> None:
         for ino in frame.no_nodes:
             self.nodes.pop(ino, None)
             self.chunks.pop(ino, None)
@@ -84,7 +84,7 @@ class KeptChanges:
         self.attributes.update(frame.attributes)
 
 
-def find_left(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
+def find_kept_changes(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
     """What the daemon before this one left of this volume; None for nothing. LogLost: it cannot be read."""
     kept = keeper.take(NAME)
     if kept is None:
@@ -98,7 +98,7 @@ def find_left(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
             raise ValueError("it is another volume's")
         left = KeptChanges(found)
         for frame in found.frames():
-            left.add(decode_frame(frame))
+            left.add_frame(decode_frame(frame))
     except (ValueError, msgspec.DecodeError) as error:
         is_missed = not found.is_stored
         found.close()
@@ -148,12 +148,15 @@ class Restorer:
     async def restore(self) -> set[int]:
         """Have all pending. Returns inodes whose bytes are lost. EngineError: the store cannot be read."""
         left = self.left
-        await self._read()
+        await self._read_stored()
         self._lost = {
             ino for ino, chunks in left.chunks.items() if any(one.staged_length == LOST for one in chunks.values())
         }
         wanted = [ino for ino in left.nodes if ino not in self._lost and self._is_wanted(ino)]
-        for take in (self._claim, self._allocate):  # what is claimed is not to be allocated for something else
+        for take in (
+            self._claim_slots,
+            self._allocate_slots,
+        ):  # what is claimed is not to be allocated for something else
             for ino in wanted:
                 if ino not in self._lost:
                     try:
@@ -179,7 +182,7 @@ class Restorer:
 
     # -- what the store has --------------------------------------------------------------------------
 
-    async def _get(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+    async def _get_records(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
         wanted, found = list(dict.fromkeys(keys)), {}
         for start in range(0, len(wanted), KEYS_AT_ONCE):
             some = wanted[start : start + KEYS_AT_ONCE]
@@ -187,14 +190,14 @@ class Restorer:
             found.update({key: row.value for key, row in zip(some, rows, strict=True) if row is not None})
         return found
 
-    async def _read(self) -> None:
+    async def _read_stored(self) -> None:
         """Everything that the log's names and inodes are in the store."""
         left = self.left
         places = dict.fromkeys([*left.names, *[(one.parent, one.name) for one in left.nodes.values() if one.name]])
         keys = [schema.entry_key(*place) for place in places]
         keys += [schema.inode_key(ino) for ino in left.nodes]
         keys += [schema.orphan_key(ino) for ino, one in left.nodes.items() if not one.nlink]
-        rows = await self._get(keys)
+        rows = await self._get_records(keys)
         references: set[int] = set()
         for place in places:
             value = rows.get(schema.entry_key(*place))
@@ -206,13 +209,13 @@ class Restorer:
                 references.add(entry)
             if place in left.names:
                 self._meant[place] = entry
-        rows |= await self._get([schema.inode_key(ino) for ino in references - left.nodes.keys()])
+        rows |= await self._get_records([schema.inode_key(ino) for ino in references - left.nodes.keys()])
         for key, value in rows.items():
             if key[:1] in (b"i", b"o"):
                 ino = schema.key_inode(key)
                 self._stored[ino] = _Stored(schema.decode_inode(value), None, key[:1] == b"o")
         far = [(ino, index) for ino, chunks in left.chunks.items() for index in chunks]
-        values = await self._get(
+        values = await self._get_records(
             [schema.chunk_key(*one) for one in far if one[1] >= schema.INLINE_CHUNKS and one[0] in self._stored]
         )
         for ino, index in far:
@@ -222,7 +225,7 @@ class Restorer:
             elif (value := values.get(schema.chunk_key(ino, index))) is not None:
                 self._extents[ino, index] = schema.decode_chunk(value)
 
-    def _claim(self, ino: int) -> None:
+    def _claim_slots(self, ino: int) -> None:
         """Have the slots that no record names. ValueError: they are not free."""
         claimed = self._slots.setdefault(ino, [])
         for index, chunk in self.left.chunks.get(ino, {}).items():
@@ -234,7 +237,7 @@ class Restorer:
                 self.core.slabs.claim(slot)
                 claimed.append(slot)
 
-    def _allocate(self, ino: int) -> None:
+    def _allocate_slots(self, ino: int) -> None:
         """Have bytes that no slot has, and slots for them. NoSpace; ValueError: the log lacks them."""
         taken = self._slots[ino]
         for index, chunk in self.left.chunks.get(ino, {}).items():
@@ -262,7 +265,7 @@ class Restorer:
         if stored is None:
             node = Node(ino, state.mode, state.uid, state.gid, state.chunk_size)
         else:
-            node = self._as_stored(stored)
+            node = self._make_stored(stored)
         self.core.nodes.add(node)
         if ino not in self._lost:
             node.size, node.far_blocks = state.size, state.far_blocks
@@ -281,7 +284,7 @@ class Restorer:
             self.journal.pending.touch(node)
         return node
 
-    def _as_stored(self, stored: _Stored) -> Node:
+    def _make_stored(self, stored: _Stored) -> Node:
         record = stored.record
         node = self.chunks.restore_chunks(Node.from_record(record), record)
         node.own_record = stored.place is None and not stored.is_orphan
@@ -333,15 +336,15 @@ class Restorer:
 
     async def _restore_names(self, nodes: dict[int, Node]) -> None:
         meant = set(self.left.names.values())
-        for place, ino in self._names():
+        for place, ino in self._list_names():
             was = self._meant[place]
-            node = await self._node(ino, nodes) if ino else None
+            node = await self._find_node(ino, nodes) if ino else None
             if ino and node is None:
                 log.error("the new name %r in directory %d is lost: inode %d is not there", place[1], place[0], ino)
                 continue
             moved = None
             if was and was != ino:
-                moved = await self._node(was, nodes)
+                moved = await self._find_node(was, nodes)
                 state = self.left.nodes.get(was)
                 if not state.nlink if state is not None else was not in meant:
                     self._removed[was] = ino
@@ -350,9 +353,9 @@ class Restorer:
             stored = bool(was)
             self.journal.pending.set_name(*place, node, stored, moved if node is None else None)
         for was, ino in self._removed.items():
-            await self._remove(was, nodes.get(ino))
+            await self._remove_inode(was, nodes.get(ino))
 
-    def _names(self) -> Iterator[tuple[Place, int]]:
+    def _list_names(self) -> Iterator[tuple[Place, int]]:
         """Names and what they are to mean, without those of what is lost."""
         for place, ino in self.left.names.items():
             if not (ino in self._lost and ino not in self._stored):
@@ -360,21 +363,21 @@ class Restorer:
             elif (was := self._meant[place]) and (state := self.left.nodes.get(was)) is not None and state.nlink:
                 yield place, 0  # it went elsewhere before
 
-    async def _node(self, ino: int, nodes: dict[int, Node]) -> Node | None:
+    async def _find_node(self, ino: int, nodes: dict[int, Node]) -> Node | None:
         """An inode, which may not have changed itself."""
         node = nodes.get(ino) or self.core.nodes.get(ino)
         if node is None and (stored := self._stored.get(ino)) is not None and not stored.is_orphan:
-            node = self.core.nodes.add(self._as_stored(stored))
+            node = self.core.nodes.add(self._make_stored(stored))
         return node
 
-    async def _remove(self, ino: int, heir: Node | None) -> None:
+    async def _remove_inode(self, ino: int, heir: Node | None) -> None:
         """An inode that the store has under a name has none any more."""
         node = self.core.nodes.get(ino)
         if node is None:
             return
         await self.nameless.load(node)
         node.nlink = 0
-        self.nameless.removed(node, heir if heir is not node else None)
+        self.nameless.note_removed(node, heir if heir is not node else None)
 
     # -- the rest ------------------------------------------------------------------------------------
 
@@ -383,7 +386,7 @@ class Restorer:
             if ino in self._removed:
                 continue
             try:
-                directory = await self.lookup.directory(ino)
+                directory = await self.lookup.find_directory(ino)
             except (errors.Stale, errors.NotADirectory):
                 continue
             if directory.nlink:

@@ -47,7 +47,7 @@ class Rewriter:
     staging: Staging
     space: RoomFinder
 
-    async def rewrite(self, node: Node) -> None:
+    async def rewrite_file(self, node: Node) -> None:
         """Have the bytes of a file that are in doubt staged again: the next commit of it has them.
 
         EngineError, NoSpace: they are not.
@@ -79,7 +79,7 @@ class Rewriter:
             if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
                 continue
             try:
-                self._stage(node, index, chunk, buffer)
+                self._stage_copy(node, index, chunk, buffer)
             except errors.NoSpace as error:
                 wait = await self.space.wait_for_room(wait, error.namespace)
                 if wait is None:
@@ -94,7 +94,7 @@ class Rewriter:
             extent.verified = 0
         await self.reader.read_chunk(node, index, chunk, 0, buffer)
 
-    def _stage(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
+    def _stage_copy(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
         """NoSpace."""
         is_sealed = all(extent.checksums for extent in chunk.extents)
         node.changing(index)
@@ -126,14 +126,14 @@ class Rewriter:
             return
         doubted, inodes = doubt.all, 0
         await self._rewrite_headers()
-        async for parent, name in self._doubtful_names():
-            node = (await self.lookup.find(parent, name)).node
+        async for parent, name in self._find_doubtful_names():
+            node = (await self.lookup.find_name(parent, name)).node
             if node is not None and node.namespace not in self.core.caches:
-                await self.rewrite(node)
+                await self.rewrite_file(node)
                 inodes += 1
         for node in list(self.core.nodes):
             if node.nlink and node.namespace not in self.core.caches:
-                await self.rewrite(node)
+                await self.rewrite_file(node)
         await self.journal.sync()
         if doubt.settled(doubted, are_kept=bool(self.core.caches)):
             self.core.health.worked(SYNC)
@@ -146,7 +146,7 @@ class Rewriter:
         self.core.made_segments -= made
         await self.core.make_segments(made)
 
-    async def _doubtful_names(self) -> AsyncIterator[tuple[int, bytes]]:
+    async def _find_doubtful_names(self) -> AsyncIterator[tuple[int, bytes]]:
         """(directory, name) of files that may have bytes in doubt, as the store has them."""
         references: dict[int, tuple[int, bytes]] = {}
         async for rows, _ in ScanPages(self.core.records, b"d"):

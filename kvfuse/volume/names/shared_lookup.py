@@ -21,7 +21,7 @@ from kvfuse.volume.api import NAME_MAX
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.lookup import Found, Lookup, but_cleared, check_uncleared
+from kvfuse.volume.names.lookup import Found, Lookup, check_uncleared, hide_cleared
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
 from kvfuse.volume.names.path_beliefs import Paths, PathStep
 from kvfuse.volume.names.synced import Synced
@@ -65,11 +65,11 @@ class SharedLookup(Lookup):
 
     def __post_init__(self) -> None:
         self.paths, self.shelf = Paths(self.core), Shelf(self.core, self.refresher)
-        self.learning = Learning(self.core, self.journal, LEARN_ROWS_MAX, self.shelf.keep)
+        self.learning = Learning(self.core, self.journal, LEARN_ROWS_MAX, self.shelf.keep_records)
         self.is_watched = False
         """the watch reports changes of other hosts to it"""
 
-    def asks(self, parent: int) -> bool:
+    def must_ask(self, parent: int) -> bool:
         directory = self.core.nodes.get(parent)
         return directory is None or not self.is_watched or self.is_strict(directory)
 
@@ -79,21 +79,21 @@ class SharedLookup(Lookup):
         check_name(name)
         asked_at = trio.current_time()
         with suppress(errors.EngineError):  # what is known is told all the same
-            directory = await self.directory(parent)  # which says whether to ask
+            directory = await self.find_directory(parent)  # which says whether to ask
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {parent} was removed")
-        found, asks = self.known(parent, name), self.asks(parent)
+        found, asks = self.find_known(parent, name), self.must_ask(parent)
         if found is not None and not found.change and not asks and not await self.synced.is_sure():
             found = await self.find_shared(parent, name, is_fresh=True)
-        is_believed = asks and found is not None and not found.change and self._believes(parent, name, found)
+        is_believed = asks and found is not None and not found.change and self._is_believed(parent, name, found)
         if found is None or (asks and not found.change and not is_believed):
-            above = self.paths.above(parent) if asks else ()
+            above = self.paths.list_above(parent) if asks else ()
             found = await self.find_shared(parent, name, is_fresh=asks, above=above)
         if found.node is not None:
             self.paths.note_found(found.node, parent, name, asked_at=None if is_believed else asked_at)
         return found
 
-    def _believes(self, parent: int, name: bytes, found: Found) -> bool:
+    def _is_believed(self, parent: int, name: bytes, found: Found) -> bool:
         """A name in a strict folder is told as it is known here: who acts upon it checks it.
 
         Of other hosts' files the kernel would only ask one question more for each open. A file that is open here cannot
@@ -107,24 +107,24 @@ class SharedLookup(Lookup):
         return not node.handles and self.records.made(found.version)
 
     def is_doubtful(self, ino: int) -> bool:
-        return self.paths.doubt(ino) is not None
+        return self.paths.find_doubt(ino) is not None
 
-    async def current(self, ino: int) -> Node:
-        doubt = self.paths.doubt(ino)
+    async def find_current(self, ino: int) -> Node:
+        doubt = self.paths.find_doubt(ino)
         if doubt is not None:
-            await self._check(doubt)
-        node = await self.node(ino)
+            await self._check_doubt(doubt)
+        node = await self.find_node(ino)
         if self.core.namespaces.cleared:
             check_uncleared(self.core, node)
         return node
 
-    async def _check(self, doubt: PathStep) -> None:
+    async def _check_doubt(self, doubt: PathStep) -> None:
         """Bring a file up to what the store says, if it says something. NotCaughtUp; Moved, where the name does not
         mean the file any more.
         """
-        links = [doubt, *self.paths.above(doubt.parent)]
+        links = [doubt, *self.paths.list_above(doubt.parent)]
         keys = [link.key for link in links] + [schema.inode_key(doubt.ino), schema.times_key(doubt.ino)]
-        keys += _clear_keys(self.core, doubt.parent)
+        keys += _list_clear_keys(self.core, doubt.parent)
         asked_at = trio.current_time()
         try:
             rows = dict(zip(keys, await self.core.records.get(keys), strict=True))
@@ -132,7 +132,7 @@ class SharedLookup(Lookup):
             raise
         except errors.EngineError:
             return  # what is known is told all the same, and checked the next time
-        _hear_clears(self.core, rows)
+        _note_clears(self.core, rows)
         try:
             self.paths.check(links, rows, asked_at)
         except errors.Stale:
@@ -148,7 +148,7 @@ class SharedLookup(Lookup):
             await self._catch_up(Told(entry, named.version, place, own=False))
         elif own is not None:
             await self._catch_up(Told(schema.decode_inode(own.value), own.version, place, own=True))
-        self.paths.settle(doubt)
+        self.paths.settle_doubt(doubt)
 
     async def _catch_up(self, told: Told) -> Node:
         """Bring an inode up to a record. One that is changed here, too, has both changes when this returns.
@@ -173,14 +173,14 @@ class SharedLookup(Lookup):
                 node = self.refresher.take(told.record, told.version, told.place, own=told.own)
         return node
 
-    async def current_directory(self, ino: int) -> Node:
-        above = self.paths.above(ino)
+    async def find_current_directory(self, ino: int) -> Node:
+        above = self.paths.list_above(ino)
         known = self.core.nodes.get(ino)
         is_removed = known is not None and known.nlink == 0  # no path leads to it, whoever is in it came before
-        if not is_removed and any(self.asks(link.parent) for link in above):
+        if not is_removed and any(self.must_ask(link.parent) for link in above):
             with suppress(errors.EngineError):  # what is known is told all the same
                 await self.check_path(above)
-        return await self.directory(ino)
+        return await self.find_directory(ino)
 
     async def check_path(self, above: Sequence[PathStep]) -> None:
         """Check names that were used unchecked. Moved: one of them has another inode."""
@@ -188,7 +188,7 @@ class SharedLookup(Lookup):
         asked_at = trio.current_time()
         self.paths.check(above, dict(zip(keys, await self.core.records.get(keys), strict=True)), asked_at)
 
-    async def path_versions(self, directory: int, is_fresh: bool) -> dict[bytes, int]:
+    async def find_path_versions(self, directory: int, is_fresh: bool) -> dict[bytes, int]:
         """What a change in a directory expects of the names above: they lead there when it is made. Key -> version.
 
         The kernel may have been told otherwise (Moved). Who only puts a name into a directory need not expect it: the
@@ -197,36 +197,36 @@ class SharedLookup(Lookup):
         Of a long path a commit can expect a part. The names above that one are asked for in this call: whoever moves
         one of them after that has not been answered yet.
         """
-        above = self.paths.above(directory)
+        above = self.paths.list_above(directory)
         most = expected_names_max(self.core.records.limits)
         if len(above) > most:
             await self.check_path(above[most:])
             above = above[:most]
-        if is_fresh or (versions := self.paths.expected(above)) is None:
+        if is_fresh or (versions := self.paths.find_versions(above)) is None:
             await self.check_path(above)
-            versions = self.paths.expected(above)
+            versions = self.paths.find_versions(above)
         return versions or {}
 
     def forget(self, ino: int) -> None:
         self.paths.forget(ino)
 
-    def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
+    def take_record(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         return self.refresher.take(record, version, place, own=own)
 
     # -- finding -------------------------------------------------------------------------------------
 
-    async def find(self, parent: int, name: bytes) -> Found:
+    async def find_name(self, parent: int, name: bytes) -> Found:
         check_name(name)
         with suppress(errors.EngineError):  # what is known is told all the same
-            await self.directory(parent)  # which says whether to ask
-        return await self.find_shared(parent, name, is_fresh=self.asks(parent))
+            await self.find_directory(parent)  # which says whether to ask
+        return await self.find_shared(parent, name, is_fresh=self.must_ask(parent))
 
-    def known(self, parent: int, name: bytes) -> Found | None:
+    def find_known(self, parent: int, name: bytes) -> Found | None:
         """The inode of the name from the table of names; None: it has to be asked."""
-        found = self._in_table(parent, name)
-        return but_cleared(self.core, found) if found is not None and self.core.namespaces.cleared else found
+        found = self._find_in_table(parent, name)
+        return hide_cleared(self.core, found) if found is not None and self.core.namespaces.cleared else found
 
-    def _in_table(self, parent: int, name: bytes) -> Found | None:
+    def _find_in_table(self, parent: int, name: bytes) -> Found | None:
         dentry, epoch = self.core.dentries.find(parent, name), self.journal.pending.epoch
         if dentry is None:
             return None
@@ -249,27 +249,27 @@ class SharedLookup(Lookup):
         """
         may_learn = not is_fresh
         while True:
-            found = self.known(parent, name)
+            found = self.find_known(parent, name)
             if found is not None and (found.change or not is_fresh):
                 return found
-            if not is_fresh and (node := self.shelf.take(parent, name)) is not None:
-                return but_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, node.version))
+            if not is_fresh and (node := self.shelf.take_record(parent, name)) is not None:
+                return hide_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, node.version))
             try:
-                if may_learn and self.shelf.pays(parent):
+                if may_learn and self.shelf.is_worth_reading(parent):
                     may_learn = False
                     await self.learning.read_page(parent)
                     continue
-                asked = await self._ask(parent, name, above)
+                asked = await self._ask_store(parent, name, above)
             except (NotCaughtUp, errors.Corrupt):
                 raise
             except errors.EngineError:
-                if (found := self.known(parent, name)) is None:
+                if (found := self.find_known(parent, name)) is None:
                     raise
                 return found
             if asked is not None:
                 return asked
 
-    async def _ask(self, parent: int, name: bytes, above: Sequence[PathStep]) -> Found | None:
+    async def _ask_store(self, parent: int, name: bytes, above: Sequence[PathStep]) -> Found | None:
         """The inode of a name in the store; None if it was changed here meanwhile, or between two reads.
 
         An inode with a record of its own costs a second question, unless it is known which one it is.
@@ -280,10 +280,10 @@ class SharedLookup(Lookup):
         keys = [key, *[link.key for link in above]]
         if guess:
             keys += [schema.inode_key(guess), schema.times_key(guess)]
-        keys += _clear_keys(self.core, parent) if self.asks(parent) else ()
+        keys += _list_clear_keys(self.core, parent) if self.must_ask(parent) else ()
         asked_at = trio.current_time()
         rows = dict(zip(keys, await self.records.get(keys), strict=True))
-        _hear_clears(self.core, rows)
+        _note_clears(self.core, rows)
         entry = rows[key]
         record = schema.decode_entry(entry.value) if entry is not None else None
         meant = record.ino if isinstance(record, schema.InodeRecord) else record or guess
@@ -295,7 +295,7 @@ class SharedLookup(Lookup):
             return None
         if record is None:
             dentries.forget(parent, name)
-            if not self.asks(parent):  # more is read, so that the next name need not be asked for
+            if not self.must_ask(parent):  # more is read, so that the next name need not be asked for
                 await self.learning.read_page(parent)
             dentry = dentries.get(parent, name)
             is_absent = dentry.change is None and not dentry.ino
@@ -321,16 +321,16 @@ class SharedLookup(Lookup):
             if dentry.change is not None or dentry.ino != node.ino:
                 return None
         version = version if node.own_record else node.version
-        return but_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, version))
+        return hide_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, version))
 
 
-def _clear_keys(core: Core, directory: int) -> list[bytes]:
+def _list_clear_keys(core: Core, directory: int) -> list[bytes]:
     """Of records that say whether what is found in a directory was cleared."""
     node = core.nodes.get(directory)
     return [schema.cleared_key(node.namespace)] if node is not None and node.namespace in core.caches else []
 
 
-def _hear_clears(core: Core, rows: Mapping[bytes, Versioned | None]) -> None:
+def _note_clears(core: Core, rows: Mapping[bytes, Versioned | None]) -> None:
     """Take over what these records say of clears: the watch may not have told yet."""
     for key, row in rows.items():
         if key[:1] == schema.CLEARED_PREFIX and row is not None:

@@ -47,12 +47,12 @@ class Synced:
         self._puts = 0
         """stamps that were put, or failed"""
 
-    def heard(self, change: Change) -> None:
+    def note_change(self, change: Change) -> None:
         """The watch tells of a change: of all commits before it, it has told everything."""
         is_stamp = change.key == schema.COUNTER_SYNCED
         self._heard = max(self._heard, change.version - (not is_stamp))
 
-    def lost_track(self) -> None:
+    def forget_heard(self) -> None:
         """The watch begins anew: what was cached before it is not known to be true."""
         self._heard, self._sure_until = 0, -math.inf
 
@@ -79,10 +79,10 @@ class Synced:
         while self._puts < wanted:
             async with self._putting:
                 if self._puts < wanted:
-                    await self._put()
+                    await self._put_stamp()
         await trio.sleep(WAIT_SECONDS)
 
-    async def _put(self) -> None:
+    async def _put_stamp(self) -> None:
         try:
             await self._core.records.commit({schema.COUNTER_SYNCED: schema.encode_u64(self._core.client)})
         except EngineError as error:  # it is stored all the same, which is what a sync is about

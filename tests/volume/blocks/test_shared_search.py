@@ -107,7 +107,7 @@ async def test_what_an_answer_of_the_store_has_before_the_watch_told_is_not_abse
     chaos = [Chaos(random.Random(rng.random())) for _ in range(2)]
     if page == "of some names":
         monkeypatch.setattr(blocks, "LEARN_ROWS", 1)
-        monkeypatch.setattr(Shelf, "pays", lambda shelf, directory: False)
+        monkeypatch.setattr(Shelf, "is_worth_reading", lambda shelf, directory: False)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         for number in range(8):
             await put(one, b"%d" % number)
