@@ -1,6 +1,6 @@
-"""The operations on a mounted volume: made with the parts of one membership, and replaced with them.
+"""Implements the operations on a mounted volume, by the parts of one membership; the next membership has its own.
 
-One that was under way when the membership ended goes on with the parts that it began with, and so changes nothing.
+An operation in flight when the membership ends continues with its former parts, and so changes nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Inodes:
         return node
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
-        node = await _check_writable(self._core, self._lookups).find_current(ino)
+        node = await _check_change(self._core, self._lookups).find_current(ino)
         if changes == Changes():
             privileges.heed_word_of_write(node, caller)
         if changes.size is not None:
@@ -89,13 +89,13 @@ class Inodes:
         return node
 
     def _check_closed(self, node: Node, changes: Changes) -> None:
-        """NotPermitted, if everybody would be let into a folder that has a token."""
+        """NotPermitted: the mode would let all users into a folder that has a token."""
         gate = self._core.namespaces.gates.all.get(node.ino)
         if gate is not None and gate.folder == node.ino and changes.mode is not None and changes.mode & 0o007:
             raise errors.NotPermitted("the folder has a token: its mode may let in its owner and group alone")
 
     async def describe(self, ino: int, descriptor: str, *, may_pin: bool) -> str:
-        keeper = _check_writable(self._core, self._parts.xattrs).namespaces.keeper
+        keeper = _check_change(self._core, self._parts.xattrs).namespaces.keeper
         return await keeper.describe(await self._lookups.find_current(ino), descriptor, may_pin=may_pin)
 
     async def gate(self, ino: int) -> Gate | None:
@@ -119,14 +119,14 @@ class Inodes:
         return await self._parts.xattrs.get(ino, name)
 
     async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> None:
-        xattrs = _check_writable(self._core, self._parts.xattrs)
+        xattrs = _check_change(self._core, self._parts.xattrs)
         await self._publish_attributes(await xattrs.set(ino, name, value, caller))
 
     async def list_xattrs(self, ino: int) -> list[bytes]:
         return await self._parts.xattrs.list(ino)
 
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
-        xattrs = _check_writable(self._core, self._parts.xattrs)
+        xattrs = _check_change(self._core, self._parts.xattrs)
         await self._publish_attributes(await xattrs.remove(ino, name, caller))
 
     def measures(self, ino: int) -> Measures:
@@ -176,10 +176,10 @@ class Files:
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         check_content(node)
-        if self._core.namespaces.cleared and self._core.is_cleared(node):  # somebody else has it open
+        if self._core.namespaces.cleared and self._core.is_cleared(node):  # another handle keeps it
             raise errors.Stale(f"inode {ino} was cleared with its namespace")
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
-            _check_writable(self._core, node)
+            _check_change(self._core, node)
         handle = self.make_handle(node, flags, caller)
         if flags & os.O_TRUNC:
             try:
@@ -204,9 +204,9 @@ class Files:
         return handle
 
     async def _find_current(self, handle: FileHandle | Node) -> Node:
-        """The file of a handle. One that was opened under a former lease is opened again.
+        """The file of a handle, opened again if the handle is of a former membership.
 
-        EngineError where bytes were written through it that nobody stored.
+        EngineError: bytes that were written through it were not stored.
         """
         if isinstance(handle, Node):
             check_remembered(handle)
@@ -289,7 +289,7 @@ class Files:
         times.sum += seconds
         measures.written_bytes += written
         if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
-            # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
+            # The kernel would take this for all of the mapped pages that it writes back, and fail a direct write (EIO).
             self._core.namespaces.accounts.check(node.namespace, len(data) - written)
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
@@ -306,7 +306,7 @@ class Files:
         return written
 
     async def _lose_privileges(self, node: Node, caller: Caller) -> None:
-        """Before bytes of the file change, by a door whose writes the kernel does not see."""
+        """Clear setuid, setgid and capabilities before a write that the kernel does not see."""
         lost_bits = privileges.lose_privileges(node, caller)
         if await self._parts.xattrs.drop_capability(node) or lost_bits:
             node.ctime = clock.now()
@@ -320,7 +320,7 @@ class Files:
         node = await self._find_current(handle) if handle.writable else handle.node
         changed = node.changed or node.committing
         if handle.writable and changed and node.nlink and self._lookups.is_strict(await self._inodes.find_folder(node)):
-            if self._core.shared:  # while a commit is under way that others wait for
+            if self._core.shared:  # while a commit of other callers is in flight
                 await self._parts.journal.flusher.write_out(node)
             await self._journal.commit(node)
         if handle.writable:
@@ -355,7 +355,7 @@ class Files:
         self._drop_handle(node)
 
     def _drop_handle(self, node: Node) -> None:
-        """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
+        """Drop a released handle; the last one of an unlinked file frees the file."""
         node.handles -= 1
         if node.handles or (self._coherence is not None and self._coherence.closed(node)) or node.nlink:
             return
@@ -366,7 +366,7 @@ class Files:
             self._background.start_soon(failing.once, "removals", self._load_and_reap, node)
 
     def _reap_file(self, node: Node) -> None:
-        """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
+        """Free an unlinked file whose last handle was closed, once the kernel has forgotten it, too."""
         self._core.unnamed[node.ino] = node
         if not self._core.places.known(node.ino):
             self._nameless.reap(node)
@@ -382,7 +382,7 @@ class Files:
             self._reap_file(node)
 
     async def _seal(self, node: Node) -> None:
-        """The last writer of a file that was changed in place closed it."""
+        """Seal a file that was changed in place, after its last writer closed it."""
         try:
             with trio.CancelScope(shield=True):
                 await self._writer.in_place.seal(node)
@@ -427,7 +427,7 @@ class Tree:
         return not self._lookups.must_ask(directory)
 
     async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[FileHandle, Node]:
-        directory, node = await _check_writable(self._core, self._names).create(
+        directory, node = await _check_change(self._core, self._names).create(
             parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller
         )
         handle = self._files.make_handle(node, flags, caller)
@@ -446,19 +446,19 @@ class Tree:
     async def _make_inode(
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
     ) -> Node:
-        directory, node = await _check_writable(self._core, self._names).create(
+        directory, node = await _check_change(self._core, self._names).create(
             parent, name, mode, caller, rdev=rdev, target=target
         )
         await self._publish(directory, node)
         return node
 
     async def link(self, ino: int, parent: int, name: bytes) -> Node:
-        directory, node = await _check_writable(self._core, self._names).link(ino, parent, name)
+        directory, node = await _check_change(self._core, self._names).link(ino, parent, name)
         await self._publish(directory, node)
         return node
 
     async def _publish(self, directory: Node, node: Node, handle: FileHandle | None = None) -> None:
-        """Publish what the kernel gets a reference to, and perhaps a handle: of an error it gets neither."""
+        """Publish an inode of which the kernel gets a reference, perhaps a handle; after an error it gets neither."""
         try:
             await self._names.publish(directory, node)
         except BaseException:
@@ -468,17 +468,15 @@ class Tree:
             raise
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        directory, node = await _check_writable(self._core, self._names).unlink(parent, name)
+        directory, node = await _check_change(self._core, self._names).unlink(parent, name)
         await self._names.publish(directory, node)
 
     async def remove_directory(self, parent: int, name: bytes) -> None:
-        directory, node = await _check_writable(self._core, self._names).remove_directory(parent, name)
+        directory, node = await _check_change(self._core, self._names).remove_directory(parent, name)
         await self._names.publish(directory, node)
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
-        directory, node = await _check_writable(self._core, self._names).rename(
-            parent, name, new_parent, new_name, flags
-        )
+        directory, node = await _check_change(self._core, self._names).rename(parent, name, new_parent, new_name, flags)
         await self._names.publish(directory, node)
 
     async def open_directory(self, ino: int) -> None:
@@ -490,8 +488,8 @@ class Tree:
         return await Listing(self._lookups, ino).read_entries(after, limit)
 
 
-def _check_writable(core: Core, part: P) -> P:
-    """``part``. ReadOnly where nothing may change."""
+def _check_change(core: Core, part: P) -> P:
+    """``part``. ReadOnly: the mount may change nothing."""
     if core.read_only:
         raise errors.ReadOnly("the volume is mounted read-only")
     return part

@@ -34,20 +34,20 @@ from kvfuse.volume.volume import Volume
 
 FINISH_ATTEMPTS = 3
 FINISH_PAUSE = 1.0
-"""Seconds between two of these: what fails at once may not a moment later."""
+"""Seconds between two of these."""
 FREE_SECONDS = 5.0
-"""At the end, for what was removed and has still to be freed; the next client sees to the rest."""
+"""Time to free removed files at the end; the next client frees the rest."""
 REJOIN_SECONDS = 0.5
 """Pause before the next attempt to join a volume again."""
 
 REAP_PAUSE = 1.0
-"""Seconds between two looks whether the store takes removals again."""
+"""Seconds between two attempts to store removals."""
 
 TOUCHED_SECONDS = 1.0
 TOUCHED_PAUSE = 0.005
-"""Seconds between looks for memory of the tier that only readers have touched, and between parts that go."""
+"""Seconds between scans for memory of the tier that only readers have touched, and between parts that are freed."""
 PINS_SECONDS = 60.0
-"""after which no client of the daemon before this one is waited for, where nobody said that all are known"""
+"""limit of the tier's wait for clients of a former daemon, if not all are known"""
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ async def make_parts(
     keeper: Keeper = NO_KEEPER,
     handover: Handover | None = None,
 ) -> Parts:
-    """The parts of a volume, from its records. ``former``: of the membership before, which has the ``disk`` tier.
+    """Make the parts of a volume, from its records. ``former``: of the last membership, which has the ``disk`` tier.
 
-    ``keeper``, ``handover``: have what a daemon before this one left.
+    ``keeper``, ``handover``: have the state that a former daemon left.
     """
     if handover is not None and former is None:
         find_ring_files(keeper, handover)
@@ -92,7 +92,7 @@ class Running:
         self._scrubber = Scrubber(lambda: volume.parts, options)
 
     async def start(self) -> None:
-        """Begin to commit and to write back, and free what the last daemon could not."""
+        """Begin to commit and to write back, and free files that the last daemon could not free."""
         parts = self._volume.parts
         is_own = self._held.member is None and not parts.core.read_only
         if parts.core.doubt.is_any:
@@ -103,7 +103,7 @@ class Running:
             try:
                 await parts.journal.announce_numbers()
             except errors.EngineError as error:
-                log.error("nothing can be stored at present, the volume goes on with what is there: %s", error)
+                log.error("nothing can be stored at present, the volume serves its stored state: %s", error)
                 parts.journal.pending.load.hurry()  # the journal tries it until it succeeds
         if parts.core.unstored is not None:
             await self._restore(parts, parts.core.unstored)
@@ -130,7 +130,7 @@ class Running:
             self._nursery.start_soon(failing.service, "scrub", self._scrubber.run)
 
     async def _restore(self, parts: Parts, unstored: Unstored) -> None:
-        """What the daemon before this one did not store; from here on the next one finds what this one does not."""
+        """Restore changes that a former daemon did not store. From here on the log has those of this daemon."""
         try:
             missed = await self._restore_left(parts)
         except (errors.EngineError, trio.Cancelled) as error:
@@ -152,7 +152,7 @@ class Running:
         unstored.begin(self._keeper, UNSTORED, parts.core.superblock.volume_id)
 
     async def _restore_left(self, parts: Parts) -> set[int]:
-        """Inodes whose bytes are lost."""
+        """Restore the log's changes. Returns inodes whose bytes are lost."""
         left = find_kept_changes(self._keeper, parts.core.superblock.volume_id)
         if left is None:
             return set()
@@ -160,21 +160,21 @@ class Running:
         return await Restorer(parts.core, parts.journal, parts.lookups, nameless, chunks, staging, left).restore()
 
     def _note_all_missed(self, parts: Parts) -> None:
-        """Nothing is restored, by a daemon after this one either."""
+        """Give up the log, for later daemons, too: all files open for writing may lack bytes."""
         before = parts.core.nodes.handover.still_open
         self._note_missed(parts, {ino for ino, one in before.items() if one.writers})
         self._keeper.drop(UNSTORED)
 
     def _note_missed(self, parts: Parts, inos: set[int]) -> None:
-        """Whoever has these open for writing hears that bytes are lost."""
+        """Have handles that are open for writing report that bytes of these files are lost."""
         if inos:
             parts.core.nodes.handover.miss(inos)
             cut_ring_files(self._keeper, parts.core.nodes.handover)
 
     async def _reap_orphans(self, parts: Parts, *, task_status: trio.TaskStatus[None]) -> None:
-        """Free what files had that were unlinked, but open, when the last daemon ended.
+        """Free files that were unlinked, but open, when the last daemon ended.
 
-        Started when all of it is stored, or when the store refuses it: then it follows when the store takes it.
+        Started when their removal is stored, or when the store refuses it: then it is retried until stored.
         """
         refused = trio.Event()
 
@@ -192,7 +192,7 @@ class Running:
                 task_status.started()
 
     async def finish(self) -> None:
-        """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
+        """Store all changes, also if that fails at first, and end all tasks."""
         self._keeping.cancel()
         self._living.cancel()
         self._looking.cancel()
@@ -213,7 +213,7 @@ class Running:
                 parts.core.disk.stop()
 
     async def _show_alive(self) -> None:
-        """Say to clients that this daemon lives, and to its keeper what there is of its memory; until `finish`."""
+        """Renew the expiry of indexes that clients read, and the keeper's entries of the tier, until `finish`."""
         tier = self._volume.parts.core.tier
         with self._living:
             clients_come_until = trio.current_time() + PINS_SECONDS
@@ -225,7 +225,7 @@ class Running:
                 await trio.sleep(RENEW_SECONDS)
 
     async def _free_touched(self) -> None:
-        """Take back memory of the tier that nobody but its readers needs, until `finish`."""
+        """Free memory of the tier that only its readers have touched, until `finish`."""
         with self._looking:
             while True:
                 tier = self._volume.parts.core.tier
@@ -251,14 +251,14 @@ class Running:
     # -- a lease that was lost -----------------------------------------------------------------------
 
     async def _keep_membership(self) -> None:
-        """Go on as another client whenever the lease was lost; until `finish`."""
+        """Join as another client whenever the lease is lost, until `finish`."""
         with self._keeping:
             while self._held.member is not None:
                 await self._held.member.lost.wait()
                 await self._join_again()
 
     async def _join_again(self) -> None:
-        """Forget everything that is not in the store. Calls meanwhile find what was known, and can change nothing."""
+        """Drop all that is not stored, and join again. Calls meanwhile read the former state, and change nothing."""
         former = self._volume.parts
         await former.abandon()
         log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
@@ -268,7 +268,7 @@ class Running:
                 assert self._held.again is not None
                 self._held = await self._held.again()
                 parts = await make_parts(self._options, self._held, core, handover=core.nodes.handover)
-                core = parts.core  # which has what it took over, also when it does not come to run
+                core = parts.core  # it has the state that it took over, even if it never runs
                 await self._run_again(parts)
             except (errors.EngineError, errors.VolumeError) as error:
                 log.warning("the volume cannot be joined again yet: %s", error)
@@ -289,7 +289,7 @@ class Running:
 
 
 def end_indexes(tier: SharedTier) -> None:
-    """Clients are to ask the next daemon, which so needs not wait until they do."""
+    """End the indexes that clients read, so that the next daemon need not wait for their expiry."""
     tier.residents.end()
     if tier.residents.alive is not None:
         tier.residents.alive.end()
@@ -314,7 +314,7 @@ async def _retry(store: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _free_removed(parts: Parts) -> None:
-    """Leave no removed files behind, where that takes no grace."""
+    """Free removed files, if that takes no grace."""
     if parts.core.is_alone():
         with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
             await parts.space.free_removed_files()
@@ -355,10 +355,10 @@ async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
 async def open_volume(
     options: Options, mountpoint: str = "", keeper: Keeper = NO_KEEPER, handover: Handover | None = None
 ) -> AsyncIterator[Volume]:
-    """The volume that ``options`` name; flushed and closed at the end. One in a folder is held alone.
+    """Open the volume that ``options`` name; flush and close it at the end. One in a folder is held alone.
 
-    VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
-    ``keeper``: what is to outlive this process, and what one before it left. ``handover``: of its open files.
+    VolumeError, VolumeBusy: it cannot be opened. ``mountpoint``: shown to others as that of the holder.
+    ``keeper``: keeps state for the next daemon, and has that of a former one. ``handover``: its open files.
     """
     async with (
         hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held,
@@ -371,7 +371,7 @@ async def open_volume(
 async def run_volume(
     options: Options, held: HeldVolume, keeper: Keeper = NO_KEEPER, handover: Handover | None = None
 ) -> AsyncIterator[Volume]:
-    """A volume over engines that are open and stay the caller's; flushed at the end."""
+    """Run a volume over engines that are open and stay the caller's; flush it at the end."""
     async with opened_tier(options.cache, held.superblock.volume_id) as disk:
         with failing.vital():
             parts = await make_parts(options, held, disk=disk, keeper=keeper, handover=handover)

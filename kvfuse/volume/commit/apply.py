@@ -1,4 +1,4 @@
-"""Effects of a commit on memory: applied when it is built, between two awaits; settled when it is in the store."""
+"""Applies a commit's effects to memory when it is built, between two awaits; settles them when the store has it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIVERS_MIN = 1000
 
 
 class BatchBuilder:
-    """Builds batches of pending changes: `Planner` drafts them, and they are applied to memory here."""
+    """Builds batches of pending changes: `Planner` drafts them, and this class applies them to memory."""
 
     def __init__(self, pending: Pending, terms: Terms) -> None:
         self.pending = pending
@@ -42,7 +42,7 @@ class BatchBuilder:
         """length of ``core.givers`` at which inodes without freed slots are removed from it"""
 
     def build(self, flushed: set[Node]) -> Batch:
-        """A commit of all changes, except for nodes with bytes that no slot has: these wait for the next one.
+        """Build a commit of all changes, except for nodes with bytes that no slot has: these wait for the next one.
 
         A node that staged more bytes during the flush is committed as it was flushed, and stays changed.
         """
@@ -84,7 +84,7 @@ class BatchBuilder:
         batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
         batch.unborn, self.core.unborn = self.core.unborn, []
         if batch.too_large:
-            self.core.dead += dead  # sent in several commits: none may have a slot free already
+            self.core.dead += dead  # sent in several commits: no slot may be free before the last
         else:
             batch.vanished = [slot for _, slots in draft.vanished.values() for slot in slots]
             self.core.slabs.release(batch.vanished)
@@ -96,7 +96,7 @@ class BatchBuilder:
         self._put_slabs(batch, None if batch.too_large else draft)
 
     def _drop_copies(self, disk: DiskTier, dead: list[Extent], batch: Batch) -> None:
-        """The disk tier need not keep what no file has any more. Where the commit fails, it is read again."""
+        """Drop copies in the disk tier of bytes that no file has any more. If the commit fails, they are read again."""
         for extent in (*dead, *batch.unborn):
             disk.drop(extent.addr, extent.length)
         for slot in batch.vanished:

@@ -1,4 +1,4 @@
-"""One commit of pending changes, as data: the draft, the records that are sent, and the effects on memory."""
+"""Describes one commit of pending changes: the draft, the records that are sent, and the effects on memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class FileCounts:
 
     made: Counter[int] = field(default_factory=Counter)
     gone: Counter[int] = field(default_factory=Counter)
-    """that lose their last name, and are stored"""
+    """stored files that lose their last name"""
     given_up: Counter[int] = field(default_factory=Counter)
-    """that lose it, also those that are not stored after all: all of them count until the commit is"""
+    """files that lose it, stored or not: all of them count until the commit is stored"""
 
     def add(self, other: FileCounts) -> None:
         self.made.update(other.made)
@@ -73,12 +73,12 @@ class Draft:
     files: int = 0
     """in a shared volume: new inodes less those that lose their last name"""
     in_namespaces: FileCounts = field(default_factory=FileCounts)
-    """in a shared volume: files of namespaces that come and go"""
+    """in a shared volume: files that namespaces gain and lose"""
     before: dict[bytes, int] = field(default_factory=dict)
     """in a shared volume: weights of stored records that are replaced or deleted; others do not exist"""
     operation_count: int = 0
     byte_count: int = 0
-    """of keys and values; both counts are without slabs, see `measure`"""
+    """size of keys and values; both counts are without slabs, see `measure`"""
 
     def measure(self) -> Draft:
         """Count operations and bytes when the draft is complete. Returns the draft itself."""
@@ -97,7 +97,7 @@ class Draft:
         return operations <= limits.commit_operations_max and byte_count + RESERVED_BYTES <= limits.commit_bytes_max
 
     def count_slab_room(self, limits: RecordLimits) -> int:
-        """How many records of other slabs fit beside this draft."""
+        """Number of records of other slabs that fit beside this draft."""
         uses = len(self.namespaces)
         operations = limits.commit_operations_max - SPARE_OPERATIONS - self.operation_count - len(self.slabs) - uses
         byte_count = limits.commit_bytes_max - RESERVED_BYTES - self.byte_count - len(self.slabs) * SLAB_RECORD_SIZE
@@ -149,7 +149,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class Batch(WriteSet):
-    """One commit, and what is settled in memory when it is stored."""
+    """One commit, and its effects on memory once it is stored."""
 
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""One commit at a time: the journal's batch, and the transactions that fit beside it.
+"""Sends commits to the store, one at a time: the journal's batch, and the transactions that fit beside it.
 
 In a shared volume each commit also puts this client's *sequence* record and expects the version of the last put. So no
 commit of this client happens twice, and one read of that record shows whether an interrupted commit happened.
@@ -23,14 +23,14 @@ from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.store.transaction import Transaction
 
 RESERVED_OPERATIONS = 4
-"""of a commit in a shared volume: member and sequence record are expected, sequence record and count are put"""
+"""the committer's own in a shared volume: it expects member and sequence record, and puts sequence record and count"""
 RESERVED_BYTES = 256
 USE_RECORD_SIZE = 48
 """bytes of the record of a namespace's use, with its key"""
 COMMITS_MAX = 3
 """A commit waits for callers that are on their way for at most so many times the duration of a commit."""
 LOOK_SECONDS = 0.001
-"""between two checks for such callers"""
+"""pause between two checks for such callers"""
 SECONDS_MAX = 0.05
 """Upper bound of the assumed duration of a commit, so that one stall of the store delays no later commits."""
 
@@ -56,9 +56,9 @@ class Outcome(NamedTuple):
     """The result of sending a batch."""
 
     version: int
-    """of its puts; 0: the store refused it whole"""
+    """version of its puts; 0: the store refused it whole"""
     found: Mapping[bytes, Versioned | None]
-    """of a refused batch: the records of expected keys that have another version than expected"""
+    """records of a refused batch's expected keys that have another version than expected"""
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +104,7 @@ class _Group:
         counts = self._counts_key
         if (
             not fits
-            or (counts in written and bool(self.files or self.size))  # they are handed over, as they are stored
+            or (counts in written and bool(self.files or self.size))  # it hands over the stored counts
             or (counts in changes.deletes and bool(transaction.files or transaction.size))
             or not written.isdisjoint(changes.expect)
             or not changes.deletes.isdisjoint(touched)
@@ -142,7 +142,7 @@ class Gathering:
     """
 
     queues: tuple[Sized, ...]
-    """callers that wait for the next commit; `came` must be called for each new one"""
+    """callers that wait for the next commit; `add_caller` must be called for each new one"""
     coming: Callable[[], bool]
     """a caller is on its way that may soon wait for a commit"""
 
@@ -154,7 +154,7 @@ class Gathering:
         self._complete = trio.Event()
 
     def add_caller(self) -> None:
-        """One more caller waits."""
+        """Note that one more caller waits."""
         if sum(map(len, self.queues)) >= self._peers:
             self._complete.set()
             self._complete = trio.Event()
@@ -185,7 +185,7 @@ class Sequence:
     key: bytes
     value: bytes = b""
     counts_key: bytes | None = None
-    """of the record with this client's counts of inodes and bytes; None: there is none"""
+    """key of the record with this client's counts of inodes and bytes; None: it has none"""
     version: int = ABSENT
     counts: Counts = NOTHING
     """what that record says now"""
@@ -193,13 +193,13 @@ class Sequence:
 
 @dataclass
 class UseRecords:
-    """This client's records of what namespaces have. Its committer alone writes them."""
+    """This client's records of the use of namespaces. Its committer alone writes them."""
 
     uses: OwnUses
     client: int
 
     def put(self, more: Mapping[int, Counts], changes: WriteSet) -> None:
-        """In the same commit, so that a crash cannot separate them."""
+        """Put the records into the commit that changes the use, so that a crash cannot separate them."""
         for number, value in self.uses.values(more).items():
             key = schema.use_key(number, self.client)
             changes.puts[key] = value
@@ -235,7 +235,7 @@ class Committer:
         self._uses = uses
         self._came_late = came_late
         self.turn = trio.Lock()
-        """Only its holder commits: what the holder builds is the next commit."""
+        """Only its holder commits: the batch that the holder builds is the next commit."""
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
         self._batch_waiters = batch_waiters
@@ -277,7 +277,7 @@ class Committer:
         return waiting.version > 0
 
     def _check_size(self, transaction: Transaction) -> None:
-        """ValueError where it would not fit with what its commit puts and expects beside it."""
+        """ValueError: it would not fit into a commit, with the committer's own records beside it."""
         limits = self.records.limits
         limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
         operations, size = transaction.operation_count + len(transaction.uses), transaction.byte_count
@@ -328,10 +328,10 @@ class Committer:
     async def send(
         self, batch: WriteSet | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
     ) -> Outcome:
-        """With the turn: commit a batch, and transactions beside it. EngineError: it may have happened; see `resolve`.
+        """Commit a batch, and transactions beside it. EngineError: it may have happened; see `resolve`.
 
-        ``batch``: None commits transactions alone. ``waiter_count``: callers that wait for the batch. ``began``: when
-        the work for this commit began, in trio's time; None: now.
+        The caller has the turn. ``batch``: None commits transactions alone. ``waiter_count``: callers that wait for the
+        batch. ``began``: when the work for this commit began, in trio's time; None: now.
         """
         began = trio.current_time() if began is None else began
         if self._unknown is not None:
@@ -429,9 +429,9 @@ class Committer:
             _finish(waiting, error=shown)
 
     async def resolve(self) -> None:
-        """With the turn: find out whether the last commit happened. EngineError: the store does not say yet.
+        """Find out whether the last commit happened. EngineError: the store does not say yet.
 
-        If it did, sets `WriteSet.version` of its batch, and applies its transactions.
+        If it did, sets `WriteSet.version` of its batch, and applies its transactions. The caller has the turn.
         """
         group, sequence = self._unknown, self._sequence
         if group is None or sequence is None:
@@ -456,6 +456,6 @@ def _finish(waiting: _Waiting, version: int = 0, error: KvfuseError | None = Non
 
 
 def _refuse(waiting: _Waiting, error: KvfuseError | None = None) -> None:
-    """It will never happen."""
+    """End a transaction that will never happen."""
     waiting.transaction.refused()
     _finish(waiting, error=error)

@@ -1,4 +1,4 @@
-"""Conflicts: another host changed the same names or inodes, so the store refused a commit.
+"""Resolves conflicts: another host changed the same names or inodes, so the store refused a commit.
 
 The commit is *recalled* first: everything in it is pending again. Then each key with an unexpected version is resolved:
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from kvfuse.volume.commit.refusals import Refusals
 
 FOLLOW_SECONDS = 2.0
-"""how long to wait for the watch to report the new place of an inode"""
+"""limit of the wait for the watch to report the new place of an inode"""
 LOOK_SECONDS = 0.02
-"""between two looks"""
+"""pause between two reads for it"""
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Conflicts:
     # -- recalling -----------------------------------------------------------------------------------
 
     async def recall(self, batch: Batch, found: Mapping[bytes, Versioned | None]) -> bool:
-        """Undo the effects of a commit that did not happen on memory; later changes stay. True. EngineError.
+        """Undo a commit's effects on memory, as it did not happen; later changes stay. Returns True. EngineError.
 
         ``found``: key with an unexpected version -> its present record. These conflicts are resolved.
         """
@@ -91,7 +91,7 @@ class Conflicts:
         self._make_pending(batch, {key for taken in batch.taken for key in taken.extra})
 
     def _count_out(self, leaves: Node | schema.InodeRecord | None) -> None:
-        """A file that lost its name while it was to be stored: it was not, and so no commit will count it out."""
+        """Count out a file that lost its name before it was stored: no commit will count it out."""
         if isinstance(leaves, Node) and not leaves.version and leaves.is_file and leaves.namespace:
             self.core.namespaces.accounts.add_files(leaves.namespace, -1)
 
@@ -155,7 +155,7 @@ class Conflicts:
     # -- resolving -----------------------------------------------------------------------------------
 
     async def resolve_doubled_names(self) -> None:
-        """Before a commit is built: resolve two inodes changed here that have the same name. EngineError.
+        """Resolve, before a commit is built, two inodes changed here that have the same name. EngineError.
 
         Another host has renamed or removed one of them, and the watch did not report it in time. Both records have the
         same key, so the commit would replace one inode with the other.
@@ -166,8 +166,8 @@ class Conflicts:
                 await self._resolve_entry(key, row)
 
     async def drop_outside_borders(self) -> None:
-        """Before a commit is built: drop files that were to be added here to a directory that another host made a
-        namespace meanwhile, or ended as one. It was empty then: so it is as if it had been removed and made anew.
+        """Drop, before a commit is built, files that were to be added to a directory that another host made a namespace
+        meanwhile, or ended as one. It was empty then: so it is as if it had been removed and made anew.
         """
         for ino in self.core.namespaces.take_moved_borders():
             directory = self.core.nodes.get(ino) or self.core.dentries.folders.get(ino)

@@ -1,16 +1,15 @@
-"""Group commit: one task brings changes in memory to the record store, many at a time.
+"""Commits changes in memory to the record store, many at a time, by one task (group commit).
 
-Every operation changes inodes and names in memory at once, and marks them as changed
-(`pending`). One task commits: changes made while a commit is in flight join the next one. A waiter
-(strict publishing, fsync) makes the next commit start at once; without one it starts when the window since the first
-change has passed, or when the batch is full.
+Every operation changes inodes and names in memory at once, and marks them as changed (`pending`). One task commits:
+changes made while a commit is in flight join the next one. A waiter (strict publishing, fsync) makes the next commit
+start at once; without one it starts when the window since the first change has passed, or when the batch is full.
 
 A batch is built from memory between two awaits, so it is a consistent state (`batch`). Before that, the flusher writes
-the staged bytes of its nodes to their slots, so no record ever refers to bytes that are not stored.
-Commits leave out a node that is open for writing until it is closed, at no cost (`late`): a name
-that was never published is not written to the store, so create, close and rename within one batch become one put.
-A commit that failed may have happened. The journal sends the same batch again, before any newer one, until the
-store accepts it: with one writer a repeated put is harmless, and no batch is stored in part.
+the staged bytes of its nodes to their slots, so no record ever refers to bytes that are not stored. Commits leave out a
+node that is open for writing until it is closed, at no cost (`late`): a name that was never published is not written to
+the store, so create, close and rename within one batch become one put. A commit that failed may have happened. The
+journal sends the same batch again, before any newer one, until the store accepts it: with one writer a repeated put is
+harmless, and no batch is stored in part.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILES_MAX = 400
-"""Files whose bytes go with one commit: it is built without a pause, in some milliseconds for as many."""
+"""Most files whose bytes one commit refers to: building it takes some milliseconds, without an await."""
 BESIDE_READERS = 0.25
-"""Part of the window where callers of other namespaces read: a commit is then built without a long pause."""
+"""Part of the window while callers of other namespaces read: a commit is then built without a long pause for them."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last one repeats."""
 CHUNK_SHARE = 8
@@ -63,7 +62,7 @@ class CommitWaiter:
 
 
 class Waiters:
-    """All callers that wait for a commit of what is pending. The journal owns it."""
+    """All callers that wait for a commit of pending changes. The journal owns it."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
@@ -83,7 +82,7 @@ class Waiters:
         return waiter
 
     def force(self, waiters: Iterable[CommitWaiter]) -> None:
-        """Have their inodes, and those tied to them, in the next commit even while they are open for writing."""
+        """Force their inodes, and those tied to them, into the next commit even while they are open for writing."""
         nodes = [settler for waiter in waiters for node in waiter.nodes for settler in settlers(node)]
         for member in self._pending.ties.find_closure(nodes):
             if member.changed:
@@ -103,8 +102,8 @@ class Waiters:
             if not nodes:
                 is_served = left_serial is None or waiter.serial < left_serial
             elif waiter in early or not any(node.staged_count and node.nlink for node in nodes):
-                # As far as these are not open for writing. One without names is gone from the store only when the one
-                # that took its name is there.
+                # As far as these are not open for writing. The store has lost an inode without names only once it has
+                # the inode that took its name.
                 is_served = not any(is_held(node, late) for node in nodes)
             else:
                 is_served = False
@@ -124,18 +123,18 @@ class Waiters:
             waiter.done.set()
 
     def stop(self) -> None:
-        """There will be no more commits: every waiter gets EngineError."""
+        """End all waits, now and later, with EngineError: nothing is committed any more."""
         self._has_stopped = True
         self.release(list(self.waiting), EngineError("nothing is committed any more"))
 
 
 class Journal:
-    """Commits what is pending, as one task, and lets callers wait for it. One of each membership."""
+    """Commits pending changes, as one task, and lets callers wait for it. One per membership."""
 
     def __init__(
         self, pending: Pending, terms: Terms, flusher: Flusher, window: float, coming: Callable[[], bool]
     ) -> None:
-        """``window``: seconds from the first change to a commit that nobody waits for. ``coming``: see `Gathering`."""
+        """``window``: seconds from the first change to a commit without waiters. ``coming``: see `Gathering`."""
         self.core = core = pending.core
         self.flusher = flusher
         self.window = window
@@ -161,7 +160,7 @@ class Journal:
         self._has_left = False
         """the last commit had no room for all: the next one begins at once"""
         self.failure: EngineError | None = None
-        """of the last commit"""
+        """the last commit's error, if it failed"""
 
     # -- waiting -------------------------------------------------------------------------------------
 
@@ -247,7 +246,7 @@ class Journal:
         return await self.committer.transact(transaction)
 
     async def announce_numbers(self) -> None:
-        """Announce numbers before the first is given, by a commit of their own: what is pending may need some. It is so
+        """Announce numbers before the first is given, by a commit of their own: pending changes may need some. It is so
         small that a store on a full disk often has room for it. EngineError: until it succeeds no number is given.
         """
         ranges = self.core.inodes, self.core.generations
@@ -332,17 +331,17 @@ class Journal:
         except BaseException as error:
             self.counters.commit_failures += 1
             if isinstance(error, EngineTimeout):
-                waiters = list(self.waiters.waiting)  # later ones, too: nobody waits for a second deadline
+                waiters = list(self.waiters.waiting)  # later ones, too: no caller waits for a second deadline
             shown = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
             self.waiters.release(waiters, shown)
             raise
-        self.core.health.worked(COMMIT, WRITE)  # before anybody hears that it did
+        self.core.health.worked(COMMIT, WRITE)  # before any waiter returns
         self.core.doubt.note_commit(has_failed=False)
         self.waiters.release(waiters)
         await self.settling.free_slots()
 
     def _choose_files(self) -> tuple[list[Node], int | None]:
-        """(changed inodes whose bytes go with the next commit, serial number of the oldest change that has to wait).
+        """Choose inodes whose bytes the next commit stores: (these, serial number of the oldest change that waits).
 
         Awaited inodes are first, then the oldest. The commit also takes others that have no staged bytes.
         """
@@ -368,7 +367,7 @@ class Journal:
         return batch
 
     async def _send_again(self, batch: Batch) -> None:
-        """With the committer's turn: resolve a commit that may have happened; send it again if it did not."""
+        """Resolve a commit that may have happened; send it again if it did not. The caller has the committer's turn."""
         await self.committer.resolve()
         if batch.version:
             self._sent = None
@@ -380,7 +379,7 @@ class Journal:
             await self._send(batch)
 
     async def _sync_segments(self) -> None:
-        """EngineError: all bytes since the last sync are in doubt, whoever waits for them."""
+        """Sync the segments. EngineError: all bytes since the last sync are in doubt, whichever waiters they have."""
         try:
             with self.core.doubt.syncing():
                 await self.core.segments.sync()
@@ -392,7 +391,7 @@ class Journal:
             self.core.health.worked(SYNC)
 
     async def _send(self, batch: Batch, waiters: Collection[CommitWaiter] = (), began: float | None = None) -> bool:
-        """With the committer's turn: commit and settle ``_sent``. EngineError: it is kept and sent again.
+        """Commit and settle ``_sent``; the caller has the committer's turn. EngineError: it is kept and sent again.
 
         False: another host changed the same records first. Conflicts were resolved; the next commit has the changes.
         """

@@ -1,4 +1,4 @@
-"""Changed records that are neither an inode's nor a name's: attributes, f records, counts."""
+"""Holds changed records that are neither an inode's nor a name's: attributes, f records, counts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LooseRecords:
     def withdraw_attributes(self, node: Node) -> None:
         """Drop pending attributes of a removed inode; the next commit deletes those that are in flight.
 
-        Its orphan record says whether stored attributes must be removed, and does not cover these. Handles on the
+        Its orphan record says whether stored attributes must be removed, and does not cover these. Handles of the
         file still see them.
         """
         if not node.flags & schema.FLAG_XATTRS:

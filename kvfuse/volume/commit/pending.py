@@ -1,4 +1,4 @@
-"""Changes in memory that are not in the record store yet. Those of names are also in their entries (`Dentries`).
+"""Holds changes in memory that are not in the record store yet. Those of names are also in their entries (`Dentries`).
 
 Every operation changes memory at once and marks its changes here. Nothing in this module waits.
 """
@@ -132,7 +132,7 @@ class Pending:
         self.gone: dict[Node, int] = {}
         """inode without names whose slots or records are to be freed -> serial number of the removal"""
         self.vanishing: dict[bytes, Vanishing] = {}
-        """key of a name's record -> the file that goes with it"""
+        """key of a name's record -> the file that is removed with it"""
         self.vanishing_size = 0
         """bytes of the slots of these"""
         self.times: dict[Node, None] = {}
@@ -163,7 +163,7 @@ class Pending:
         self.load.work.set()
 
     def add_new(self, parent: int, nodes: Sequence[Node]) -> None:
-        """New files of one user in one directory, under names that mean nothing: `touch` and `set_name` of each."""
+        """Add new files of one user to one directory, under unused names: `touch` and `set_name` of each."""
         changes = [NameChange(parent, node.name, node, False, None, False, 0) for node in nodes]
         put_new(self.dentries, parent, changes)
         serial = self.serial
@@ -275,7 +275,7 @@ class Pending:
         return bool(self.gone or self.names or self.vanishing)
 
     def list_givers(self) -> list[Node]:
-        """Changed inodes with slots to free, or files that go with their commit."""
+        """Changed inodes with slots to free, or with files that their commit removes."""
         givers = self.core.givers = {node: None for node in self.core.givers if node.dead or node.lost_files}
         return [
             node
@@ -283,7 +283,7 @@ class Pending:
             if (node.dead or node.lost_files) and (node.changed or node in self.gone)
         ]
 
-    # -- what is not to be stored any more --------------------------------------------------------------
+    # -- dropping changes -------------------------------------------------------------------------------
 
     def forget(self, node: Node) -> None:
         """Drop all pending changes of the inode."""
@@ -319,7 +319,7 @@ class Pending:
         return [node for node in (*self.dirty, *(self.aside.nodes if aside else ())) if not node.own_record]
 
     def distrust_reads(self) -> None:
-        """What was read from the store by now may be stale."""
+        """Note that everything read from the store by now may be stale."""
         self.epoch += 1
 
     def forget_change(self, parent: int, name: bytes) -> None:
@@ -327,7 +327,7 @@ class Pending:
         self.epoch += 1
         self._drop_name(self.dentries.give_up(parent, name))
 
-    # -- what the next commit leaves out -------------------------------------------------------------
+    # -- leaving changes out of the next commit ------------------------------------------------------
 
     def reconsider(self, node: Node) -> None:
         """Make an inode that may be aside, and all that waits for it, candidates of the next commit."""

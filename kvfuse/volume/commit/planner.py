@@ -1,6 +1,6 @@
-"""Drafts of commits: which pending changes they contain, and the records that they put and delete. Changes nothing.
+"""Drafts commits: chooses their pending changes, and the records that they put and delete. Changes nothing.
 
-Commits keep to the limits of the record store: the oldest changes go first, and those without room wait for the
+Commits keep to the limits of the record store: the oldest changes are first, and those without room wait for the
 next one. A *unit* is a set of changes that may not be separated: inodes that took each other's names, a directory and
 names that were added to it or removed, an inode and all its names.
 """
@@ -31,7 +31,7 @@ class Planner:
         self._slab_size = self.core.geometry.slab_size
 
     def draft_all(self, late: Late) -> Draft:
-        """A draft of all changes but those of late inodes."""
+        """Draft all changes but those of late inodes."""
         draft, pending = Draft(), self.pending
         if pending.loose.changes:
             draft.extra = self._list_ready_extra(late)
@@ -70,7 +70,7 @@ class Planner:
             draft.namespaces.add(node.namespace)
         if node.nlink:
             if node.dirty_chunks and node.base is not None:
-                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see the change
+                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this other hosts see the change
             record = draft.records[node] = node.record()
             if node.own_record:
                 draft.puts[schema.inode_key(node.ino)] = schema.encode_inode(record)
@@ -149,7 +149,7 @@ class Planner:
     # -- when there is no room for all ---------------------------------------------------------------
 
     def draft_some(self, batch: Batch) -> Draft:
-        """As many units as fit, the oldest first, and as many loose changes as fit beside them.
+        """Draft as many units as fit, the oldest first, and as many loose changes as fit beside them.
 
         Adds the members of the other units to ``batch.late``.
         """
@@ -198,7 +198,7 @@ class Planner:
         return True
 
     def _split_loose(self, draft: Draft, late: Late) -> Iterator[Draft]:
-        """Loose changes one by one. A slot that another host freed goes together with its f record."""
+        """Yield loose changes one by one. A slot that another host freed stays with its f record."""
         paired = set()
         for extent in self.core.dead:
             piece = Draft(dead=[extent], namespaces={extent.owner})
@@ -226,7 +226,7 @@ class Planner:
                 yield piece
 
     def _group_units(self, late: Late) -> list[Unit]:
-        """The units that may be committed now, the oldest first."""
+        """Group the changes that may be committed now into units, the oldest first."""
         groups = _Groups()
         changes: list[tuple[NameChange, Node | None]] = []
         for change in self.pending.names:

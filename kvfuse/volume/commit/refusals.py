@@ -1,4 +1,4 @@
-"""Pending changes of objects that another host removed, replaced or changed: they are dropped or merged."""
+"""Drops or merges pending changes of objects that another host removed, replaced or changed."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class ToFree:
             self.hurry()
 
     def expect_size(self, ino: int, size: int, namespace: int) -> None:
-        """An inode that is added just now gives up so many bytes of slots here."""
+        """Note that an inode, added just now, gives up so many bytes of slots here."""
         self._sizes[ino] = size, namespace
         self.size += size
         self._in_namespaces[namespace] += size
 
     def note_checked(self, ino: int) -> None:
-        """Its slots are being freed, or stay, as somebody has the file open."""
+        """Note that its slots are being freed, or stay, as a client has the file open."""
         size, namespace = self._sizes.pop(ino, (0, 0))
         self.size -= size
         self._in_namespaces[namespace] -= size
@@ -62,7 +62,7 @@ class ToFree:
         return sum([self._in_namespaces[one] for one in namespaces])
 
     def hurry(self) -> None:
-        """Have the waiting inodes looked at now."""
+        """Have the waiting inodes checked now."""
         self._work.set()
 
     async def wait(self, deadline: float) -> None:
@@ -92,13 +92,13 @@ class Refusals:
         self.to_free = ToFree()
 
     def mark_doubtful(self, nodes: Iterable[Node]) -> None:
-        """Have these read again: their commit was settled late, perhaps after the watch reported newer changes."""
+        """Have these read again: their commit was settled late, perhaps after the watch delivered newer changes."""
         self.doubtful.update(dict.fromkeys(nodes))
         self.core.dentries.clear()
         self.pending.load.work.set()
 
     async def renew_doubtful(self) -> None:
-        """Read the inodes of `doubt` again. EngineError: those that are left are read at the next call."""
+        """Read the inodes of `mark_doubtful` again. EngineError: the next call reads the rest."""
         while self.doubtful:
             node = next(iter(self.doubtful))
             if node.nlink:

@@ -1,8 +1,8 @@
-"""Plans executed in memory first: the next commit of the journal brings them to the record store.
+"""Executes plans in memory first; the next commit of the journal stores them.
 
-So it is with all changes of a volume that one host has, and where many have it with some of regular files in relaxed
-folders. What a plan needs is read, which may wait; then the ends are looked at once more, and what was planned is
-applied between two awaits. No name or directory is ever locked: nobody waits for another's change of one.
+A volume of one host executes all changes so, a shared volume some changes of regular files in relaxed folders. The
+executor reads what a plan needs, which may wait; then it checks the ends again, and applies the plan with no await
+between. It locks no name and no directory: no caller waits for another caller's change of one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvfuse.volume.inodes.core import Core, put_directory
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.nameless import Nameless
-from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, fits_never, tell_decision
+from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, tell_decision
 from kvfuse.volume.slots.space import RoomFinder
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.handover import DECIDED
@@ -33,14 +33,14 @@ class ApplyFirst:
     lookup: Lookup
     nameless: Nameless
     unlink_cleared: Callable[[NamePlace], Awaitable[None]] | None = None
-    """of a shared volume: unlinks a file with several names that was cleared, in the store"""
+    """shared volume only: unlinks, in the store, a cleared file with several names"""
 
     async def carry_out(
-        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = fits_never, node: Node | None = None
+        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
     ) -> Plan:
-        """Plan a change of these places, and make it so. NoSpace, where there is no room for the records.
+        """Plan a change of these places, and execute it. NoSpace: there is no room for the records.
 
-        ``node``: an inode that it is about, and none of the places has.
+        ``node``: an inode that the change concerns, and that has none of the places.
         """
         plan = await self.plan_later(places, planning)
         self.apply(plan)
@@ -70,13 +70,13 @@ class ApplyFirst:
                 return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
-        """In a strict folder: return when changes of these are in the store. EngineError."""
+        """Return when the store has the changes of these inodes, for a strict folder. EngineError."""
         await self.journal.commit(*nodes)
 
     # -- before --------------------------------------------------------------------------------------
 
     async def _remove_cleared(self, ends: Sequence[End]) -> bool:
-        """Remove files that were cleared, and still have one of these names. True: look anew."""
+        """Remove cleared files that still have one of these names. True: the caller looks the names up again."""
         for end in ends:
             node = end.found.cleared
             if node is None:
@@ -95,7 +95,7 @@ class ApplyFirst:
         return False
 
     async def _look_up_above(self, places: Sequence[NamePlace], ends: list[End]) -> None:
-        """Look up the directories above one to which another is moved."""
+        """Look up the directories above a directory into which another one is moved."""
         for here, there in ((0, 1), (1, 0)):
             coming = ends[there].found.node
             if places[here].is_entered and coming is not None and coming.is_directory:
@@ -120,18 +120,18 @@ class ApplyFirst:
         return tied is None and self.core.metadata.fits(plan.weight)
 
     def _is_late(self, plan: Plan) -> bool:
-        """The plan makes an inode whose number is below those of a clear of which this host has heard."""
+        """The plan makes an inode whose number is below a clear bound that this host knows."""
         return plan.made is not None and self.core.is_cleared(plan.made)
 
     def _is_full(self, plan: Plan) -> bool:
-        """The plan makes one more file in a namespace that may have no more."""
+        """The plan adds a file to a namespace that may have no more."""
         made, unlinked, namespace = plan.made, plan.unlinked, plan.node.namespace
         if made is None or not made.is_file or (unlinked is not None and unlinked.is_file and unlinked.nlink == 1):
             return False
         return self.core.namespaces.accounts.is_full(namespace)
 
     async def _wait_for_needs(self, plan: Plan) -> bool:
-        """Wait for what the plan needs. False: its ends have not changed meanwhile."""
+        """Wait for the plan's needs. False: its ends have not changed meanwhile."""
         ends, removed = plan.ends, plan.removed
         if self.core.namespaces.cleared and self._is_late(plan):
             await self.core.inodes.reach(self.core.namespaces.cleared[plan.node.namespace])
@@ -155,7 +155,7 @@ class ApplyFirst:
         return not all(self.lookup.is_valid(end.directory.ino, end.name, end.found) for end in ends)
 
     async def _check_empty(self, directory: Node) -> None:
-        """NotEmpty, unless the directory is empty, also in the store: commits names that were moved out of it."""
+        """NotEmpty, unless the directory is empty, also in the store. Commits names that were moved out of it."""
         moved = [change.moved for change in self.core.dentries.changes_in(directory.ino).values()]
         leaving = [node for node in moved if node is not None and (node.writers or node.staged_count)]
         if leaving:  # inodes whose commit may yet have to wait for bytes
@@ -200,14 +200,14 @@ class ApplyFirst:
             self.tell_caches(plan)
 
     def tell_caches(self, plan: Plan) -> None:
-        """Names that lost their file, and files that were renamed or linked."""
+        """Report names that lost their file, and renamed or linked files, to the caches of namespaces."""
         self.core.tell_uses()
         for end, meant in zip(plan.ends, plan.means, strict=True):
             was, directory = end.found.node, end.directory
             cache = self.core.caches.get(directory.namespace)
             if cache is None:
                 continue
-            if was is not None and was.is_file and not self.core.is_cleared(was):  # else it was told, with all others
+            if was is not None and was.is_file and not self.core.is_cleared(was):  # else the clear reported it
                 cache.gone(directory.ino, end.name)
             if meant is not None:
                 cache.named(directory.ino, end.name)

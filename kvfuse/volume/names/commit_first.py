@@ -1,18 +1,19 @@
-"""Plans executed in the record store first, as one transaction, because other hosts change names, too.
+"""Executes plans in the record store first, as one transaction each, because other hosts change names, too.
 
-In strict folders, and wherever more than one name or a directory is concerned, a change is one `Transaction` that
-expects every record it was decided by: so it happens for all hosts in one step, or it is planned again. In relaxed
-folders three things go through the journal, which publishes them later: new regular files, their first names as long
-as the store does not know them, and the removal of a regular file's only name, by itself or by a new file that takes
-it. So what the store has, or is about to have, never stands elsewhere in memory: renaming it is waited for.
+In strict folders, and for every change of a directory or of more than one name, a change is one `Transaction` that
+expects every record by which it was decided: it happens for all hosts in one step, or it is planned again. In relaxed
+folders the journal publishes three changes later: new regular files, their first names as long as the store does not
+have them, and the removal of a regular file's only name, by itself or by a new file that takes it. So a file that the
+store has, or is about to have, never has another place in memory: its rename waits for the store.
 
-The first attempt is planned from what is known here, which a watch keeps up to date: mostly the commit is the only
-round trip. After a refused one, or instead of one that would fail, the store is asked: what is answered as an error was
-read there.
+The first attempt plans from memory, which a watch keeps current: mostly the commit is the only round trip. After a
+refused one, or instead of one that would fail, the executor reads the store: every error that a caller gets was read
+there.
 
-A name is put into a directory with its record expected. Who removes a directory puts a mark into that record first,
-looks whether it is empty, and then removes it expecting the marked record. So a name that came before the mark is seen,
-and who comes later has to take the mark away, with which the removal fails. A mark that was left behind harms nobody.
+A commit that adds a name to a directory expects the directory's record. A host that removes a directory first puts a
+mark into that record, checks that the directory is empty, and deletes the record, expecting the marked version. So the
+check sees a name that was added before the mark, and a later one has to clear the mark, so the removal conflicts. A
+mark that is left behind is harmless.
 """
 
 from __future__ import annotations
@@ -37,16 +38,7 @@ from kvfuse.volume.names.cleared_files import ClearedFiles
 from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
-from kvfuse.volume.names.plans import (
-    End,
-    Fits,
-    NamePlace,
-    Plan,
-    Planning,
-    fits_never,
-    plan_unlink_cleared,
-    tell_decision,
-)
+from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, plan_unlink_cleared, tell_decision
 from kvfuse.volume.names.shared_lookup import SharedLookup, check_name, expected_names_max
 from kvfuse.volume.slots.space import RoomFinder
 from kvfuse.volume.store import schema
@@ -65,7 +57,7 @@ class _Unfit(Exception):
 
 @dataclass
 class CommitFirst:
-    """Executes plans in the store. In a shared volume `Names` has one; ``later`` executes changes to publish later."""
+    """Executes plans in the store; `Names` of a shared volume has one. ``later``: executes changes to publish later."""
 
     core: Core
     journal: Journal
@@ -79,7 +71,7 @@ class CommitFirst:
         self.cleared = ClearedFiles(self.core, removal, self.unlink_cleared)
 
     async def carry_out(
-        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = fits_never, node: Node | None = None
+        self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
     ) -> Plan:
         """Plan a change and execute it. ``fits``: in relaxed folders the journal may publish it later, see `Fits`."""
 
@@ -88,7 +80,7 @@ class CommitFirst:
                 raise _Unfit
             return planning(*ends)
 
-        if fits is not fits_never and await self._are_relaxed(places):
+        if fits is not never and await self._are_relaxed(places):
             with suppress(_Unfit):
                 return await self.later.carry_out(places, fitting)
         plan = await self._retry_until_committed(places, planning, node)
@@ -97,7 +89,7 @@ class CommitFirst:
         return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
-        """Return when no host uses the former state of these; changes by a transaction need no commit."""
+        """Return when no host uses the former state of these inodes. Changes by a transaction need no commit."""
         pending = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.stored)]
         if pending:
             await self.journal.commit(*pending)
@@ -124,7 +116,7 @@ class CommitFirst:
     # -- planning ------------------------------------------------------------------------------------
 
     async def _retry_until_committed(self, places: Sequence[NamePlace], planning: Planning, node: Node | None) -> Plan:
-        """Plan a change and commit it, until it is not refused. EngineError after `ATTEMPTS_MAX`."""
+        """Plan a change and commit it, until the store accepts it. EngineError after `ATTEMPTS_MAX`."""
         for attempt in range(ATTEMPTS_MAX):
             try:
                 plan, draft = await self._draft_plan(places, planning, node, is_fresh=attempt > 0)
@@ -159,13 +151,13 @@ class CommitFirst:
             await self.core.inodes.reach(self.core.namespaces.cleared.bounds[plan.made.namespace])
             return plan, draft
         gone = plan.unlinked or plan.ends[-1].found.cleared
-        if gone is not None and (is_fresh or gone.committing):  # what else is changed here of it goes with it
+        if gone is not None and (is_fresh or gone.committing):  # its removal takes its other changes along
             await self._commit_pending(gone)
         if plan.means and any(end.found.node is not None for end in ends):
             for directory in dict.fromkeys([end.directory.ino for end in ends]):
                 draft.expect_all(await self.lookup.find_path_versions(directory, is_fresh))
         if plan.removed is not None:
-            await self.mark_empty(plan.removed)  # nothing waits after it: news of a name in it would pass for the mark
+            await self.mark_empty(plan.removed)  # no await after it: news of a name in it would pass for the mark
         draft.add(plan, clock.now())
         return plan, draft
 
@@ -199,7 +191,7 @@ class CommitFirst:
         return above
 
     async def renew_node(self, node: Node) -> None:
-        """Bring an inode up to the store, with what was changed of it here. Stale, EngineError."""
+        """Commit an inode's pending changes, then read it from the store. Stale, EngineError."""
         await self._commit_pending(node)
         await self.lookup.refresher.renew(node)
 
@@ -246,7 +238,7 @@ class CommitFirst:
         return PlanDraft(self.core.client, self.core.namespaces.cleared.versions)
 
     async def _read_clears(self, places: Sequence[NamePlace]) -> None:
-        """Read whether the namespaces of these places were cleared: the watch may not have told yet. EngineError."""
+        """Read whether the namespaces of these places were cleared: the watch may be late. EngineError."""
         directories = [self.core.nodes.get(place.parent) for place in places]
         numbers = sorted({directory.namespace for directory in directories if directory is not None})
         rows = await get_marked(self.core.records, [schema.cleared_key(number) for number in numbers])
@@ -259,7 +251,7 @@ class CommitFirst:
         with suppress(errors.NotFound, errors.Stale, errors.NotADirectory):
             await self._retry_until_committed([place], plan_unlink_cleared, None)
 
-    # -- directories that go -------------------------------------------------------------------------
+    # -- removing directories ------------------------------------------------------------------------
 
     async def mark_empty(self, directory: Node) -> None:
         """Mark an empty directory: it may be removed while it has the mark, which new names clear. NotEmpty."""
@@ -287,7 +279,7 @@ class CommitFirst:
     async def _mark(self, directory: Node, *, leaving: bool) -> int:
         """Set or clear the mark of a directory that is about to be removed.
 
-        Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
+        Returns the version of the record then; 0: it has changed meanwhile, and nothing was done.
         """
         draft = self._begin_draft()
         change = draft.change_inode(directory)
@@ -300,14 +292,14 @@ class CommitFirst:
     # -- committing ----------------------------------------------------------------------------------
 
     async def _commit(self, plan: Plan, draft: PlanDraft) -> bool:
-        """Commit the draft. False: it was refused. NoSpace: there is no room for the records. EngineError."""
+        """Commit the draft. False: the store refused it. NoSpace: there is no room for the records. EngineError."""
         made, is_done = plan.made, False
         give_back = await self._reserve_file(made)
         transaction = replace(draft.make_transaction(partial(self._apply_commit, plan, draft)), refused=give_back)
         size = max(0, transaction.size)
         try:
             while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
-                pass  # names that other callers change during the wait have the store refuse the commit
+                pass  # the store refuses the commit if other callers changed the names during the wait
         except BaseException:
             give_back()
             raise
@@ -322,7 +314,7 @@ class CommitFirst:
         return is_done
 
     async def _reserve_file(self, made: Node | None) -> Callable[[], None]:
-        """Count a new file from before it is in the store. Returns what takes that back. QuotaExceeded, EngineError."""
+        """Count a new file before the store has it. Returns a function that undoes this. QuotaExceeded, EngineError."""
         if made is None or not made.is_file or not made.namespace:
             return lambda: None
         accounts, number = self.core.namespaces.accounts, made.namespace
@@ -331,7 +323,7 @@ class CommitFirst:
         account = accounts.all.get(number)
 
         def give_back() -> None:
-            if accounts.all.get(number) is account:  # else the namespace was ended, and what it had is forgotten
+            if accounts.all.get(number) is account:  # else the namespace ended, with its counts
                 accounts.add_files(number, -1)
 
         return give_back
@@ -341,7 +333,7 @@ class CommitFirst:
         core, made = self.core, plan.made
         if made is not None:
             made.times_version = version if made.is_directory else 0
-            # Somebody may have looked the name up before the answer came.
+            # Another call may have looked the name up before the answer arrived.
             plan.node = core.nodes.get(made.ino) or core.nodes.add(made)
             core.file_count += 1
             core.counters.creates += 1
@@ -358,13 +350,13 @@ class CommitFirst:
     def _apply_name(self, parent: int, name: bytes, node: Node | None, version: int, *, is_made: bool) -> None:
         core = self.core
         if core.dentries.get(parent, name).version > version:
-            return  # it was read since, as another host has changed it once more
+            return  # another host has changed it again, and it was read since
         core.dentries.note_stored(parent, name, node is not None)
         core.dentries.note(parent, name, node.ino if node is not None else 0, version)
         if node is not None:
             core.places.set(node.ino, parent, name)
             self.lookup.paths.note_moved(node, parent, name)
-            if node.is_directory and not is_made:  # its times stand apart from its record
+            if node.is_directory and not is_made:  # its times have a record of their own
                 node.ctime = clock.now()
                 self.journal.pending.touch_times(node)
         directory = core.nodes.get(parent)
@@ -386,7 +378,7 @@ class CommitFirst:
             self.journal.pending.loose.withdraw_attributes(node)
             if node.flags & schema.FLAG_XATTRS:
                 self.journal.refusals.to_free.add(node.ino)
-            if not self.core.places.known(node.ino):  # or somebody here may be in it
+            if not self.core.places.known(node.ino):  # else a process may be in it
                 self.core.nodes.drop(node)
         else:
             self.journal.refusals.note_removed(node)

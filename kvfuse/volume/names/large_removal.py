@@ -1,7 +1,7 @@
-"""Removal of unreachable files with more records than fit into one commit, piece by piece.
+"""Frees unreachable files that have more records than one commit may have, in several commits.
 
-Such a file has an orphan record and chunk records: each piece frees some chunk records, the last
-one the orphan record. So a crash between two pieces leaves a smaller orphan, for the next mount.
+Such a file has an orphan record and chunk records: each commit frees some chunk records, the last one the orphan
+record. So a crash between two commits leaves a smaller orphan, for the next mount.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvfuse.volume.store import schema
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
-"""after a commit that failed"""
+"""pause after a failed commit"""
 
 
 @dataclass
@@ -45,14 +45,14 @@ class Removal:
         return count > count_max and len(list_far_chunks(node)) + len(node.xattr_names) > count_max
 
     def begin_freeing(self, node: Node) -> None:
-        """Begin to free a large inode without names and handles. Its bytes cannot be read any more."""
+        """Begin to free a large inode without names and handles. No caller can read its bytes any more."""
         node.reaped = True
         self.core.unnamed.pop(node.ino, None)
         self._waiting[node] = None
         self._work.set()
 
     async def run(self) -> None:
-        """Free the waiting inodes, until cancelled; may be begun anew."""
+        """Free the waiting inodes, until cancelled; may be restarted."""
         self._work.set()
         while True:
             await self._work.wait()

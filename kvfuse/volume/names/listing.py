@@ -1,7 +1,7 @@
-"""Listings of directories: rows of the store, with the changes that wait for a commit.
+"""Lists directories: rows of the store, with pending changes applied.
 
 A page of rows counts only if no commit was settled while it was read (`Pending.epoch`). Inodes that are read afterwards
-may move meanwhile: a place that memory, or the inode's record, has is not overwritten with that of the row.
+may move meanwhile: the row's place does not overwrite a place that memory, or the inode's record, has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Listing:
     def __post_init__(self) -> None:
         self.core, self.pending = self.lookup.core, self.lookup.journal.pending
         self._epoch = 0
-        """the journal's, when the page was read"""
+        """the journal's epoch, when the page was read"""
 
     async def read_entries(self, after: int, limit: int) -> list[DirEntry]:
         """Entries behind the cookie ``after``, in the order of their cookies; see `TreeApi`.
@@ -44,7 +44,7 @@ class Listing:
             return await self._read_pages(after, limit, vanished)
 
     async def _read_pages(self, after: int, limit: int, vanished: set[tuple[int, bytes]]) -> list[DirEntry]:
-        """``vanished``: names that are evicted meanwhile; who knew nothing but the store has nobody to tell so."""
+        """``vanished``: names that are evicted meanwhile, though rows that were read before have them."""
         entries: list[DirEntry] = []
         while len(entries) < limit:
             epoch = self.pending.epoch
@@ -89,7 +89,7 @@ class Listing:
         return entries
 
     async def _read_own(self, inodes: list[int]) -> None:
-        """Have inodes with records of their own in memory, as they are now, by one question."""
+        """Read inodes with records of their own into memory, by one request."""
         keys = [key for ino in inodes for key in (schema.inode_key(ino), schema.times_key(ino))]
         rows = await get_sound(self.core.records, keys) if keys else []
         for own, times in zip(rows[::2], rows[1::2], strict=True):
@@ -99,7 +99,7 @@ class Listing:
                     self.lookup.refresher.take_times(node, times.value, times.version)
 
     async def _find_node(self, name: bytes, entry: Node | schema.InodeRecord | int | None, version: int) -> Node | None:
-        """The inode of a listed name; None where it is gone."""
+        """The inode of a listed name; None: it was removed."""
         if entry is None or isinstance(entry, Node):
             return entry
         if isinstance(entry, int):
@@ -108,12 +108,12 @@ class Listing:
             except errors.Stale:
                 return None
             if node.name if self.lookup.is_memory_newest else node.is_directory:
-                return node  # where it is memory says, or the record, and both may be newer than the row
+                return node  # memory or the record has its place, and both may be newer than the row
         elif self.core.nodes.get(entry.ino) is not None:
             return self.lookup.take_record(entry, version, (self.ino, name), own=False)
         elif self._epoch != self.pending.epoch or (self.ino, name) in self.core.dentries.vanishing.places:
             return None  # the row may be out of date
-        else:  # it is kept only when the kernel takes it (`Lookup.count_lookup`)
+        else:  # memory keeps it only once the kernel has it (`Lookup.count_lookup`)
             node = self.lookup.refresher.chunks.restore_chunks(Node.from_record(entry), entry)
         node.parent, node.name = self.ino, name
         return node

@@ -1,6 +1,6 @@
-"""Lookups of names, which change none of them: the interface `Lookup`, and `OwnLookup` for a volume of one host.
+"""Finds inodes by names and numbers, and changes none: the interface `Lookup`, and `OwnLookup` for one host's volume.
 
-`OwnLookup` takes what the name's entry says (`Dentries`): a change that waits for a commit, or what the store is known
+`OwnLookup` uses the name's entry in the dentry table (`Dentries`): a pending change, or a state that the store is known
 to have. Else it reads the record store, which may wait, and uses the answer only if no commit was settled meanwhile
 (`Pending.epoch`).
 
@@ -46,7 +46,7 @@ class Found(msgspec.Struct, frozen=True, eq=False):
     version: int = 0
     """in a shared volume: version of the name's stored record; 0: there is none"""
     cleared: Node | None = None
-    """the inode that has the name, but is there for nobody: its namespace was cleared"""
+    """the inode that has the name, if it is cleared: its number is below the namespace's clear bound"""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Lookup(ABC):
 
     @abstractmethod
     def must_ask(self, parent: int) -> bool:
-        """Each lookup in the directory asks the store. Never in a volume of one host."""
+        """Each lookup in the directory reads the store. Never on a volume of one host."""
 
     async def find_node(self, ino: int) -> Node:
         """The inode, read from the store if need be. Stale: it was removed."""
@@ -105,7 +105,7 @@ class Lookup(ABC):
         return node
 
     async def find_directory(self, ino: int) -> Node:
-        """`node` for a directory. Stale, NotADirectory."""
+        """`find_node` for a directory. Stale, NotADirectory."""
         node = self.core.nodes.get(ino) or await self.find_node(ino)
         if not node.is_directory:
             raise errors.NotADirectory(f"inode {ino} is not a directory")
@@ -113,11 +113,11 @@ class Lookup(ABC):
 
     @abstractmethod
     async def find_current(self, ino: int) -> Node:
-        """`node` for an inode that the kernel reached by a path. Stale; in shared volumes Moved."""
+        """`find_node` for an inode that the kernel reached by a path. Stale; on shared volumes Moved."""
 
     @abstractmethod
     async def find_current_directory(self, ino: int) -> Node:
-        """`directory` for one that the kernel reached by a path. Stale, NotADirectory."""
+        """`find_directory` for one that the kernel reached by a path. Stale, NotADirectory."""
 
     @abstractmethod
     def take_record(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
@@ -130,14 +130,14 @@ class Lookup(ABC):
         """The inode of ``name`` in ``parent``, valid until the caller's next await. NameTooLong, EngineError."""
 
     def is_valid(self, parent: int, name: bytes, found: Found) -> bool:
-        """The result of `find` is still valid, although the caller has waited since."""
+        """The result of `find_name` is still valid, although the caller has waited since."""
         if (parent, name) in self.core.dentries.vanishing.places:
             return False
         change = self.core.dentries.get(parent, name).change
         return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
     async def is_empty(self, ino: int) -> bool:
-        """The directory has no name here, and none in the store that a pending change does not remove."""
+        """The directory has no name in memory, and pending changes remove all its names in the store."""
         after = b""
         while True:
             epoch = self.journal.pending.epoch
@@ -153,7 +153,7 @@ class Lookup(ABC):
                 return False
             if going := [(ino, name) for name in names if (ino, name) in vanishing.places]:
                 self.journal.pending.load.hurry()
-                await vanishing.wait_for(going[0])  # its record may not be there longer than the directory's
+                await vanishing.wait_for(going[0])  # its record may not outlive the directory's
                 continue
             if len(rows) < 64:
                 return True
@@ -170,7 +170,7 @@ class Lookup(ABC):
 
     @abstractmethod
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:
-        """`find` for the kernel. In shared volumes Moved: a name above has changed, walk the path again."""
+        """`find_name` for the kernel. On shared volumes Moved: a name above has changed, walk the path again."""
 
     @abstractmethod
     def is_doubtful(self, ino: int) -> bool:
@@ -188,7 +188,7 @@ class Lookup(ABC):
 
 @dataclass
 class OwnLookup(Lookup):
-    """Of a volume that one host has."""
+    """Finds inodes of a volume that one host has."""
 
     is_memory_newest = True
 
@@ -208,7 +208,7 @@ class OwnLookup(Lookup):
 
     async def is_empty(self, ino: int) -> bool:
         cleared, directory = self.core.namespaces.cleared, self.core.nodes.get(ino)
-        # What was cleared would be left behind in a directory that is removed.
+        # Removing a directory would leave its cleared files behind.
         while cleared and (directory is None or directory.namespace in cleared):
             with trio.move_on_after(SWEEP_SECONDS) as scope:
                 await cleared.swept.wait()
@@ -265,7 +265,7 @@ class OwnLookup(Lookup):
             return hide_cleared(core, found) if core.namespaces.cleared else found
 
     def _has_changed(self, parent: int, name: bytes, epoch: int) -> bool:
-        """What the store said of a name in ``epoch`` does not hold any more."""
+        """The store's answer about a name, read in ``epoch``, is stale."""
         dentries = self.core.dentries
         is_changing = dentries.get(parent, name).change is not None or (parent, name) in dentries.vanishing.places
         return is_changing or epoch != self.journal.pending.epoch
@@ -280,7 +280,7 @@ class OwnLookup(Lookup):
 
 
 def hide_cleared(core: Core, found: Found) -> Found:
-    """What was found; nothing, if it was cleared."""
+    """``found``; as absent, if it is a cleared file."""
     node = found.node
     if node is None or not core.is_cleared(node):
         return found
@@ -288,6 +288,6 @@ def hide_cleared(core: Core, found: Found) -> Found:
 
 
 def check_uncleared(core: Core, node: Node) -> None:
-    """Stale for a file that was cleared, unless somebody has it open."""
+    """Stale for a cleared file, unless a handle has it open."""
     if core.namespaces.cleared and not node.handles and core.is_cleared(node):
         raise errors.Stale(f"inode {node.ino} was cleared with its namespace")

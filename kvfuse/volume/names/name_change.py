@@ -1,7 +1,7 @@
-"""A plan as a transaction: its puts, deletes and expected versions, and its effects on memory afterwards.
+"""Turns a plan into a transaction: puts, deletes, expected versions, and effects on memory afterwards.
 
-All of it is built from the records as they are stored (`Node.base`, `Node.version`), not from inodes in memory:
-those may have changes that the journal will store later, with bytes that have no slots yet.
+It builds them from the stored records (`Node.base`, `Node.version`), not from inodes in memory: those may have changes
+that the journal will store later, with bytes that have no slots yet.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class InodeChange:
         puts[self.key] = encode(self.record)
 
     def apply(self, version: int) -> None:
-        """Let the inode in memory be stored so. What was changed here besides stays changed.
+        """Note in memory that the inode is stored so. Its other changes stay pending.
 
-        Unless it was read since, as another host has changed it once more; or removed, which is told without a version.
+        Skips an inode that was read since, as another host changed it again, or removed, which is noted without a
+        version.
         """
         node, record = self.node, self.record
         if node.version > version or not node.nlink:
@@ -65,9 +66,9 @@ class InodeChange:
 
 
 class PlanDraft:
-    """The records of one plan; each attempt makes its own, before it looks anything up.
+    """The records of one plan. Each attempt makes its own, before it looks anything up.
 
-    ``client``: the remover, in orphan records. ``cleared``: `Cleared.versions`, as they are.
+    ``client``: the remover, in orphan records. ``cleared``: `Cleared.versions` at that time.
     """
 
     def __init__(self, client: int, cleared: Mapping[int, int]) -> None:
@@ -82,7 +83,7 @@ class PlanDraft:
         self._puts: dict[bytes, bytes] = {}
         self._deletes: set[bytes] = set()
         self.is_stale = False
-        """another host has changed a record that it is built from"""
+        """another host has changed a record from which it is built"""
 
     def _expect_key(self, key: bytes, version: int) -> None:
         if self._expect.setdefault(key, version) != version:
@@ -99,7 +100,7 @@ class PlanDraft:
         self._expect_key(key, node.version)
 
     def change_inode(self, node: Node) -> InodeChange:
-        """The change of an inode, whose record is put."""
+        """Have the inode's record put. Returns the change, for the caller to fill."""
         change = self.inodes.get(node.ino)
         if change is None:
             assert node.base is not None, f"inode {node.ino} is not stored"
@@ -177,7 +178,7 @@ class PlanDraft:
             self._deletes.add(key)
             self.names.append((parent, name, None))
             return
-        if not node.is_directory:  # what was cleared since the look gets no name any more
+        if not node.is_directory:  # a file that was cleared since its lookup gets no name
             self._expect_key(schema.cleared_key(node.namespace), self._cleared.get(node.namespace, ABSENT))
         self._deletes.discard(key)
         change = self.change_inode(node)
@@ -218,7 +219,7 @@ class PlanDraft:
         return {number: schema.Counts(count, 0) for number, count in counts.items() if count}
 
     def _weigh_before(self) -> dict[bytes, int]:
-        """What stored records weigh that may be put or deleted, by key: names, inodes, times of removed directories."""
+        """Weights, by key, of stored records that may be replaced: names, inodes, times of removed directories."""
         names = {key for key, version in self._expect.items() if key[:1] == b"d" and version != ABSENT}
         before = {key: weight(len(key), schema.REFERENCE_SIZE) for key in names}
         before |= {key: TIMES_WEIGHT for key in self._deletes if key[:1] == b"t"}

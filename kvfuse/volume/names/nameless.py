@@ -1,4 +1,4 @@
-"""Inodes without names: their slots and records are freed when no caller can reach them any more."""
+"""Frees slots and records of inodes without names, once no caller can reach them any more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Nameless(ABC):
 
     @abstractmethod
     def has_all_records(self, node: Node) -> bool:
-        """Every record that goes with the inode is in memory."""
+        """Every record that is removed with the inode is known in memory."""
 
     @abstractmethod
     def note_removed(self, node: Node, heir: Node | None = None) -> None:
@@ -106,7 +106,7 @@ class OwnNameless(Nameless):
         if kept and (node.stored or node.committing):
             records.update(orphan_records(node))
         elif not (node.stored or node.committing):
-            self.journal.pending.loose.withdraw_attributes(node)  # nothing else tells of the inode
+            self.journal.pending.loose.withdraw_attributes(node)  # no record has the inode
         node.heir = heir
         if node.namespace:
             self._count_out(node, heir)
@@ -119,10 +119,10 @@ class OwnNameless(Nameless):
                 self.reap(node)
 
     def _count_out(self, node: Node, heir: Node | None) -> None:
-        """The namespace has a file less, when the store has: at once, where that never heard of it.
+        """Count a file less in the namespace: with the commit that removes it, or at once if the store never had it.
 
-        An heir that the store does not know yet enters it in the commit that removes the files whose name it took.
-        So the two never count both.
+        An heir that is not stored yet is stored by the commit that removes the files whose name it took. So no count
+        ever has both.
         """
         count = 0
         if node.is_file and (node.stored or node.committing):
@@ -187,7 +187,7 @@ class SharedNameless(Nameless):
         return True
 
     def note_removed(self, node: Node, heir: Node | None = None) -> None:
-        """After a file with one name lost it: if it is stored, the change of the name puts its orphan record.
+        """After a file lost its only name: if it is stored, the commit of that change puts its orphan record.
 
         No file has an heir. Handles can still read it.
         """
@@ -197,7 +197,7 @@ class SharedNameless(Nameless):
         self.journal.pending.loose.withdraw_attributes(node)
         if node.is_file and node.namespace and not (node.version or node.committing):
             self.core.namespaces.accounts.add_files(node.namespace, -1)  # else the commit of its name counts it out
-        node.dead = []  # they are in the record that is stored, and go with it
+        node.dead = []  # the stored record has them, and they are freed with it
         if node.handles:
             return
         if self.core.places.known(node.ino):

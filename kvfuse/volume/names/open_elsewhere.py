@@ -1,4 +1,4 @@
-"""Files that this client removed from a shared volume: freed when no client has them open.
+"""Frees files that this client removed from a shared volume, once no client has them open.
 
 A client that has one open puts an ``h`` record within a grace. After a grace without one no client reads the file,
 and its slots may be reused as soon as their freeing is committed. A client that is alone need not wait. A call
@@ -76,7 +76,7 @@ class Removed:
     async def run(self) -> None:
         """Free files that have rested, until cancelled. Open files are checked again a grace later.
 
-        May be begun anew.
+        May be restarted.
         """
         self._is_over = False
         try:
@@ -114,13 +114,13 @@ class Removed:
         return 0.0 if self._is_wanted else ALONE_SECONDS
 
     def _find_due_time(self) -> float:
-        """When the next inode is to be checked, in trio's time."""
+        """Time of the next check of an inode, in trio's time."""
         removed = self._later[0][0] + self._rest_seconds if self._later else math.inf
         found_open = self._open[0][0] + self.core.grace.seconds if self._open else math.inf
         return min(removed, found_open)
 
     def _take_due(self) -> dict[int, float]:
-        """Some inodes to check now -> when they were removed, or found to be open."""
+        """Take inodes to check now. Returns inode -> when it was removed, or found to be open."""
         now = trio.current_time()
         taken: dict[int, float] = {}
         for waiting, rest in ((self._later, self._rest_seconds), (self._open, self.core.grace.seconds)):
@@ -136,15 +136,15 @@ class Removed:
         self._later.extendleft((since, ino) for ino, since in reversed(list(items)))
 
     async def _free_unheld(self, inos: dict[int, float]) -> None:
-        """Free those that no client has open. ``inos``: from `_take_due`.
+        """Free inodes that no client has open. ``inos``: from `_take_due`.
 
-        A client from the time of the removal is still a member, or cannot read any more: so members are read first.
+        It reads members first: a client from the time of the removal is still a member, or cannot read any more.
         """
         members = await self.core.records.scan(b"m", limit=2)
         if any(schema.key_client(row.key) != self.core.client for row in members):
             rested = trio.current_time() - self.core.grace.seconds
             early = {ino: since for ino, since in inos.items() if since > rested}
-            if early:  # somebody came of whom nothing had been heard here
+            if early:  # a client has joined that was not known here
                 self._put_back(early.items())
                 await trio.sleep(RETRY_SECONDS)
                 inos = {ino: since for ino, since in inos.items() if ino not in early}
@@ -195,7 +195,7 @@ class Removed:
     async def _unfold_record(self, node: Node, record: schema.InodeRecord) -> bool:
         """Move the slots of an orphan record to chunk records if one commit cannot free all of them.
 
-        False: another client is freeing it. Nobody reads these chunks, so their numbers do not matter.
+        False: another client is freeing it. No client reads these chunks, so their numbers do not matter.
         """
         inline = [index for index in node.chunks if index < schema.INLINE_CHUNKS]
         if sum([len(node.chunks[index].extents) for index in inline]) <= self._slots_max:

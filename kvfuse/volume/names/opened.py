@@ -1,4 +1,4 @@
-"""Files that are opened by their inode, after the kernel looked for their name; and what others see at an open."""
+"""Finds files to open by their inode, after the kernel's lookup of the name; publishes files for other hosts' opens."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Opened:
-    """Of a volume that one host has."""
+    """Opens files of a volume that one host has."""
 
     lookups: Lookup
 
     async def find_file(self, ino: int) -> Node:
-        """The node of a file that is to be opened, with all that another host has synced before. Stale, EngineError."""
+        """The node of a file to open, with everything that another host synced before. Stale, EngineError."""
         return await self.lookups.find_current(ino)
 
     async def publish(self, directory: int) -> None:
-        """Return when other hosts see what is stored of the files of a directory, at their next open."""
+        """Return when other hosts see the stored state of a directory's files at their next open."""
 
 
 @dataclass
 class SharedOpened(Opened):
-    """Of a volume that hosts share."""
+    """Opens files of a shared volume."""
 
     lookups: SharedLookup
 
@@ -48,10 +48,10 @@ class SharedOpened(Opened):
             return removed
 
     async def _find_removed(self, ino: int) -> Node | None:
-        """A file that lost its name after the kernel had asked for that in the same call: as if it was open before.
+        """A file that lost its name after the same call's lookup of it: treated as if it had been open before.
 
-        The kernel walks a path twice at most, and others may replace a file between both steps each time. It asks in
-        each call in strict folders; and in its second walk, for names that were found to be wrong.
+        The kernel walks a path twice at most, and other hosts may replace a file between lookup and open each time. It
+        looks a name up in each call in strict folders; and in its second walk, if the name was found to be wrong.
         """
         parent, name = self.lookups.core.places.get(ino) or (0, b"")
         if not name:
@@ -74,7 +74,7 @@ class SharedOpened(Opened):
                 await self.lookups.refresher.renew(node)
             except errors.Stale:
                 if node.handles:
-                    return node  # a descriptor goes with the inode, whatever its names are
+                    return node  # a descriptor means the inode, whatever its names are
                 self.lookups.paths.lose_name(PathStep(node.parent, node.name, ino))
                 raise Moved(f"{node.name!r} in directory {node.parent} is not inode {ino} any more") from None
             except errors.EngineError as error:
@@ -89,7 +89,7 @@ class SharedOpened(Opened):
             await self.lookups.synced.publish()
 
     def _is_watched_alone(self, node: Node) -> bool:
-        """The watch alone says what others do with the file, and nothing is changed here."""
+        """Only the watch reports other hosts' changes of the file, and nothing is changed here."""
         change = self.lookups.core.dentries.get(node.parent, node.name).change
         return (
             not self.lookups.must_ask(node.parent)
@@ -101,5 +101,5 @@ class SharedOpened(Opened):
 
 
 def make_opened(lookups: Lookup) -> Opened:
-    """Those of one membership."""
+    """Make the one that fits ``lookups``."""
     return SharedOpened(lookups) if isinstance(lookups, SharedLookup) else Opened(lookups)

@@ -1,4 +1,4 @@
-"""Plans of changes of names, made from the present inodes of the names by POSIX's rules. Nothing waits.
+"""Plans changes of names, from the present inodes of the names, by POSIX's rules. Nothing waits.
 
 An executor looks up the ends, has one of these functions make a plan, and executes it: in memory first
 (`apply_first`), or in the record store first (`commit_first`). Executors derive link counts from the names.
@@ -43,7 +43,7 @@ class NewInode(msgspec.Struct, frozen=True, eq=False):
     mode: int
     rdev: int = 0
     target: bytes = b""
-    """of a symbolic link"""
+    """a symbolic link's target"""
 
 
 class Plan(msgspec.Struct, eq=False):
@@ -78,12 +78,12 @@ Fits = Callable[..., bool]
 """decides from the ends whether a relaxed folder of a shared volume may publish the change later"""
 
 
-def fits_never(*ends: End) -> bool:
+def never(*ends: End) -> bool:
     return False
 
 
 def tell_decision(plan: Plan) -> None:
-    """The plan is about to be executed."""
+    """Report the inodes of a plan that is about to be executed (`DECIDED`)."""
     decided = DECIDED.get()
     if decided is not None:
         other = plan.ends[-1].found.node
@@ -91,7 +91,7 @@ def tell_decision(plan: Plan) -> None:
 
 
 def plan_create(end: End, new: NewInode, make: Make) -> Plan:
-    """A new inode."""
+    """Plan a new inode. NameTooLong, Exists, NotFound."""
     target = new.target
     if len(target) > SYMLINK_MAX:
         raise errors.NameTooLong(f"a symbolic link's target of {len(target)} bytes: at most {SYMLINK_MAX}")
@@ -171,14 +171,14 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
         raise errors.InvalidArgument(f"directory {node.name!r} cannot be moved into itself")
     plan.means, plan.is_move = (other if is_exchange else None, node), True
     plan.weight = max(0, len(target.name) - len(source.name))
-    comes, goes = node.is_directory, other is not None and other.is_directory
-    if comes or goes:
+    is_directory, replaces_directory = node.is_directory, other is not None and other.is_directory
+    if is_directory or replaces_directory:
         plan.counts = _directory_counts(plan)
     if other is not None and not is_exchange:
-        if comes != goes:
-            kind = errors.IsADirectory if goes else errors.NotADirectory
-            raise kind(f"{target.name!r} is {'a' if goes else 'not a'} directory")
-        plan.unlinked, plan.removed = (None, other) if goes else (other, None)
+        if is_directory != replaces_directory:
+            kind = errors.IsADirectory if replaces_directory else errors.NotADirectory
+            raise kind(f"{target.name!r} is {'a' if replaces_directory else 'not a'} directory")
+        plan.unlinked, plan.removed = (None, other) if replaces_directory else (other, None)
     return plan
 
 

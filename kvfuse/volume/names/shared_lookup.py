@@ -1,9 +1,9 @@
-"""Lookups in shared volumes, where other hosts change names, too.
+"""Finds inodes in shared volumes, where other hosts change names, too.
 
-The newer of two states is known by its version. Lookups in strict folders ask the store, so an open here
-sees what other hosts have closed. Lookups in relaxed folders use the table of names, which a watch keeps current
-(`coherence`); so do, in strict folders, lookups of directories, and of files that this client changed last: the
-next read of the store checks these (`path_beliefs`). While the store does not answer, the table of names is used.
+The version tells the newer of two states. Lookups in strict folders read the store, so an open here sees files that
+other hosts have closed. Lookups in relaxed folders use the dentry table, which a watch keeps current (`coherence`); so
+do, in strict folders, lookups of directories, and of files that this client changed last: the next read of the store
+checks these (`path_beliefs`). While the store does not answer, lookups use the dentry table.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PATH_SHARE = 4
 class NotCaughtUp(errors.EngineError):
     """Another host has changed an inode that has uncommitted changes here, and these cannot be committed now.
 
-    So its state is unknown, and the lookup fails, instead of using the table of names.
+    So its state is unknown, and the lookup fails, instead of using the dentry table.
     """
 
 
-class Told(NamedTuple):
+class InodeRow(NamedTuple):
     """A stored record of an inode, with the arguments of `Refresher.take`."""
 
     record: schema.InodeRecord
@@ -51,7 +51,7 @@ class Told(NamedTuple):
 
 
 def expected_names_max(limits: RecordLimits) -> int:
-    """Names of a path that one commit expects."""
+    """Most names of a path that one commit expects."""
     return max(1, limits.commit_operations_max // PATH_SHARE)
 
 
@@ -67,19 +67,19 @@ class SharedLookup(Lookup):
         self.paths, self.shelf = Paths(self.core), Shelf(self.core, self.refresher)
         self.learning = Learning(self.core, self.journal, LEARN_ROWS_MAX, self.shelf.keep_records)
         self.is_watched = False
-        """the watch reports changes of other hosts to it"""
+        """a watch delivers changes of other hosts"""
 
     def must_ask(self, parent: int) -> bool:
         directory = self.core.nodes.get(parent)
         return directory is None or not self.is_watched or self.is_strict(directory)
 
-    # -- what the kernel asks for --------------------------------------------------------------------
+    # -- for the kernel ------------------------------------------------------------------------------
 
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:
         check_name(name)
         asked_at = trio.current_time()
-        with suppress(errors.EngineError):  # what is known is told all the same
-            directory = await self.find_directory(parent)  # which says whether to ask
+        with suppress(errors.EngineError):  # memory answers all the same
+            directory = await self.find_directory(parent)  # `must_ask` depends on it
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {parent} was removed")
         found, asks = self.find_known(parent, name), self.must_ask(parent)
@@ -94,10 +94,10 @@ class SharedLookup(Lookup):
         return found
 
     def _is_believed(self, parent: int, name: bytes, found: Found) -> bool:
-        """A name in a strict folder is told as it is known here: who acts upon it checks it.
+        """Memory may answer for a name in a strict folder: the call that acts upon it checks it.
 
-        Of other hosts' files the kernel would only ask one question more for each open. A file that is open here cannot
-        be checked later: the kernel asks for attributes of descriptors in the same way, which do not go by names.
+        For other hosts' files that would cost one request of the kernel more at each open. A file that is open here
+        cannot be checked later: the kernel asks for attributes of descriptors in the same way, and these have no name.
         """
         node = found.node
         if node is None or not self.is_watched or self.paths.is_contested(parent, name):
@@ -119,9 +119,7 @@ class SharedLookup(Lookup):
         return node
 
     async def _check_doubt(self, doubt: PathStep) -> None:
-        """Bring a file up to what the store says, if it says something. NotCaughtUp; Moved, where the name does not
-        mean the file any more.
-        """
+        """Bring a file up to the store, if the store answers. NotCaughtUp; Moved: the name means another file."""
         links = [doubt, *self.paths.list_above(doubt.parent)]
         keys = [link.key for link in links] + [schema.inode_key(doubt.ino), schema.times_key(doubt.ino)]
         keys += _list_clear_keys(self.core, doubt.parent)
@@ -131,7 +129,7 @@ class SharedLookup(Lookup):
         except errors.Corrupt:
             raise
         except errors.EngineError:
-            return  # what is known is told all the same, and checked the next time
+            return  # memory answers all the same, and the next call checks
         _note_clears(self.core, rows)
         try:
             self.paths.check(links, rows, asked_at)
@@ -139,23 +137,23 @@ class SharedLookup(Lookup):
             node = self.core.nodes.get(doubt.ino)
             if node is None or not node.handles:
                 raise
-            return  # it was opened meanwhile: a descriptor goes with the inode, whatever its names are
+            return  # it was opened meanwhile: a descriptor means the inode, whatever its names are
         named, own = rows[doubt.key], rows[schema.inode_key(doubt.ino)]
         assert named is not None, "a name that means something has a record"
         entry = schema.decode_entry(named.value)
         place = (doubt.parent, doubt.name)
         if isinstance(entry, schema.InodeRecord):
-            await self._catch_up(Told(entry, named.version, place, own=False))
+            await self._catch_up(InodeRow(entry, named.version, place, own=False))
         elif own is not None:
-            await self._catch_up(Told(schema.decode_inode(own.value), own.version, place, own=True))
+            await self._catch_up(InodeRow(schema.decode_inode(own.value), own.version, place, own=True))
         self.paths.settle_doubt(doubt)
 
-    async def _catch_up(self, told: Told) -> Node:
+    async def _catch_up(self, told: InodeRow) -> Node:
         """Bring an inode up to a record. One that is changed here, too, has both changes when this returns.
 
-        Its commit finds that the record has moved, and puts both together. One that was under way may have come before
-        the record; then it is taken over afterwards, or put together with what was changed meanwhile. In relaxed
-        folders that is not waited for. NotCaughtUp: what was changed here cannot be committed now.
+        Its commit conflicts with the record, and merges both. A commit in flight may have preceded the record; then the
+        record is taken afterwards, or merged with changes made meanwhile. In relaxed folders this does not wait for
+        that. NotCaughtUp: the changes here cannot be committed now.
         """
         node = self.refresher.take(told.record, told.version, told.place, own=told.own)
         directory = self.core.nodes.get(told.place[0])
@@ -164,7 +162,7 @@ class SharedLookup(Lookup):
             if node.version >= told.version or not node.nlink:
                 return node
             if not (node.changed or node.committing):
-                self.journal.pending.touch(node)  # somebody began to write, and has not changed anything yet
+                self.journal.pending.touch(node)  # a writer has begun, and has not changed anything yet
             try:
                 await self.journal.commit(node)
             except errors.EngineError as error:
@@ -176,9 +174,9 @@ class SharedLookup(Lookup):
     async def find_current_directory(self, ino: int) -> Node:
         above = self.paths.list_above(ino)
         known = self.core.nodes.get(ino)
-        is_removed = known is not None and known.nlink == 0  # no path leads to it, whoever is in it came before
+        is_removed = known is not None and known.nlink == 0  # no path leads to it: processes in it entered before
         if not is_removed and any(self.must_ask(link.parent) for link in above):
-            with suppress(errors.EngineError):  # what is known is told all the same
+            with suppress(errors.EngineError):  # memory answers all the same
                 await self.check_path(above)
         return await self.find_directory(ino)
 
@@ -189,13 +187,13 @@ class SharedLookup(Lookup):
         self.paths.check(above, dict(zip(keys, await self.core.records.get(keys), strict=True)), asked_at)
 
     async def find_path_versions(self, directory: int, is_fresh: bool) -> dict[bytes, int]:
-        """What a change in a directory expects of the names above: they lead there when it is made. Key -> version.
+        """Versions, by key, that a change in a directory expects of the names above: they lead there when it is made.
 
-        The kernel may have been told otherwise (Moved). Who only puts a name into a directory need not expect it: the
-        kernel has looked for that name, and so it was asked for, with all names above.
+        The kernel may have used other names (Moved). A change that only adds a name need not expect them: the kernel
+        has looked that name up, and the read for it had all names above.
 
-        Of a long path a commit can expect a part. The names above that one are asked for in this call: whoever moves
-        one of them after that has not been answered yet.
+        A commit can expect a part of a long path. This call reads the names above that part: a host that moves one of
+        them after that has no answer yet.
         """
         above = self.paths.list_above(directory)
         most = expected_names_max(self.core.records.limits)
@@ -217,12 +215,12 @@ class SharedLookup(Lookup):
 
     async def find_name(self, parent: int, name: bytes) -> Found:
         check_name(name)
-        with suppress(errors.EngineError):  # what is known is told all the same
-            await self.find_directory(parent)  # which says whether to ask
+        with suppress(errors.EngineError):  # memory answers all the same
+            await self.find_directory(parent)  # `must_ask` depends on it
         return await self.find_shared(parent, name, is_fresh=self.must_ask(parent))
 
     def find_known(self, parent: int, name: bytes) -> Found | None:
-        """The inode of the name from the table of names; None: it has to be asked."""
+        """The inode of the name from the dentry table; None: the caller has to read the store."""
         found = self._find_in_table(parent, name)
         return hide_cleared(self.core, found) if found is not None and self.core.namespaces.cleared else found
 
@@ -238,14 +236,14 @@ class SharedLookup(Lookup):
         if node is None:
             return None
         if not node.own_record and (node.parent, node.name) != (parent, name):
-            return None  # it was renamed elsewhere, and the news of this name are still to come
+            return None  # it was renamed elsewhere, and the watch has yet to deliver that of this name
         return Found(node, True, None, epoch, dentry.version if node.own_record else node.version)
 
     async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[PathStep] = ()) -> Found:
-        """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
+        """As `find_name`. ``is_fresh``: read the store, whatever memory has; memory answers where the store does not.
 
-        A name that was changed here while the store was asked is looked for again. ``above``: names that the answer
-        depends on. EngineError, NotCaughtUp; Moved.
+        A name that was changed here during the read is looked up again. ``above``: names on which the answer depends.
+        EngineError, NotCaughtUp; Moved.
         """
         may_learn = not is_fresh
         while True:
@@ -270,9 +268,9 @@ class SharedLookup(Lookup):
                 return asked
 
     async def _ask_store(self, parent: int, name: bytes, above: Sequence[PathStep]) -> Found | None:
-        """The inode of a name in the store; None if it was changed here meanwhile, or between two reads.
+        """The inode of a name in the store; None: it was changed here meanwhile, or between two reads.
 
-        An inode with a record of its own costs a second question, unless it is known which one it is.
+        An inode with a record of its own costs a second read, unless memory has its number.
         """
         dentries = self.core.dentries
         before, guess = dentries.get(parent, name).version, dentries.get(parent, name).ino
@@ -295,18 +293,18 @@ class SharedLookup(Lookup):
             return None
         if record is None:
             dentries.forget(parent, name)
-            if not self.must_ask(parent):  # more is read, so that the next name need not be asked for
+            if not self.must_ask(parent):  # read more, so that the next name needs no read
                 await self.learning.read_page(parent)
             dentry = dentries.get(parent, name)
             is_absent = dentry.change is None and not dentry.ino
             return Found(None, False, None, self.journal.pending.epoch) if is_absent else None
         if isinstance(record, int) and record != guess:
-            dentries.note(parent, name, record)  # the next answer has both, as they are at one moment
+            dentries.note(parent, name, record)  # the next read has both, as of one moment
             return None
         if isinstance(record, schema.InodeRecord):
-            told = Told(record, version, (parent, name), own=False)
+            told = InodeRow(record, version, (parent, name), own=False)
         elif (own := rows[schema.inode_key(record)]) is not None:
-            told = Told(schema.decode_inode(own.value), own.version, (parent, name), own=True)
+            told = InodeRow(schema.decode_inode(own.value), own.version, (parent, name), own=True)
         else:
             raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
         node = self.refresher.take(told.record, told.version, told.place, own=told.own)
@@ -325,13 +323,13 @@ class SharedLookup(Lookup):
 
 
 def _list_clear_keys(core: Core, directory: int) -> list[bytes]:
-    """Of records that say whether what is found in a directory was cleared."""
+    """Keys of the records that say whether files of a directory were cleared."""
     node = core.nodes.get(directory)
     return [schema.cleared_key(node.namespace)] if node is not None and node.namespace in core.caches else []
 
 
 def _note_clears(core: Core, rows: Mapping[bytes, Versioned | None]) -> None:
-    """Take over what these records say of clears: the watch may not have told yet."""
+    """Apply these records of clears: the watch may not have delivered them yet."""
     for key, row in rows.items():
         if key[:1] == schema.CLEARED_PREFIX and row is not None:
             core.namespaces.cleared.hear(schema.key_inode(key), row.value, row.version)
