@@ -322,7 +322,7 @@ async def _free_removed(parts: Parts) -> None:
 
 
 async def _reap_orphans(parts: Parts, refused: trio.Event) -> None:
-    """Sets ``refused`` when the store refuses a commit. EngineError: it cannot be read."""
+    """Free all orphans. Sets ``refused`` when the store refuses a commit. EngineError: it cannot be read."""
     async for rows, _ in ScanPages(parts.core.records, b"o", 100):
         for row in rows:
             try:
@@ -334,13 +334,13 @@ async def _reap_orphans(parts: Parts, refused: trio.Event) -> None:
             try:
                 await parts.journal.commit()
                 break
-            except errors.EngineError:  # the journal says so, and tries again
+            except errors.EngineError:  # the journal logs it, and retries
                 refused.set()
                 await trio.sleep(REAP_PAUSE)
 
 
 async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
-    """Corrupt, with nothing freed, where a record of the file is damaged."""
+    """Free one orphan. Corrupt, with nothing freed: a record of the file is damaged."""
     node, nameless = parts.reader.chunks.restore_chunks(Node.from_record(record), record), parts.names.nameless
     node.nlink = 0
     await nameless.load(node)

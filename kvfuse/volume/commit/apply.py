@@ -145,7 +145,7 @@ class BatchBuilder:
         return [node for node in map(self.core.nodes.get, inos) if node is not None]
 
     def _apply_node(self, node: Node, dead: list[Extent], fresh: list[Slot]) -> None:
-        """Adds the extents that leave the durable image to ``dead``, and the slots that enter it to ``fresh``."""
+        """Add the extents that leave the durable image to ``dead``, and the slots that enter it to ``fresh``."""
         node.forced = node.atime_moved = False
         node.committing = True
         node.extra = {}

@@ -143,7 +143,7 @@ class Gathering:
 
     queues: tuple[Sized, ...]
     """callers that wait for the next commit; `add_caller` must be called for each new one"""
-    coming: Callable[[], bool]
+    is_coming: Callable[[], bool]
     """a caller is on its way that may soon wait for a commit"""
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class Gathering:
             with trio.move_on_after(patience):
                 await self._complete.wait()
                 return
-            if not self.coming() or trio.current_time() >= began + COMMITS_MAX * self.seconds:
+            if not self.is_coming() or trio.current_time() >= began + COMMITS_MAX * self.seconds:
                 return
             patience = LOOK_SECONDS
 
@@ -216,14 +216,14 @@ class Committer:
         uses: UseRecords | None = None,
         *,
         batch_waiters: Sized = (),
-        came_late: Callable[[], None] = lambda: None,
-        coming: Callable[[], bool] = lambda: False,
+        on_late_commit: Callable[[], None] = lambda: None,
+        is_coming: Callable[[], bool] = lambda: False,
     ) -> None:
         """``sequence``: None if no other client writes the store. ``uses``: None where nothing is counted.
         ``batch_waiters``: callers that wait for a batch.
 
-        ``came_late``: called if an interrupted commit turns out to have happened: other hosts may have changed the
-        same records since. ``coming``: see `Gathering`.
+        ``on_late_commit``: called if an interrupted commit turns out to have happened: other hosts may have changed the
+        same records since. ``is_coming``: see `Gathering`.
         """
         self.records = records
         counts = sequence.counts if sequence is not None else NOTHING
@@ -233,13 +233,13 @@ class Committer:
         """stored inodes that this client made, less those that it removed"""
         self._sequence = sequence
         self._uses = uses
-        self._came_late = came_late
+        self._on_late_commit = on_late_commit
         self.turn = trio.Lock()
         """Only its holder commits: the batch that the holder builds is the next commit."""
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
         self._batch_waiters = batch_waiters
-        self.gathering = Gathering((self._waiting, batch_waiters), coming)
+        self.gathering = Gathering((self._waiting, batch_waiters), is_coming)
         self._taken = trio.Event()
         """set when the next commit has taken the waiting transactions"""
         self._unknown: _Group | None = None
@@ -367,7 +367,7 @@ class Committer:
         return Outcome(0, {})
 
     def _gather(self, batch: WriteSet | None) -> _Group:
-        """The batch and as many waiting transactions as fit beside it, in order of arrival."""
+        """Group the batch and as many waiting transactions as fit beside it, in order of arrival."""
         group = _Group(batch, self.records.limits, self._sequence)
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
@@ -444,7 +444,7 @@ class Committer:
         self._unknown = None
         if version != sequence.version:
             self._apply_group(group, version)
-            self._came_late()
+            self._on_late_commit()
         else:
             for waiting in group.members:
                 waiting.transaction.refused()

@@ -132,9 +132,9 @@ class Journal:
     """Commits pending changes, as one task, and lets callers wait for it. One per membership."""
 
     def __init__(
-        self, pending: Pending, terms: Terms, flusher: Flusher, window: float, coming: Callable[[], bool]
+        self, pending: Pending, terms: Terms, flusher: Flusher, window: float, is_coming: Callable[[], bool]
     ) -> None:
-        """``window``: seconds from the first change to a commit without waiters. ``coming``: see `Gathering`."""
+        """``window``: seconds from the first change to a commit without waiters. ``is_coming``: see `Gathering`."""
         self.core = core = pending.core
         self.flusher = flusher
         self.window = window
@@ -146,8 +146,8 @@ class Journal:
             terms.sequence,
             UseRecords(core.namespaces.accounts.records, core.client),
             batch_waiters=self.waiters.waiting,
-            came_late=core.dentries.clear,
-            coming=coming,
+            on_late_commit=core.dentries.clear,
+            is_coming=is_coming,
         )
         self.refusals = terms.refusals
         self.settling = Settling(self.pending, terms, flusher.headers)
@@ -303,7 +303,7 @@ class Journal:
                 load.work.set()
 
     async def _commit_batch(self) -> None:
-        """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build` has none."""
+        """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build_batch` has none."""
         waiters = list(self.waiters.waiting)
         self._has_left = False
         began = trio.current_time()
@@ -379,7 +379,7 @@ class Journal:
             await self._send(batch)
 
     async def _sync_segments(self) -> None:
-        """Sync the segments. EngineError: all bytes since the last sync are in doubt, whichever waiters they have."""
+        """Sync the segments. EngineError: all bytes since the last sync are in doubt, and durable waiters get it."""
         try:
             with self.core.doubt.syncing():
                 await self.core.segments.sync()

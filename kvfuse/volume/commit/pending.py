@@ -145,7 +145,7 @@ class Pending:
         self.loose = LooseRecords(self.load.add_loose, self.unstored)
 
     def touch(self, node: Node, *, forced: bool = False) -> None:
-        """Mark ``node`` as changed. ``forced``: commit it even while it is open for writing. EngineError: forgotten."""
+        """Mark ``node`` as changed. ``forced``: commit it even while open for writing. EngineError: as `set_name`."""
         if node.forgotten:
             check_remembered(node)
         if self.unstored is not None:

@@ -47,7 +47,7 @@ class Names:
     # -- publishing ----------------------------------------------------------------------------------
 
     async def publish(self, directory: Node, *nodes: Node) -> None:
-        """Wait for the commit of a change in ``directory`` if it is strict, or a crowd of the owner's changes waits."""
+        """Wait for the commit of a change in ``directory`` if it is strict, or the owner has too much pending."""
         if self.lookup.is_strict(directory):
             await self.executor.publish(directory, nodes)
         elif self.journal.pending.load.is_crowded((nodes or (directory,))[0].uid):

@@ -106,7 +106,7 @@ class OwnNameless(Nameless):
         if kept and (node.stored or node.committing):
             records.update(orphan_records(node))
         elif not (node.stored or node.committing):
-            self.journal.pending.loose.withdraw_attributes(node)  # no record has the inode
+            self.journal.pending.loose.withdraw_attributes(node)  # no other record refers to the inode
         node.heir = heir
         if node.namespace:
             self._count_out(node, heir)
@@ -121,8 +121,8 @@ class OwnNameless(Nameless):
     def _count_out(self, node: Node, heir: Node | None) -> None:
         """Count a file less in the namespace: with the commit that removes it, or at once if the store never had it.
 
-        An heir that is not stored yet is stored by the commit that removes the files whose name it took. So no count
-        ever has both.
+        An heir that is not stored yet enters the namespace in the commit that removes the files whose name it took. So
+        no count ever has both.
         """
         count = 0
         if node.is_file and (node.stored or node.committing):

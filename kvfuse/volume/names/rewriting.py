@@ -93,7 +93,7 @@ class Rewriter:
         await self.reader.read_chunk(node, index, chunk, 0, buffer)
 
     def _stage_copy(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
-        """NoSpace."""
+        """Stage the bytes that were read back. NoSpace."""
         is_sealed = all(extent.checksums for extent in chunk.extents)
         node.changing(index)
         self.staging.stage_copy(node, chunk, buffer)

@@ -148,18 +148,18 @@ class SharedLookup(Lookup):
             await self._catch_up(InodeRow(schema.decode_inode(own.value), own.version, place, own=True))
         self.paths.settle_doubt(doubt)
 
-    async def _catch_up(self, told: InodeRow) -> Node:
+    async def _catch_up(self, newest: InodeRow) -> Node:
         """Bring an inode up to a record. One that is changed here, too, has both changes when this returns.
 
         Its commit conflicts with the record, and merges both. A commit in flight may have preceded the record; then the
         record is taken afterwards, or merged with changes made meanwhile. In relaxed folders this does not wait for
         that. NotCaughtUp: the changes here cannot be committed now.
         """
-        node = self.refresher.take(told.record, told.version, told.place, own=told.own)
-        directory = self.core.nodes.get(told.place[0])
+        node = self.refresher.take(newest.record, newest.version, newest.place, own=newest.own)
+        directory = self.core.nodes.get(newest.place[0])
         is_awaited = directory is None or self.is_strict(directory)
         for _ in range(CATCH_UP_COMMITS if is_awaited else 0):
-            if node.version >= told.version or not node.nlink:
+            if node.version >= newest.version or not node.nlink:
                 return node
             if not (node.changed or node.committing):
                 self.journal.pending.touch(node)  # a writer has begun, and has not changed anything yet
@@ -167,8 +167,8 @@ class SharedLookup(Lookup):
                 await self.journal.commit(node)
             except errors.EngineError as error:
                 raise NotCaughtUp(f"inode {node.ino} was changed by another host, and here: {error}") from error
-            if node.version < told.version:
-                node = self.refresher.take(told.record, told.version, told.place, own=told.own)
+            if node.version < newest.version:
+                node = self.refresher.take(newest.record, newest.version, newest.place, own=newest.own)
         return node
 
     async def find_current_directory(self, ino: int) -> Node:
@@ -302,19 +302,19 @@ class SharedLookup(Lookup):
             dentries.note(parent, name, record)  # the next read has both, as of one moment
             return None
         if isinstance(record, schema.InodeRecord):
-            told = InodeRow(record, version, (parent, name), own=False)
+            newest = InodeRow(record, version, (parent, name), own=False)
         elif (own := rows[schema.inode_key(record)]) is not None:
-            told = InodeRow(schema.decode_inode(own.value), own.version, (parent, name), own=True)
+            newest = InodeRow(schema.decode_inode(own.value), own.version, (parent, name), own=True)
         else:
             raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
-        node = self.refresher.take(told.record, told.version, told.place, own=told.own)
-        if told.own and (times := rows[schema.times_key(guess)]) is not None:
+        node = self.refresher.take(newest.record, newest.version, newest.place, own=newest.own)
+        if newest.own and (times := rows[schema.times_key(guess)]) is not None:
             self.refresher.take_times(node, times.value, times.version)
         if not node.own_record and node.version > version:
             return None  # it has left the name since
         dentries.note(parent, name, node.ino, version)
-        if node.version < told.version:  # it is changed here, too
-            node = await self._catch_up(told)
+        if node.version < newest.version:  # it is changed here, too
+            node = await self._catch_up(newest)
             dentry = dentries.get(parent, name)
             if dentry.change is not None or dentry.ino != node.ino:
                 return None

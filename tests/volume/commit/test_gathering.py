@@ -18,7 +18,7 @@ class Waiters:
     def __init__(self, served: int, seconds: float = COMMIT) -> None:
         self.count = 1
         self.is_coming = False
-        self.gathering = Gathering((self,), coming=lambda: self.is_coming)
+        self.gathering = Gathering((self,), is_coming=lambda: self.is_coming)
         self.gathering.note_served(served, seconds)
 
     def __len__(self) -> int:
