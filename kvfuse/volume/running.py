@@ -138,7 +138,7 @@ class Running:
                 self._note_all_missed(parts)
             raise
         except LogLost as error:
-            log.error("what the daemon before this one had not stored is lost: %s", error)
+            log.error("changes that the last daemon had not stored are lost: %s", error)
             self._note_all_missed(parts)
         except Exception:  # a mistake of ours: the start fails, and the next daemon tries again, once
             if self._keeper.take(FAILED) is None:
@@ -261,7 +261,7 @@ class Running:
         """Drop all that is not stored, and join again. Calls meanwhile read the former state, and change nothing."""
         former = self._volume.parts
         await former.abandon()
-        log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
+        log.error("the lease of the volume was lost, with all changes not stored by then: joining again")
         core = former.core
         while self._volume.parts is former:
             try:

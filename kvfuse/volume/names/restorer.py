@@ -104,7 +104,7 @@ def find_kept_changes(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
         found.close()
         if is_missed:
             raise LogLost(str(error)) from error
-        log.warning("what the daemon before this one left of files without names is lost: %s", error)
+        log.warning("files without names, left by the last daemon, are lost: %s", error)
         return None
     return left
 
@@ -172,7 +172,7 @@ class Restorer:
                 self.core.stored_in_cache(node)
         if nodes or left.names:
             log.warning(
-                "restored what the daemon before had not stored: %d inodes, %d names", len(nodes), len(left.names)
+                "restored changes that the last daemon had not stored: %d inodes, %d names", len(nodes), len(left.names)
             )
         left.kept.close()
         return self._lost
@@ -337,7 +337,7 @@ class Restorer:
             was = self._meant[place]
             node = await self._find_node(ino, nodes) if ino else None
             if ino and node is None:
-                log.error("the new name %r in directory %d is lost: inode %d is not there", place[1], place[0], ino)
+                log.error("the new name %r in directory %d is lost: it has no inode %d", place[1], place[0], ino)
                 continue
             moved = None
             if was and was != ino:

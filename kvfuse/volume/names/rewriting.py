@@ -113,7 +113,7 @@ class Rewriter:
                 await self.rewrite_all()
                 pause = PAUSE_MIN
             except (errors.EngineError, errors.OperationError) as error:
-                log.warning("what a failed sync left in doubt is not yet written again: %s", error)
+                log.warning("bytes that a failed sync left in doubt are not yet written again: %s", error)
                 await trio.sleep(pause)
                 pause = min(2 * pause, PAUSE_MAX)
 
@@ -136,7 +136,7 @@ class Rewriter:
         if doubt.settled(doubted, are_kept=bool(self.core.caches)):
             self.core.health.worked(SYNC)
             self.core.segments.drop_cache()
-            log.warning("what a failed sync left in doubt was written again, and is synced: of %d files", inodes)
+            log.warning("bytes of %d files that a failed sync left in doubt were written again, and are synced", inodes)
 
     async def _rewrite_headers(self) -> None:
         """Rewrite headers of segments that may have been made since the last good sync: a mount needs them."""
