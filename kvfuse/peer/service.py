@@ -274,12 +274,12 @@ async def serve_peers(
                 await _listen(peers, options.listen, neighbourhood, nursery)
             nursery.start_soon(peers.follow)
             if options.reads:
-                volume.connect(peers)
+                volume.connect_neighbours(peers)
             task_status.started()
             try:
                 await trio.sleep_forever()
             finally:
-                volume.connect(None)
+                volume.connect_neighbours(None)
 
 
 async def _listen(peers: Peers, address: str, neighbourhood: Neighbourhood, nursery: trio.Nursery) -> None:

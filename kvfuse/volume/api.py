@@ -1,4 +1,4 @@
-"""What the doors see of a volume: plain types, and the operations by topic.
+"""Defines the volume's interfaces for doors: plain types, and the operations by topic.
 
 ``volume.Volume`` is the FUSE door's `VolumeApi` and the rings' door's `RingApi`; its ``tree`` implements `TreeApi`, its
 ``inodes`` `InodeApi`, its ``files`` `FileApi`, its ``blocks`` `BlockApi`. Inodes are numbers, names
@@ -36,7 +36,7 @@ ROOT_INODE = 1
 FIRST_INODE = 1024
 """Inodes below are reserved: 1 is the root, the others are the doors' virtual files."""
 VIRTUAL_NAME = b".kvfuse"
-"""of their folder, in the root"""
+"""their folder's name, in the root"""
 
 NAME_MAX = 255
 SYMLINK_MAX = 4095
@@ -48,7 +48,7 @@ RENAME_EXCHANGE = 2
 
 
 class Caller(NamedTuple):
-    """Who asks. Permission bits are checked by the kernel, where any but root may come in; this is for ownership."""
+    """The caller. The kernel checks permission bits, if users other than root may enter; this is for ownership."""
 
     uid: int
     gid: int
@@ -70,7 +70,7 @@ class Caller(NamedTuple):
 
 
 class Attributes(Protocol):
-    """What a stat shows. The objects are live and owned by the volume: read, do not keep across an await."""
+    """The fields of a stat. The objects are live and owned by the volume: read, do not keep across an await."""
 
     ino: int
     mode: int
@@ -125,7 +125,7 @@ class Handle(Protocol):
     id: int
     """never 0, unique in this process"""
     cache_valid: bool
-    """what the kernel cached of the content at an earlier open is still true"""
+    """the kernel's cache of the content, from an earlier open, is still valid"""
     direct: bool
     """opened with O_DIRECT"""
     appends: bool
@@ -133,7 +133,7 @@ class Handle(Protocol):
 
     @property
     def size(self) -> int:
-        """Of the file, now."""
+        """Size of the file, now."""
 
     @property
     def is_new(self) -> bool:
@@ -141,17 +141,17 @@ class Handle(Protocol):
 
     @property
     def place(self) -> tuple[int, bytes]:
-        """(directory, name) of the file, or what they were last."""
+        """(directory, name) of the file, or its last ones."""
 
 
 H = TypeVar("H", bound=Handle)
 
 
 class Binding:
-    """What a name means, for threads that ask again and again. The event loop makes and marks it; any thread may look.
+    """A name's file, for threads that use it repeatedly. The event loop makes and invalidates it; any thread reads.
 
-    It holds until the name means something else, or other people may read the file: ``valid`` is cleared before
-    anything changes, so whoever saw it set after a copy has a block that the name meant at some time during the copy.
+    It is valid until the name means another file, or other users may read the file: ``valid`` is cleared before
+    anything changes, so a thread that saw it set after a copy has a block that the name meant at some time during it.
     """
 
     __slots__ = ("directory", "gid", "ino", "map", "mode", "name", "uid", "valid")
@@ -171,29 +171,29 @@ class ReadingThread(Protocol):
     """A thread that reads by content maps."""
 
     def tell_when_done(self, told: Callable[[], None]) -> bool:
-        """Call ``told`` in the event loop when what the thread reads now is read. False: it reads nothing now.
+        """Call ``told`` in the event loop when the thread's present reads are done. False: it reads nothing now.
 
-        What it begins to read after this call it finds by maps as they are now.
+        Reads that it begins after this call use the present maps.
         """
 
 
 class WritePlaces(NamedTuple):
-    """Where bytes of some writes belong. Columns, a number for each of them, in the order of their places."""
+    """Places of some writes' bytes. Columns, a number for each write, in the order of their places."""
 
     numbers: Numbers
-    """which writes, of those that were asked for"""
+    """numbers of these writes among those of the call"""
     segments: Numbers
     offsets: Numbers
     """in the segment, bytes"""
     targets: Mapping[int, Target]
-    """by segment"""
+    """segment -> its target"""
 
 
 SlotSource: TypeAlias = Sequence[memoryview] | Callable[[WritePlaces], Awaitable[None]]
 
 
 class TreeApi(Protocol):
-    """What names mean, and changes of them. ``async`` operations may wait; each says what for in its room."""
+    """Looks names up, and changes them. ``async`` operations may wait; the room of each says for what."""
 
     async def lookup(self, parent: int, name: bytes) -> Attributes:
         """The inode called ``name`` ("." and ".." too), counted once more as known to the kernel. NotFound."""
@@ -205,7 +205,7 @@ class TreeApi(Protocol):
         """Count the inode of an entry of directory ``parent`` once more as known to the kernel (readdirplus)."""
 
     def may_keep(self, directory: int) -> bool:
-        """The kernel may remember names in a directory: nobody else changes them, or it is told soon after."""
+        """The kernel may cache names in a directory: no other host changes them, or it is notified soon after."""
 
     async def create(
         self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
@@ -224,7 +224,7 @@ class TreeApi(Protocol):
         """``flags``: 0, RENAME_NOREPLACE or RENAME_EXCHANGE; anything else InvalidArgument."""
 
     async def open_directory(self, ino: int) -> None:
-        """A directory is about to be listed. Stale, where its path leads to another one by now."""
+        """Check a directory before it is listed. Stale: its path leads to another one by now."""
 
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
         """Up to ``limit`` entries after the cookie ``after`` (0: from the start), without "." and "..".
@@ -243,29 +243,29 @@ class FileApi(Protocol[H]):
         """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""
 
     async def read_into(self, handle: H, offset: int, target: memoryview) -> int:
-        """Fill ``target`` (of bytes) from ``offset`` on; how many bytes, fewer at the end of the file."""
+        """Fill ``target`` (of bytes) from ``offset`` on. Returns the number of bytes, fewer at the end of the file."""
 
     def content_map(self, handle: H) -> ContentMap:
-        """Where the file's bytes are, for threads other than the event loop's; true as long as the handle is open."""
+        """Places of the file's bytes, for threads other than the event loop's; valid while the handle is open."""
 
     async def show(self, handle: H, first: int, last: int) -> None:
-        """Have in the content map what can be shown of the chunks ``first``..``last``; for the rest, `read_into`."""
+        """Show the chunks ``first``..``last`` in the content map, as far as possible; for the rest, `read_into`."""
 
     async def write(self, handle: H, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
-        """Takes ``data`` (kept, not copied, where possible: it must never change); how much of it had room.
+        """Take ``data`` (kept, not copied, where possible: it must never change). Returns how much of it had room.
 
         NoSpace, FileTooLarge. ``by_kernel``: short only where the file grows, and by a handle that is not direct.
         """
 
     async def write_in_slots(self, handle: H, offsets: Numbers, lengths: Numbers, source: SlotSource) -> Numbers:
-        """Many writes in one go, where bytes have slots that change in place, with nothing else to be done for them.
+        """Write many ranges at once, of bytes whose slots change in place and that need nothing else.
 
-        ``source``: the bytes of each; or who writes them, while their places are kept. It is not called where there are
-        none, or the engine lets nobody else write. Returns the numbers of those that were done; others are `write`'s.
+        ``source``: the bytes of each; or a function that writes them while their places are kept, not called if there
+        are none, or the engine lets nobody else write. Returns the numbers of those done; the others are `write`'s.
         """
 
     def is_close_awaited(self, handle: H) -> bool:
-        """`flush` may have something to do, or to tell, by what is known when the file is opened."""
+        """`flush` may have work to do, or an error to report, as far as an open can tell."""
 
     async def flush(self, handle: H) -> None:
         """A descriptor was closed: with strict publishing, returns after the commit."""
@@ -284,7 +284,7 @@ class InodeApi(Protocol):
 
     async def attributes(self, ino: int) -> Attributes: ...
     def may_keep_attributes(self, ino: int) -> bool:
-        """The kernel may remember what it is told of an inode. False: it asks again before it shows them."""
+        """The kernel may cache attributes of an inode. False: it asks again before it shows them."""
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
         """Also clears setuid and setgid where POSIX asks for it; ``size`` truncates or extends."""
@@ -298,17 +298,17 @@ class InodeApi(Protocol):
     async def list_xattrs(self, ino: int) -> list[bytes]: ...
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None: ...
     async def describe(self, ino: int, descriptor: str, *, may_pin: bool) -> str:
-        """A client says what its blocks in a directory are, in JSON: how that is kept.
+        """Compare a client's description, in JSON, of its blocks in a directory. Returns the one that is kept.
 
         ``may_pin``: it may write there; then the first one, and a later version, which clears the cache, is pinned to
-        the directory's namespace. Exists: another one is. InvalidArgument.
+        the directory's namespace. Exists: another one is pinned. InvalidArgument.
         """
 
     async def gate(self, ino: int) -> Gate | None:
-        """Whose token an inode's namespace asks for; None: nobody's. It holds while `RingApi.gates` has its epoch."""
+        """The gate of an inode's namespace; None: it has no token. Valid while `RingApi.gates` has its epoch."""
 
     def measures(self, ino: int) -> Measures:
-        """What is measured of the namespace that an inode is in; threads of rings add to it."""
+        """The measures of an inode's namespace; threads of rings add to them."""
 
     async def seek(self, ino: int, offset: int, *, data: bool) -> int:
         """As lseek with SEEK_DATA, or else SEEK_HOLE. NoSuchOffset."""
@@ -318,21 +318,21 @@ class InodeApi(Protocol):
 
 
 class RestoredFilesApi(Protocol):
-    """Files that are open by handles of a daemon before this one, as `views.handover` tells."""
+    """Files that are open by handles of a former daemon, see `views.handover`."""
 
     ring_files: dict[str, KeptFile]
-    """those that clients of rings have, by the names they are kept under; taken out by who takes them over"""
+    """files of clients of rings, by their kept names; the door that takes one over removes it"""
     movers: set[Callable[[int, int, bytes], None]]
-    """told (inode, directory, name) when a file that may be open has another name"""
+    """called with (inode, directory, name) when a file that may be open gets another name"""
 
     async def load(self, ino: int) -> None:
-        """Have an inode in memory. Stale, where nothing is left of it."""
+        """Load an inode into memory. Stale: the store has nothing of it."""
 
     def take_over(self, ino: int, flags: int, caller: Caller) -> Handle:
         """Make one of the handles again, with no await since `load` returned."""
 
     def give_up(self, ino: int, *, writable: bool) -> None:
-        """One of the handles will never be made."""
+        """Note that one of the handles will never be made."""
 
 
 class VolumeApi(Protocol):
@@ -348,24 +348,24 @@ class VolumeApi(Protocol):
     def left_open(self) -> RestoredFilesApi: ...
     @property
     def seal(self) -> Callable[[], None] | None:
-        """To be called before a change is answered for: the daemon after this one has it then. None: it has not."""
+        """Called before a change is answered, so that the next daemon has it. None: the next daemon never has it."""
 
     def space(self) -> Statfs: ...
 
 
 class RingApi(VolumeApi, Protocol):
-    """The same for the rings' door, and what threads of rings share with it."""
+    """The volume for the rings' door, with state that threads of rings share."""
 
     tier: SharedTier
-    """for any thread"""
+    """any thread may use it"""
     reading_threads: set[ReadingThread]
-    """those that may read by content maps now; the door keeps it"""
+    """threads that may read by content maps now; the door updates it"""
     sections: dict[str, Callable[[], object]]
     """counters and gauges that the door adds to the volume's, by name"""
     user_sections: dict[str, Callable[[int], object]]
     """the same for one user, a uid"""
     gates: Gates
-    """of the present membership; any thread may look"""
+    """those of the present membership; any thread may read them"""
 
     @property
     def blocks(self) -> BlockApi: ...
@@ -384,50 +384,50 @@ class ReadyApi(Protocol):
         self, directory: int, rows: Sequence[tuple[bytes, memoryview | TierBlock]], caller: Caller, mode: int,
         may: Callable[[Attributes], bool],
     ) -> list[bool]:  # fmt: skip
-        """Store (name, bytes) as `BlockApi.put` does, where the name means nothing and nothing has to be waited for.
+        """Store (name, bytes) as `BlockApi.put` does, if the name is unused and nothing has to be waited for.
 
-        Which are stored; the others are left to that. ``may``: the caller may make names in a directory.
+        Returns which are stored; `BlockApi.put` is for the others. ``may``: the caller may make names in a directory.
         """
 
     def is_crowded(self, caller: Caller) -> bool:
-        """So many changes of the caller wait for a commit that more of them are not made without a wait."""
+        """The caller has so many pending changes that it has to wait before it makes more."""
 
     async def settled(self) -> None:
-        """Return when a commit had what is pending now. EngineError."""
+        """Return when all changes that are pending now are committed. EngineError."""
 
 
 class SearchApi(Protocol):
-    """What clients need to search for blocks in shared memory by themselves."""
+    """Gives clients what they need to search for blocks in shared memory by themselves."""
 
     async def ancestors(self, directory: int) -> tuple[Ancestors, Sequence[Attributes]]:
-        """Who counts changes of a directory and those above, and these; until the caller's next await. Stale."""
+        """The counter of changes of a directory and those above, and these; valid until the next await. Stale."""
 
     def open(self, readers: ReadClass, ancestors: Ancestors) -> Touches | None:
         """The index of a read class, for one connection more, which gives it back to `Residents.leave`. None: there are
         too many. ``ancestors``: of the directory."""
 
     async def read_names(self, readers: ReadClass) -> None:
-        """Have the index say which keys have no block: reads all names of its directory, if nobody did yet, unless
-        there are too many, or other hosts may make some."""
+        """Have the index say which keys have no block: read all names of its directory, once, unless there are too
+        many, or other hosts may make some."""
 
 
 class BlockApi(Protocol):
-    """Whole files by (directory, name). One block is one file, whoever made it."""
+    """Whole files by (directory, name). One block is one file, made by any door."""
 
     async def find(self, directory: int, name: bytes) -> Attributes | None:
         """The inode of a name, None where there is none. Waits for the store."""
 
     async def bind(self, directory: int, name: bytes) -> Binding | None:
-        """What a name means until the caller's next await; None where it means no regular file. Waits for the store."""
+        """The binding of a name, valid until the next await; None: it means no regular file. Waits for the store."""
 
     def waits(self, directory: int) -> bool:
         """A put there waits for its commit; or it is not known whether it does."""
 
     def terms(self, directory: int) -> tuple[bool, Uses | None]:
-        """`waits`; and if the directory is in a cache, where threads note which of its blocks they were asked for."""
+        """`waits`; and if the directory is in a cache, the place where threads note uses of its blocks."""
 
     def watching(self, directory: int) -> AbstractContextManager[Watch]:
-        """Tells what becomes of the blocks of a directory in a cache, as far as this host changes them."""
+        """Reports this host's changes of the blocks of a directory in a cache."""
 
     async def listing(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
         """(names of up to ``limit`` blocks, ``after`` of the next or 0 at the end). ``after`` 0: from the start."""
@@ -443,14 +443,14 @@ class BlockApi(Protocol):
         """
 
     async def delete(self, directory: int, names: Sequence[bytes], found: Callable[[int], None] = ...) -> list[int]:
-        """Remove files: the inode of each that was there and is gone, 0 for what is absent or a directory.
+        """Remove files. Returns the inode of each removed one, 0 for an absent name or a directory.
 
         Waits for the store where a name is not known, and in strict folders for the commit. After an error, which is
-        raised, some of them may be gone. ReadOnly, NotFound. ``found``: told the place of each before it can be gone.
+        raised, some of them may be removed. ReadOnly, NotFound. ``found``: called with the number of each before that.
         """
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
-        """Which names exist, all seen at the same time; what they mean is not looked at. Stale, NotADirectory.
+        """Whether each name exists, all seen at the same time; their inodes are not read. Stale, NotADirectory.
 
         Waits for the store until all names of the directory are known. Where the namespace says how fast its blocks
         are computed, the names are a chain, of which only so many first blocks exist as are read sooner than computed.
@@ -465,21 +465,21 @@ class BlockApi(Protocol):
     async def prefetch(
         self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool] = lambda binding: True
     ) -> list[bool]:
-        """Read blocks into the shared-memory tier: which of them are there now.
+        """Read blocks into the shared-memory tier. Returns which of them are resident now.
 
-        Those are not that are absent or empty, that ``may_read`` forbids, ever had two names (their readers are not
-        those of one directory), are being written, cannot be read, or for which there is no room.
+        Others are absent or empty, forbidden by ``may_read``, ever had two names (their readers are not those of one
+        directory), are being written, cannot be read, or lack room.
         """
 
 
 class NearApi(Protocol):
-    """Brings blocks into the shared-memory tier that were asked for. OperationError: one cannot be read."""
+    """Brings requested blocks into the shared-memory tier. OperationError: one cannot be read."""
 
     async def from_neighbours(self, binding: Binding) -> bool:
-        """If another host may have it; whether it is there now."""
+        """Bring a block that another host may have. Returns whether it is resident now."""
 
     async def all_of(self, directory: int, names: Sequence[bytes], may_read: Callable[[Binding], bool]) -> list[bool]:
-        """As `from_neighbours`, of many, which are asked for at once: which of them are there now."""
+        """As `from_neighbours`, for many blocks at once. Returns which of them are resident now."""
 
     async def if_wanted(self, binding: Binding) -> bool:
-        """If it was asked for lately, too; whether it is there now."""
+        """Bring a block that was requested lately. Returns whether it is resident now."""

@@ -1,6 +1,6 @@
-"""The operations on a mounted volume: made with the parts of one membership, and replaced with them.
+"""Implements the operations on a mounted volume, by the parts of one membership; the next membership has its own.
 
-One that was under way when the membership ended goes on with the parts that it began with, and so changes nothing.
+An operation in flight when the membership ends continues with its former parts, and so changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvfuse.volume.measures.gates import Gate
 from kvfuse.volume.measures.measures import Measures
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import DOTS
-from kvfuse.volume.names.opened import opened_by
+from kvfuse.volume.names.opened import make_opened
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
@@ -47,18 +47,18 @@ class Inodes:
         self._parts = parts
         self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
         self._access = parts.mapper.access
-        self._opened = opened_by(parts.lookups)
+        self._opened = make_opened(parts.lookups)
 
     def may_keep_attributes(self, ino: int) -> bool:
         return not self._lookups.is_doubtful(ino)
 
     async def attributes(self, ino: int) -> Node:
-        node = await self._lookups.current(ino)
+        node = await self._lookups.find_current(ino)
         self._access.look(node.map)
         return node
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
-        node = await _for_change(self._core, self._lookups).current(ino)
+        node = await _check_change(self._core, self._lookups).find_current(ino)
         if changes == Changes():
             privileges.heed_word_of_write(node, caller)
         if changes.size is not None:
@@ -89,20 +89,20 @@ class Inodes:
         return node
 
     def _check_closed(self, node: Node, changes: Changes) -> None:
-        """NotPermitted, if everybody would be let into a folder that has a token."""
+        """NotPermitted: the mode would let all users into a folder that has a token."""
         gate = self._core.namespaces.gates.all.get(node.ino)
         if gate is not None and gate.folder == node.ino and changes.mode is not None and changes.mode & 0o007:
             raise errors.NotPermitted("the folder has a token: its mode may let in its owner and group alone")
 
     async def describe(self, ino: int, descriptor: str, *, may_pin: bool) -> str:
-        keeper = _for_change(self._core, self._parts.xattrs).namespaces.keeper
-        return await keeper.describe(await self._lookups.current(ino), descriptor, may_pin=may_pin)
+        keeper = _check_change(self._core, self._parts.xattrs).namespaces.keeper
+        return await keeper.describe(await self._lookups.find_current(ino), descriptor, may_pin=may_pin)
 
     async def gate(self, ino: int) -> Gate | None:
-        return self._core.namespaces.gates.all.get((await self._lookups.current(ino)).namespace)
+        return self._core.namespaces.gates.all.get((await self._lookups.find_current(ino)).namespace)
 
     async def read_symlink(self, ino: int) -> bytes:
-        node = await self._lookups.current(ino)
+        node = await self._lookups.find_current(ino)
         if not stat.S_ISLNK(node.mode):
             raise errors.InvalidArgument(f"inode {ino} is no symbolic link")
         self._access.read(node)
@@ -110,23 +110,23 @@ class Inodes:
 
     async def fsync_directory(self, ino: int) -> None:
         if not self._core.read_only:
-            directory = await self._lookups.node(ino)
+            directory = await self._lookups.find_node(ino)
             self._access.store(directory)
-            await self._journal.commit(directory, *self._journal.pending.changed_in(ino), durable=True)
+            await self._journal.commit(directory, *self._journal.pending.find_changed_in(ino), durable=True)
             await self._opened.publish(ino)
 
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
         return await self._parts.xattrs.get(ino, name)
 
     async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> None:
-        xattrs = _for_change(self._core, self._parts.xattrs)
+        xattrs = _check_change(self._core, self._parts.xattrs)
         await self._publish_attributes(await xattrs.set(ino, name, value, caller))
 
     async def list_xattrs(self, ino: int) -> list[bytes]:
         return await self._parts.xattrs.list(ino)
 
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
-        xattrs = _for_change(self._core, self._parts.xattrs)
+        xattrs = _check_change(self._core, self._parts.xattrs)
         await self._publish_attributes(await xattrs.remove(ino, name, caller))
 
     def measures(self, ino: int) -> Measures:
@@ -134,20 +134,20 @@ class Inodes:
         return self._core.namespaces.measures[node.namespace if node is not None else ROOT]
 
     async def _publish_attributes(self, node: Node) -> None:
-        await self._parts.names.publish(node if node.is_directory else await self.folder(node), node)
+        await self._parts.names.publish(node if node.is_directory else await self.find_folder(node), node)
 
-    async def folder(self, node: Node) -> Node:
+    async def find_folder(self, node: Node) -> Node:
         """The directory whose settings hold for a file."""
         try:
-            return await self._lookups.directory(node.parent)
+            return await self._lookups.find_directory(node.parent)
         except (errors.Stale, errors.NotADirectory):
-            return await self._lookups.node(1)
+            return await self._lookups.find_node(1)
 
     async def seek(self, ino: int, offset: int, *, data: bool) -> int:
-        return await Holes(self._parts.reader.chunks).seek(await self._lookups.current(ino), offset, data=data)
+        return await Holes(self._parts.reader.chunks).seek(await self._lookups.find_current(ino), offset, data=data)
 
     async def info(self, ino: int) -> dict[str, Any]:
-        node, chunks = await self._lookups.node(ino), self._parts.reader.chunks
+        node, chunks = await self._lookups.find_node(ino), self._parts.reader.chunks
         await chunks.load_all(node)
         return {
             "ino": node.ino,
@@ -156,7 +156,7 @@ class Inodes:
             "chunk_size": node.chunk_size,
             "nlink": node.nlink,
             "stored": node.stored and not node.changed,
-            "publish": "strict" if self._lookups.is_strict(await self.folder(node)) else "relaxed",
+            "publish": "strict" if self._lookups.is_strict(await self.find_folder(node)) else "relaxed",
             "extents": [row for index in sorted(node.chunks) for row in chunks.describe_chunk(node, index)],
         }
 
@@ -169,18 +169,18 @@ class Files:
         self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
         self._reader, self._writer, self._access = parts.reader, parts.writer, parts.mapper.access
         self._nameless, self._coherence = parts.names.nameless, parts.coherence
-        self._opened = opened_by(parts.lookups)
+        self._opened = make_opened(parts.lookups)
 
     async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
-        node = await self._opened.find(ino)
+        node = await self._opened.find_file(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         check_content(node)
-        if self._core.namespaces.cleared and self._core.is_cleared(node):  # somebody else has it open
+        if self._core.namespaces.cleared and self._core.is_cleared(node):  # another handle keeps it
             raise errors.Stale(f"inode {ino} was cleared with its namespace")
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
-            _for_change(self._core, node)
-        handle = self.begin(node, flags, caller)
+            _check_change(self._core, node)
+        handle = self.make_handle(node, flags, caller)
         if flags & os.O_TRUNC:
             try:
                 await self._lose_privileges(node, caller)
@@ -195,7 +195,7 @@ class Files:
             self._core.opened_in_cache(node)
         return handle
 
-    def begin(self, node: Node, flags: int, caller: Caller) -> FileHandle:
+    def make_handle(self, node: Node, flags: int, caller: Caller) -> FileHandle:
         handle = FileHandle(node, flags, caller)
         handle.heard = self._core.doubt.epoch
         self._core.unnamed.pop(node.ino, None)
@@ -203,10 +203,10 @@ class Files:
             self._coherence.opened(handle)
         return handle
 
-    async def _current(self, handle: FileHandle | Node) -> Node:
-        """The file of a handle. One that was opened under a former lease is opened again.
+    async def _find_current(self, handle: FileHandle | Node) -> Node:
+        """The file of a handle, opened again if the handle is of a former membership.
 
-        EngineError where bytes were written through it that nobody stored.
+        EngineError: bytes that were written through it were not stored.
         """
         if isinstance(handle, Node):
             check_remembered(handle)
@@ -215,7 +215,7 @@ class Files:
         if node.forgotten:
             if (handle.writable and not is_quiet(node)) or not node.version or not node.nlink:
                 check_remembered(node)
-            found = await self._lookups.node(node.ino)
+            found = await self._lookups.find_node(node.ino)
             check_remembered(found)
             if handle.node is node:  # no other call of this handle was faster
                 handle.node = found
@@ -225,7 +225,7 @@ class Files:
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         began = perf_counter()
-        node = await self._current(handle)
+        node = await self._find_current(handle)
         if (measures := self._core.namespaces.measures[node.namespace]).limiters:
             await measures.throttle_kernel(max(0, min(size, node.size - offset)))
         try:
@@ -238,7 +238,7 @@ class Files:
 
     async def read_into(self, handle: FileHandle | Node, offset: int, target: memoryview) -> int:
         began = perf_counter()
-        node = await self._current(handle)
+        node = await self._find_current(handle)
         length = await self._reader.read_into(node, offset, target)
         self._count_read(handle, node, length, began)
         return length
@@ -258,14 +258,14 @@ class Files:
         return self._parts.mapper.map_of(handle if isinstance(handle, Node) else handle.node)
 
     async def show(self, handle: FileHandle | Node, first: int, last: int) -> None:
-        node = await self._current(handle)
+        node = await self._find_current(handle)
         measures = self._core.namespaces.measures[node.namespace]
         measures.readers[measures] = perf_counter()
         await self._parts.mapper.show(node, first, last)
 
     async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         began = perf_counter()
-        node = await self._current(handle) if handle.node.forgotten else handle.node
+        node = await self._find_current(handle) if handle.node.forgotten else handle.node
         if by_kernel and (measures := self._core.namespaces.measures[node.namespace]).limiters:
             await measures.throttle_kernel(len(data))
         if by_kernel:
@@ -289,7 +289,7 @@ class Files:
         times.sum += seconds
         measures.written_bytes += written
         if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
-            # It would take this for all of the mapped pages that it writes back, and make EIO of a direct write.
+            # The kernel would take this for all of the mapped pages that it writes back, and fail a direct write (EIO).
             self._core.namespaces.accounts.check(node.namespace, len(data) - written)
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
@@ -297,7 +297,7 @@ class Files:
     async def write_in_slots(
         self, handle: FileHandle, offsets: Numbers, lengths: Numbers, source: SlotSource
     ) -> Numbers:
-        node = await self._current(handle)
+        node = await self._find_current(handle)
         await self._lose_privileges(node, handle.caller)
         written = await self._writer.in_place.write_in_slots(node, offsets, lengths, source)
         self._core.counters.writes += len(written)
@@ -306,7 +306,7 @@ class Files:
         return written
 
     async def _lose_privileges(self, node: Node, caller: Caller) -> None:
-        """Before bytes of the file change, by a door whose writes the kernel does not see."""
+        """Clear setuid, setgid and capabilities before a write that the kernel does not see."""
         lost_bits = privileges.lose_privileges(node, caller)
         if await self._parts.xattrs.drop_capability(node) or lost_bits:
             node.ctime = clock.now()
@@ -317,10 +317,10 @@ class Files:
         return handle.writable and (folder is None or self._lookups.is_strict(folder))
 
     async def flush(self, handle: FileHandle) -> None:
-        node = await self._current(handle) if handle.writable else handle.node
+        node = await self._find_current(handle) if handle.writable else handle.node
         changed = node.changed or node.committing
-        if handle.writable and changed and node.nlink and self._lookups.is_strict(await self._inodes.folder(node)):
-            if self._core.shared:  # while a commit is under way that others wait for
+        if handle.writable and changed and node.nlink and self._lookups.is_strict(await self._inodes.find_folder(node)):
+            if self._core.shared:  # while a commit of other callers is in flight
                 await self._parts.journal.flusher.write_out(node)
             await self._journal.commit(node)
         if handle.writable:
@@ -329,12 +329,12 @@ class Files:
     async def fsync(self, handle: FileHandle, *, data_only: bool = False) -> None:
         if self._core.read_only:
             return
-        node = await self._current(handle)
+        node = await self._find_current(handle)
         if not data_only:
             self._access.look(node.map)
             self._access.store(node)
         with self._core.doubt.telling(handle):
-            await self._parts.rewriter.rewrite(node)
+            await self._parts.rewriter.rewrite_file(node)
             await self._journal.commit(node, durable=True)
         await self._opened.publish(node.parent)
 
@@ -352,21 +352,21 @@ class Files:
             if has_unsealed(node):
                 self._background.start_soon(failing.once, "seals", self._seal, node)
                 return
-        self._let_go(node)
+        self._drop_handle(node)
 
-    def _let_go(self, node: Node) -> None:
-        """Nobody uses this handle any more; the last one of an unlinked file takes the file along."""
+    def _drop_handle(self, node: Node) -> None:
+        """Drop a released handle; the last one of an unlinked file frees the file."""
         node.handles -= 1
         if node.handles or (self._coherence is not None and self._coherence.closed(node)) or node.nlink:
             return
-        if self._nameless.knows_all(node):
-            self._reap(node)
+        if self._nameless.has_all_records(node):
+            self._reap_file(node)
         else:
             node.handles += 1  # it stays in memory until it is reaped
             self._background.start_soon(failing.once, "removals", self._load_and_reap, node)
 
-    def _reap(self, node: Node) -> None:
-        """The last handle of an unlinked file was closed. Its bytes go when the kernel forgets it, too."""
+    def _reap_file(self, node: Node) -> None:
+        """Free an unlinked file whose last handle was closed, once the kernel has forgotten it, too."""
         self._core.unnamed[node.ino] = node
         if not self._core.places.known(node.ino):
             self._nameless.reap(node)
@@ -379,17 +379,17 @@ class Files:
         finally:
             node.handles -= 1
         if node.handles == 0 and not node.forgotten:
-            self._reap(node)
+            self._reap_file(node)
 
     async def _seal(self, node: Node) -> None:
-        """The last writer of a file that was changed in place closed it."""
+        """Seal a file that was changed in place, after its last writer closed it."""
         try:
             with trio.CancelScope(shield=True):
                 await self._writer.in_place.seal(node)
         except errors.EngineError as error:
             log.warning("inode %d stays unsealed, so it is read without verification: %s", node.ino, error)
         finally:
-            self._let_go(node)
+            self._drop_handle(node)
 
 
 class Tree:
@@ -404,7 +404,7 @@ class Tree:
         core.counters.lookups += 1
         node = (await (lookups.find_dots if name in DOTS else lookups.find_for_kernel)(parent, name)).node
         if core.caches and (node is None or node.is_file):
-            core.looked_in_cache(node or await lookups.directory(parent), name, is_there=node is not None)
+            core.looked_in_cache(node or await lookups.find_directory(parent), name, is_there=node is not None)
         if node is None:
             core.counters.absent_lookups += 1
             raise errors.NotFound(name)
@@ -424,41 +424,41 @@ class Tree:
         self._core.places.add(entry.attributes.ino, parent, entry.name)
 
     def may_keep(self, directory: int) -> bool:
-        return not self._lookups.asks(directory)
+        return not self._lookups.must_ask(directory)
 
     async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[FileHandle, Node]:
-        directory, node = await _for_change(self._core, self._names).create(
+        directory, node = await _check_change(self._core, self._names).create(
             parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller
         )
-        handle = self._files.begin(node, flags, caller)
+        handle = self._files.make_handle(node, flags, caller)
         await self._publish(directory, node, handle)
         return handle, node
 
     async def make_node(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Node:
-        return await self._make(parent, name, mode, caller, rdev=rdev)
+        return await self._make_inode(parent, name, mode, caller, rdev=rdev)
 
     async def make_directory(self, parent: int, name: bytes, mode: int, caller: Caller) -> Node:
-        return await self._make(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
+        return await self._make_inode(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller)
 
     async def make_symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Node:
-        return await self._make(parent, name, stat.S_IFLNK | 0o777, caller, target=target)
+        return await self._make_inode(parent, name, stat.S_IFLNK | 0o777, caller, target=target)
 
-    async def _make(
+    async def _make_inode(
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
     ) -> Node:
-        directory, node = await _for_change(self._core, self._names).create(
+        directory, node = await _check_change(self._core, self._names).create(
             parent, name, mode, caller, rdev=rdev, target=target
         )
         await self._publish(directory, node)
         return node
 
     async def link(self, ino: int, parent: int, name: bytes) -> Node:
-        directory, node = await _for_change(self._core, self._names).link(ino, parent, name)
+        directory, node = await _check_change(self._core, self._names).link(ino, parent, name)
         await self._publish(directory, node)
         return node
 
     async def _publish(self, directory: Node, node: Node, handle: FileHandle | None = None) -> None:
-        """Publish what the kernel gets a reference to, and perhaps a handle: of an error it gets neither."""
+        """Publish an inode of which the kernel gets a reference, perhaps a handle; after an error it gets neither."""
         try:
             await self._names.publish(directory, node)
         except BaseException:
@@ -468,28 +468,28 @@ class Tree:
             raise
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        directory, node = await _for_change(self._core, self._names).unlink(parent, name)
+        directory, node = await _check_change(self._core, self._names).unlink(parent, name)
         await self._names.publish(directory, node)
 
     async def remove_directory(self, parent: int, name: bytes) -> None:
-        directory, node = await _for_change(self._core, self._names).remove_directory(parent, name)
+        directory, node = await _check_change(self._core, self._names).remove_directory(parent, name)
         await self._names.publish(directory, node)
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
-        directory, node = await _for_change(self._core, self._names).rename(parent, name, new_parent, new_name, flags)
+        directory, node = await _check_change(self._core, self._names).rename(parent, name, new_parent, new_name, flags)
         await self._names.publish(directory, node)
 
     async def open_directory(self, ino: int) -> None:
-        await self._lookups.current_directory(ino)
+        await self._lookups.find_current_directory(ino)
 
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
         if not after:
-            self._access.read(await self._lookups.directory(ino))
-        return await Listing(self._lookups, ino).entries(after, limit)
+            self._access.read(await self._lookups.find_directory(ino))
+        return await Listing(self._lookups, ino).read_entries(after, limit)
 
 
-def _for_change(core: Core, part: P) -> P:
-    """``part``. ReadOnly where nothing may change."""
+def _check_change(core: Core, part: P) -> P:
+    """``part``. ReadOnly: the mount may change nothing."""
     if core.read_only:
         raise errors.ReadOnly("the volume is mounted read-only")
     return part

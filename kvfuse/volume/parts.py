@@ -1,7 +1,7 @@
-"""The parts of a mounted volume that belong to one membership: they are made together, and forgotten together.
+"""Makes the parts of a mounted volume that belong to one membership, and ends them together.
 
-A client that lost its lease can commit and write nothing any more (`FencedRecords`, `FencedSegments`): what its
-parts have in memory will never be stored. `Parts.abandon` ends them: every caller that waits for a commit gets an
+A client that lost its lease can commit and write nothing any more (`FencedRecords`, `FencedSegments`): its parts'
+changes in memory will never be stored. `Parts.abandon` ends them: every caller that waits for a commit gets an
 EngineError, and their nodes are marked, so that an operation that began with one of them ends in an EngineError, too,
 and does not bring it to the parts that follow.
 """
@@ -66,9 +66,9 @@ from kvfuse.volume.tenancy.namespaces import NamespaceEditor
 from kvfuse.volume.tenancy.xattrs import Xattrs
 
 HEADS_SECONDS = 30.0
-"""for which an end waits for slot heads whose servers are late: longer than a cluster takes to name others"""
+"""limit of an end's wait for slot heads whose servers are late: longer than a cluster takes to name others"""
 HEADS_HANDED_OVER_SECONDS = 1.0
-"""the same where callers wait for the next daemon"""
+"""the same while callers wait for the next daemon"""
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Lifetime:
         self._scope.cancel()
 
     async def end(self) -> None:
-        """Stop, and wait for that."""
+        """Stop all tasks, and wait for their end."""
         self.stop()
         await self._ended.wait()
 
@@ -127,10 +127,10 @@ class Parts:
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
         refusals = Refusals(pending, merger.merge, refresher.renew, chunks.reap_unstored, chunks.revive)
         terms = Terms(refusals) if member is None else SharedTerms(pending, refusals).terms
-        self.journal = Journal(pending, terms, flusher, options.publish.window, self._is_coming)
+        self.journal = Journal(pending, terms, flusher, options.publish.window, self._is_caller_coming)
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
-        """both where others have the volume open, too"""
+        """both on a shared volume"""
         self.space: RoomFinder
         self.lookups: Lookup
         self.names: Names
@@ -152,13 +152,13 @@ class Parts:
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
         self.life = Lifetime()
 
-    def _is_coming(self) -> bool:
-        """Somebody is on the way who may wait for a commit then: where others write the store, it pays to wait."""
+    def _is_caller_coming(self) -> bool:
+        """A caller is on its way that may soon wait for a commit: on a shared volume it pays to wait for it."""
         records = self.core.records
         return isinstance(records, SharedRecords) and (self.journal.flusher.has_callers or records.is_asked)
 
     def _make_own(self, refresher: Refresher) -> NamespaceRecords:
-        """What a volume has that one host has. The source of room that costs nobody anything is asked first."""
+        """Make the parts of a volume that one host has. Sources of room that cost nothing are first."""
         core, journal = self.core, self.journal
         nameless = OwnNameless(core, journal, refresher.chunks)
         sources = [nameless.free_unnamed_files, journal.free_given_up]
@@ -172,7 +172,7 @@ class Parts:
     def _make_shared(
         self, member: Member, records: SharedRecords, extents: SharedExtents, refresher: Refresher
     ) -> NamespaceRecords:
-        """What a volume has that many hosts have. An eviction is the last source of room before other hosts."""
+        """Make the parts of a shared volume. An eviction is the last source of room before other hosts."""
         core, journal = self.core, self.journal
         nameless = SharedNameless(core, journal, refresher.chunks)
         orphans = nameless.orphans
@@ -217,12 +217,12 @@ class Parts:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.
 
-        Started when slabs and numbers are there to be given. EngineError before, if the store does not answer.
+        Started once slabs and numbers can be given. EngineError before that: the store does not answer.
         """
         self.blocks.start()
-        await self.life.run(self._start, task_status)
+        await self.life.run(self._start_tasks, task_status)
 
-    async def _start(self, nursery: trio.Nursery) -> None:
+    async def _start_tasks(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(failing.vital_task, self.journal.flusher.run)
         nursery.start_soon(failing.service, "slots elsewhere", self.journal.flusher.elsewhere.run)
         nursery.start_soon(failing.vital_task, self.journal.flusher.headers.run)
@@ -233,19 +233,19 @@ class Parts:
         if self.coherence is None or self.leases is None:
             nursery.start_soon(failing.service, "access times", self.mapper.access.run)
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
-            nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find)
+            nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find_all)
             nursery.start_soon(failing.service, "rewriting", self.rewriter.run)
         else:
             nursery.start_soon(failing.vital_task, self.coherence.run)
             await nursery.start(self.leases.run)
 
     async def leave(self) -> None:
-        """Everything is stored: leave nothing that others would have to see to, and end."""
+        """End after everything was stored, and leave nothing that other hosts would have to clean up."""
         if self.leases is None or self.coherence is None:
             return
         self.coherence.granting.stop()
         for evictor in self.space.evictors:
-            await evictor.stop()  # what it removes changes counts that are handed over now
+            await evictor.stop()  # its removals change counts that are handed over now
         await self.journal.flusher.headers.settle(HEADS_SECONDS)
         has_given_all = await self.leases.close()
         await self.life.end()
@@ -258,14 +258,14 @@ class Parts:
             log.info("others take away this client's sequence record: %s", error)
 
     async def hand_over(self) -> None:
-        """Everything is stored: leave all as it is to the daemon that goes on as this client, and end."""
+        """End after everything was stored, and leave all as it is to the next daemon, which stays this client."""
         await self.journal.flusher.headers.settle(HEADS_HANDED_OVER_SECONDS)
         await self.life.end()
         if self.leases is not None and self.coherence is not None:
             self.coherence.member.hand_over(self.leases.held.unsettled())
 
     async def abandon(self) -> None:
-        """End everything: what is not in the store by now never will be. Returns when nothing is under way."""
+        """End everything: changes that are not stored by now never will be. Returns when nothing is in flight."""
         await self.life.end()
         self.journal.flusher.give_up()
         self.core.dentries.unbind_all()

@@ -1,4 +1,4 @@
-"""Files that clients have open by handles of a daemon before this one, see `views.handover`."""
+"""Restores handles that clients have open since a former daemon, see `views.handover`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RestoredFiles:
         self.ring_files, self.movers = handover.ring_files, handover.movers
 
     async def load(self, ino: int) -> None:
-        node = await self._lookups.node(ino)
+        node = await self._lookups.find_node(ino)
         if not node.nlink and node.handles and self._coherence is not None:
             self._coherence.hold(node)
 
@@ -45,13 +45,13 @@ class RestoredFiles:
             self._handover.took(ino, writable=writable)
 
     def _uncount(self, node: Node, *, writable: bool) -> None:
-        """The node has counted the handle since it came into memory."""
+        """Uncount the handle, which the node has counted since it was loaded."""
         node.handles -= 1
         node.writers -= writable
         self._handover.took(node.ino, writable=writable)
 
     async def load_all(self) -> None:
-        """Have all in memory, so that nobody takes an open file for a closed one. In the background of a start."""
+        """Load all, so that no caller takes an open file for a closed one. Runs in the background of a start."""
         for ino in list(self._handover.still_open):
             if ino in self._handover.still_open:
                 try:

@@ -19,7 +19,7 @@ from kvfuse.volume.disk.disk_tier import DiskTier, opened_tier
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.unstored import Unstored
-from kvfuse.volume.names.restorer import FAILED, LogLost, Restorer, find_left
+from kvfuse.volume.names.restorer import FAILED, LogLost, Restorer, find_kept_changes
 from kvfuse.volume.names.restorer import NAME as UNSTORED
 from kvfuse.volume.opening.held_volume import HeldVolume, hold
 from kvfuse.volume.opening.loading import load_core
@@ -34,20 +34,20 @@ from kvfuse.volume.volume import Volume
 
 FINISH_ATTEMPTS = 3
 FINISH_PAUSE = 1.0
-"""Seconds between two of these: what fails at once may not a moment later."""
+"""Seconds between two of these."""
 FREE_SECONDS = 5.0
-"""At the end, for what was removed and has still to be freed; the next client sees to the rest."""
+"""Time to free removed files at the end; the next client frees the rest."""
 REJOIN_SECONDS = 0.5
 """Pause before the next attempt to join a volume again."""
 
 REAP_PAUSE = 1.0
-"""Seconds between two looks whether the store takes removals again."""
+"""Seconds between two attempts to store removals."""
 
 TOUCHED_SECONDS = 1.0
 TOUCHED_PAUSE = 0.005
-"""Seconds between looks for memory of the tier that only readers have touched, and between parts that go."""
+"""Seconds between scans for memory of the tier that only readers have touched, and between parts that are freed."""
 PINS_SECONDS = 60.0
-"""after which no client of the daemon before this one is waited for, where nobody said that all are known"""
+"""limit of the tier's wait for clients of a former daemon, if not all are known"""
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ async def make_parts(
     keeper: Keeper = NO_KEEPER,
     handover: Handover | None = None,
 ) -> Parts:
-    """The parts of a volume, from its records. ``former``: of the membership before, which has the ``disk`` tier.
+    """Make the parts of a volume, from its records. ``former``: of the last membership, which has the ``disk`` tier.
 
-    ``keeper``, ``handover``: have what a daemon before this one left.
+    ``keeper``, ``handover``: have the state that a former daemon left.
     """
     if handover is not None and former is None:
         find_ring_files(keeper, handover)
@@ -92,7 +92,7 @@ class Running:
         self._scrubber = Scrubber(lambda: volume.parts, options)
 
     async def start(self) -> None:
-        """Begin to commit and to write back, and free what the last daemon could not."""
+        """Begin to commit and to write back, and free files that the last daemon could not free."""
         parts = self._volume.parts
         is_own = self._held.member is None and not parts.core.read_only
         if parts.core.doubt.is_any:
@@ -101,9 +101,9 @@ class Running:
             parts.core.records.distrust_cache()
         if is_own:
             try:
-                await parts.journal.announce()
+                await parts.journal.announce_numbers()
             except errors.EngineError as error:
-                log.error("nothing can be stored at present, the volume goes on with what is there: %s", error)
+                log.error("nothing can be stored at present, the volume serves its stored state: %s", error)
                 parts.journal.pending.load.hurry()  # the journal tries it until it succeeds
         if parts.core.unstored is not None:
             await self._restore(parts, parts.core.unstored)
@@ -119,7 +119,7 @@ class Running:
         if parts.core.nodes.handover.outlives:
             self._nursery.start_soon(failing.service, "open files", self._volume.left_open.load_all)
         if parts.core.tier.residents.alive is not None:
-            self._nursery.start_soon(failing.vital_task, self._live)
+            self._nursery.start_soon(failing.vital_task, self._show_alive)
         if parts.core.tier.capacity:
             self._nursery.start_soon(failing.service, "tier", self._free_touched)
         if (disk := parts.core.disk) is not None:
@@ -130,51 +130,51 @@ class Running:
             self._nursery.start_soon(failing.service, "scrub", self._scrubber.run)
 
     async def _restore(self, parts: Parts, unstored: Unstored) -> None:
-        """What the daemon before this one did not store; from here on the next one finds what this one does not."""
+        """Restore changes that a former daemon did not store. From here on the log has those of this daemon."""
         try:
             missed = await self._restore_left(parts)
         except (errors.EngineError, trio.Cancelled) as error:
             if isinstance(error, errors.Corrupt):
-                self._miss_all(parts)
+                self._note_all_missed(parts)
             raise
         except LogLost as error:
-            log.error("what the daemon before this one had not stored is lost: %s", error)
-            self._miss_all(parts)
+            log.error("changes that the last daemon had not stored are lost: %s", error)
+            self._note_all_missed(parts)
         except Exception:  # a mistake of ours: the start fails, and the next daemon tries again, once
             if self._keeper.take(FAILED) is None:
                 self._keeper.keep(FAILED)
             else:
-                self._miss_all(parts)
+                self._note_all_missed(parts)
             raise
         else:
-            self._miss(parts, missed)
+            self._note_missed(parts, missed)
         self._keeper.drop(FAILED)
         unstored.begin(self._keeper, UNSTORED, parts.core.superblock.volume_id)
 
     async def _restore_left(self, parts: Parts) -> set[int]:
-        """Inodes whose bytes are lost."""
-        left = find_left(self._keeper, parts.core.superblock.volume_id)
+        """Restore the log's changes. Returns inodes whose bytes are lost."""
+        left = find_kept_changes(self._keeper, parts.core.superblock.volume_id)
         if left is None:
             return set()
         nameless, chunks, staging = parts.names.nameless, parts.reader.chunks, parts.writer.staging
         return await Restorer(parts.core, parts.journal, parts.lookups, nameless, chunks, staging, left).restore()
 
-    def _miss_all(self, parts: Parts) -> None:
-        """Nothing is restored, by a daemon after this one either."""
+    def _note_all_missed(self, parts: Parts) -> None:
+        """Give up the log, for later daemons, too: all files open for writing may lack bytes."""
         before = parts.core.nodes.handover.still_open
-        self._miss(parts, {ino for ino, one in before.items() if one.writers})
+        self._note_missed(parts, {ino for ino, one in before.items() if one.writers})
         self._keeper.drop(UNSTORED)
 
-    def _miss(self, parts: Parts, inos: set[int]) -> None:
-        """Whoever has these open for writing hears that bytes are lost."""
+    def _note_missed(self, parts: Parts, inos: set[int]) -> None:
+        """Have handles that are open for writing report that bytes of these files are lost."""
         if inos:
             parts.core.nodes.handover.miss(inos)
             cut_ring_files(self._keeper, parts.core.nodes.handover)
 
     async def _reap_orphans(self, parts: Parts, *, task_status: trio.TaskStatus[None]) -> None:
-        """Free what files had that were unlinked, but open, when the last daemon ended.
+        """Free files that were unlinked, but open, when the last daemon ended.
 
-        Started when all of it is stored, or when the store refuses it: then it follows when the store takes it.
+        Started when their removal is stored, or when the store refuses it: then it is retried until stored.
         """
         refused = trio.Event()
 
@@ -192,7 +192,7 @@ class Running:
                 task_status.started()
 
     async def finish(self) -> None:
-        """Everything that was changed reaches the engines, also when some of it fails at first; then nothing runs."""
+        """Store all changes, also if that fails at first, and end all tasks."""
         self._keeping.cancel()
         self._living.cancel()
         self._looking.cancel()
@@ -202,7 +202,7 @@ class Running:
         is_stored = False
         try:
             if not parts.life.is_over:
-                await self._finish(parts)
+                await self._store_and_leave(parts)
                 is_stored = True
         finally:
             self._volume.parts.life.stop()
@@ -212,8 +212,8 @@ class Running:
             if parts.core.disk is not None:
                 parts.core.disk.stop()
 
-    async def _live(self) -> None:
-        """Say to clients that this daemon lives, and to its keeper what there is of its memory; until `finish`."""
+    async def _show_alive(self) -> None:
+        """Renew the expiry of indexes that clients read, and the keeper's entries of the tier, until `finish`."""
         tier = self._volume.parts.core.tier
         with self._living:
             clients_come_until = trio.current_time() + PINS_SECONDS
@@ -225,7 +225,7 @@ class Running:
                 await trio.sleep(RENEW_SECONDS)
 
     async def _free_touched(self) -> None:
-        """Take back memory of the tier that nobody but its readers needs, until `finish`."""
+        """Free memory of the tier that only its readers have touched, until `finish`."""
         with self._looking:
             while True:
                 tier = self._volume.parts.core.tier
@@ -235,40 +235,40 @@ class Running:
                 else:
                     await trio.sleep(TOUCHED_SECONDS)
 
-    async def _finish(self, parts: Parts) -> None:
+    async def _store_and_leave(self, parts: Parts) -> None:
         is_writable = not parts.core.read_only
         if parts.core.nodes.handover.is_left and (self._held.member is None or self._held.member.goes_on):
             if is_writable:
-                await _try_again(self._volume.sync)  # with files that only open handles have
+                await _retry(self._volume.sync)  # with files that only open handles have
             await parts.hand_over()
         elif is_writable:
             await _store_all(parts)
             if self._held.member is None:
-                await _try_again(parts.rewriter.rewrite_all)
+                await _retry(parts.rewriter.rewrite_all)
             await _free_removed(parts)
             await parts.leave()
 
     # -- a lease that was lost -----------------------------------------------------------------------
 
     async def _keep_membership(self) -> None:
-        """Go on as another client whenever the lease was lost; until `finish`."""
+        """Join as another client whenever the lease is lost, until `finish`."""
         with self._keeping:
             while self._held.member is not None:
                 await self._held.member.lost.wait()
-                await self._begin_anew()
+                await self._join_again()
 
-    async def _begin_anew(self) -> None:
-        """Forget everything that is not in the store. Calls meanwhile find what was known, and can change nothing."""
+    async def _join_again(self) -> None:
+        """Drop all that is not stored, and join again. Calls meanwhile read the former state, and change nothing."""
         former = self._volume.parts
         await former.abandon()
-        log.error("the lease of the volume was lost, and all that was not stored by then: joining again")
+        log.error("the lease of the volume was lost, with all changes not stored by then: joining again")
         core = former.core
         while self._volume.parts is former:
             try:
                 assert self._held.again is not None
                 self._held = await self._held.again()
                 parts = await make_parts(self._options, self._held, core, handover=core.nodes.handover)
-                core = parts.core  # which has what it took over, also when it does not come to run
+                core = parts.core  # it has the state that it took over, even if it never runs
                 await self._run_again(parts)
             except (errors.EngineError, errors.VolumeError) as error:
                 log.warning("the volume cannot be joined again yet: %s", error)
@@ -285,11 +285,11 @@ class Running:
         except BaseException:
             parts.life.stop()
             raise
-        self._volume.take_on(parts)
+        self._volume.take_parts(parts)
 
 
 def end_indexes(tier: SharedTier) -> None:
-    """Clients are to ask the next daemon, which so needs not wait until they do."""
+    """End the indexes that clients read, so that the next daemon need not wait for their expiry."""
     tier.residents.end()
     if tier.residents.alive is not None:
         tier.residents.alive.expire_all()
@@ -298,10 +298,10 @@ def end_indexes(tier: SharedTier) -> None:
 async def _store_all(parts: Parts) -> None:
     parts.names.nameless.reap_unnamed()
     parts.mapper.access.store_all()
-    await _try_again(parts.journal.sync)
+    await _retry(parts.journal.sync)
 
 
-async def _try_again(store: Callable[[], Awaitable[None]]) -> None:
+async def _retry(store: Callable[[], Awaitable[None]]) -> None:
     for _ in range(FINISH_ATTEMPTS - 1):
         try:
             await store()
@@ -314,7 +314,7 @@ async def _try_again(store: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _free_removed(parts: Parts) -> None:
-    """Leave no removed files behind, where that takes no grace."""
+    """Free removed files, if that takes no grace."""
     if parts.core.is_alone():
         with trio.move_on_after(FREE_SECONDS), suppress(errors.EngineError):
             await parts.space.free_removed_files()
@@ -322,7 +322,7 @@ async def _free_removed(parts: Parts) -> None:
 
 
 async def _reap_orphans(parts: Parts, refused: trio.Event) -> None:
-    """Sets ``refused`` when the store refuses a commit. EngineError: it cannot be read."""
+    """Free all orphans. Sets ``refused`` when the store refuses a commit. EngineError: it cannot be read."""
     async for rows, _ in ScanPages(parts.core.records, b"o", 100):
         for row in rows:
             try:
@@ -334,19 +334,19 @@ async def _reap_orphans(parts: Parts, refused: trio.Event) -> None:
             try:
                 await parts.journal.commit()
                 break
-            except errors.EngineError:  # the journal says so, and tries again
+            except errors.EngineError:  # the journal logs it, and retries
                 refused.set()
                 await trio.sleep(REAP_PAUSE)
 
 
 async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
-    """Corrupt, with nothing freed, where a record of the file is damaged."""
+    """Free one orphan. Corrupt, with nothing freed: a record of the file is damaged."""
     node, nameless = parts.reader.chunks.restore_chunks(Node.from_record(record), record), parts.names.nameless
     node.nlink = 0
     await nameless.load(node)
     forget_lost(node)
     if nameless.removal.is_large(node):
-        await nameless.removal.take_apart(node)
+        await nameless.removal.free_in_pieces(node)
     else:
         nameless.reap(node)
 
@@ -355,10 +355,10 @@ async def _reap_orphan(parts: Parts, record: schema.InodeRecord) -> None:
 async def open_volume(
     options: Options, mountpoint: str = "", keeper: Keeper = NO_KEEPER, handover: Handover | None = None
 ) -> AsyncIterator[Volume]:
-    """The volume that ``options`` name; flushed and closed at the end. One in a folder is held alone.
+    """Open the volume that ``options`` name; flush and close it at the end. One in a folder is held alone.
 
-    VolumeError, VolumeBusy where it cannot be opened. ``mountpoint``: for others to know who holds it.
-    ``keeper``: what is to outlive this process, and what one before it left. ``handover``: of its open files.
+    VolumeError, VolumeBusy: it cannot be opened. ``mountpoint``: shown to others as that of the holder.
+    ``keeper``: keeps state for the next daemon, and has that of a former one. ``handover``: its open files.
     """
     async with (
         hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held,
@@ -371,7 +371,7 @@ async def open_volume(
 async def run_volume(
     options: Options, held: HeldVolume, keeper: Keeper = NO_KEEPER, handover: Handover | None = None
 ) -> AsyncIterator[Volume]:
-    """A volume over engines that are open and stay the caller's; flushed at the end."""
+    """Run a volume over engines that are open and stay the caller's; flush it at the end."""
     async with opened_tier(options.cache, held.superblock.volume_id) as disk:
         with failing.vital():
             parts = await make_parts(options, held, disk=disk, keeper=keeper, handover=handover)

@@ -1,4 +1,4 @@
-"""A mounted volume, as the doors have it: its operations by topic, and what it says of itself."""
+"""Offers a mounted volume to the doors: its operations by topic, and its statistics."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Volume:
         self.user_sections: dict[str, Callable[[int], object]] = {}
         self._background = background
         self._opened = time.time()
-        self.take_on(parts)
+        self.take_parts(parts)
 
-    def take_on(self, parts: Parts) -> None:
-        """Go on with the parts of another membership."""
+    def take_parts(self, parts: Parts) -> None:
+        """Continue with the parts of another membership."""
         self.parts = parts
         self.inodes = Inodes(parts)
         self.files = Files(parts, self.inodes, self._background)
@@ -53,14 +53,14 @@ class Volume:
             self.sections["reports"] = parts.coherence.giving.reports.statistics
 
     def hand_over(self) -> None:
-        """The next daemon goes on with the volume: the end of this one stores everything, and leaves all that is this
-        client's as it is. To be called before that end."""
+        """Leave the volume to the next daemon: the end of this one stores everything, and keeps all that is this
+        client's as it is. Called before that end."""
         self.parts.core.nodes.handover.leave()
         if self.parts.coherence is not None:
             self.parts.coherence.member.stay()
 
-    def tell(self, kernel: KernelCache) -> None:
-        """Who is told of what other hosts change."""
+    def connect_kernel(self, kernel: KernelCache) -> None:
+        """Connect the kernel's cache, which other hosts' changes invalidate."""
         self.parts.core.kernel.connect(kernel)
 
     @property
@@ -75,11 +75,11 @@ class Volume:
     def near(self) -> NearApi:
         return self.blocks.promotion
 
-    def connect(self, neighbours: Neighbours | None) -> None:
-        """Who is asked for blocks before the engine."""
+    def connect_neighbours(self, neighbours: Neighbours | None) -> None:
+        """Connect the neighbours, which reads ask for blocks before the engine."""
         self.parts.core.reads.connect(neighbours)
 
-    def kernel_knows(self, ino: int) -> bool:
+    def is_known_to_kernel(self, ino: int) -> bool:
         """The kernel may have cached something of the inode. From any thread."""
         core = self.parts.core
         return ino == ROOT_INODE or core.places.known(ino) or ino < core.nodes.handover.known_below

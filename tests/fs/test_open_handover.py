@@ -500,15 +500,15 @@ async def test_the_kernel_may_know_what_this_daemon_never_told_it() -> None:
     async with mount.daemon() as daemon:
         _, ino = await daemon.create(b"file")
         await stored(daemon)
-        assert not daemon.volume.kernel_knows(ino + 1)
+        assert not daemon.volume.is_known_to_kernel(ino + 1)
         mount.kill()
     async with mount.daemon() as daemon:
-        assert daemon.volume.kernel_knows(ino)
+        assert daemon.volume.is_known_to_kernel(ino)
         assert daemon.operations.names.may_be_cached(ROOT)
         assert daemon.operations.absences.may_be_cached(12345)
         _, made = await daemon.create(b"other")
-        assert daemon.volume.kernel_knows(made)
-        assert not daemon.volume.kernel_knows(made + 1)
+        assert daemon.volume.is_known_to_kernel(made)
+        assert not daemon.volume.is_known_to_kernel(made + 1)
 
 
 async def test_what_is_lost_is_known_until_the_kernel_was_told(autojump_clock: trio.abc.Clock) -> None:

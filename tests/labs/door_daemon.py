@@ -119,7 +119,7 @@ class Calls:
         await self.volume.tree.unlink(parent, name.encode())
 
     async def knows(self, ino: int) -> bool:
-        return self.volume.kernel_knows(ino)
+        return self.volume.is_known_to_kernel(ino)
 
     async def hold(self, method: str, when: str = "called") -> None:
         """Let calls of a method ("tree.lookup") wait for `let_go`; ``when``: or, its answers, "answered"."""

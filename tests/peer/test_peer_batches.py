@@ -89,7 +89,7 @@ async def test_a_batch_waits_once_for_a_host_that_is_late(
     async with hosts(rng, 2, [Chaos(random.Random(rng.random())) for _ in range(2)]) as (one, two):
         data, inodes = await blocks_of(one, two, rng)
         host = Host(one, {inodes[name]: EVER for name in late})
-        two.connect(host)
+        two.connect_neighbours(host)
         found, seconds = await bring(two)
         assert found == [name not in late for name in NAMES]
         assert seconds == pytest.approx(HEDGE_MIN)
@@ -98,7 +98,7 @@ async def test_a_batch_waits_once_for_a_host_that_is_late(
         assert seconds == 0
         assert {name: await get_bound(two, name) for name in NAMES} == data
         assert host.reads == [len(NAMES)]
-        two.connect(None)
+        two.connect_neighbours(None)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_how_long_a_batch_waits(
         speed = inside.core(two).reads.speeds.remote
         for _ in range(1000):
             speed.note(len(NAMES) * SIZE, engine_seconds)
-        two.connect(Host(one, dict.fromkeys(inodes.values(), EVER), usual=host_seconds))
+        two.connect_neighbours(Host(one, dict.fromkeys(inodes.values(), EVER), usual=host_seconds))
         _, seconds = await bring(two)
         assert seconds == pytest.approx(expected, rel=0.01)
-        two.connect(None)
+        two.connect_neighbours(None)

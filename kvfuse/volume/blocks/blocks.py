@@ -92,14 +92,14 @@ class Blocks:
     # -- bindings ------------------------------------------------------------------------------------
 
     async def find(self, directory: int, name: bytes) -> Node | None:
-        return (await self.lookup.find(directory, name)).node
+        return (await self.lookup.find_name(directory, name)).node
 
     async def bind(self, directory: int, name: bytes) -> Binding | None:
         dentries = self.core.dentries
         binding = dentries.get(directory, name).binding
         if binding is not None and binding.map.size != SIZE_UNKNOWN:
             return binding
-        node = (await self.lookup.find(directory, name)).node if len(name) <= NAME_MAX else None
+        node = (await self.lookup.find_name(directory, name)).node if len(name) <= NAME_MAX else None
         if node is None or not node.is_file:
             return None
         binding = dentries.get(directory, name).binding
@@ -125,7 +125,7 @@ class Blocks:
 
     async def _admitting_cache(self, directory: int, name: bytes, size: int) -> Cache | None:
         """The cache that a directory is in, and which admits the block. NotAdmitted, NotADirectory, Stale."""
-        namespace = (await self.lookup.directory(directory)).namespace
+        namespace = (await self.lookup.find_directory(directory)).namespace
         cache = self.core.caches.get(namespace)
         if cache is not None and self.core.tier.residents.has_asked:  # for this block, maybe
             self.core.take_uses(at_once=True)
@@ -145,7 +145,7 @@ class Blocks:
         return self.core.namespaces.news.watching(directory, node.namespace if node is not None else ROOT)
 
     async def listing(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
-        entries = await Listing(self.lookup, directory).entries(after, limit)
+        entries = await Listing(self.lookup, directory).read_entries(after, limit)
         names = [entry.name for entry in entries if S_ISREG(entry.attributes.mode)]
         return names, entries[-1].cookie if len(entries) >= limit else 0  # a page may have more
 
@@ -153,7 +153,7 @@ class Blocks:
 
     async def exists(self, directory: int, names: list[bytes]) -> list[bool]:
         began = perf_counter()
-        folder = await self.lookup.directory(directory)
+        folder = await self.lookup.find_directory(directory)
         self.counters.asked += len(names)
         if (cache := self.core.caches.get(folder.namespace)) is not None:
             self.core.take_uses()  # of requests before this one
@@ -239,7 +239,7 @@ class Blocks:
             self.core.tier.keep(node.ino, data, name)
         self.counters.puts += 1
         self.counters.put_bytes += len(content)
-        if self.names.publish_waits(folder, node):
+        if self.names.is_publish_awaited(folder, node):
             with trio.CancelScope(shield=True):  # it is done: the caller has to hear what was replaced
                 await self.names.publish(folder, node)
         measures = self.core.namespaces.measures[node.namespace]
@@ -281,7 +281,7 @@ class Blocks:
                 if wait is None:
                     raise
                 continue
-            if plan.unlinked is None or not self.names.goes_first(plan):
+            if plan.unlinked is None or not self.names.must_unlink_first(plan):
                 return plan, slots, gone
             for taken in slots:  # there is room: nobody waits with it
                 self.core.slabs.cancel(taken)
@@ -332,7 +332,7 @@ class Blocks:
         await _for_each(names, remove, DELETE_PEERS)
         if gone:
             self.counters.deletes += len(gone)
-            await self.names.publish(await self.lookup.directory(directory), *gone.values())
+            await self.names.publish(await self.lookup.find_directory(directory), *gone.values())
         return [gone[number].ino if number in gone else 0 for number in range(len(names))]
 
     def _check_writable(self) -> None:

@@ -38,9 +38,9 @@ class OwnSearch:
 
     async def ancestors(self, directory: int) -> tuple[Ancestors, Sequence[Node]]:
         while True:
-            nodes = [await self.lookup.directory(directory)]
+            nodes = [await self.lookup.find_directory(directory)]
             while nodes[-1].ino != ROOT_INODE and len(nodes) < PATH_DEPTH_MAX:
-                nodes.append(await self.lookup.directory(nodes[-1].parent))
+                nodes.append(await self.lookup.find_directory(nodes[-1].parent))
             if all(node.parent == above.ino for node, above in pairwise(nodes)):  # also now, after all waits
                 break
         above = nodes[1:]
@@ -62,10 +62,10 @@ class OwnSearch:
         """
         residents, directory = self.core.tier.residents, readers.directory
         try:
-            folder = await self.lookup.directory(directory)
+            folder = await self.lookup.find_directory(directory)
         except OperationError:
             return  # whoever asks for a block gets this error
-        if self.lookup.asks(directory) or (index := residents.begin_names(readers, folder)) is None:
+        if self.lookup.must_ask(directory) or (index := residents.begin_names(readers, folder)) is None:
             return
         are_all = False
         try:

@@ -110,7 +110,7 @@ class ReadyPuts:
     def _room(self, folder: Node, names: Sequence[bytes], uid: int) -> int:
         """So many files may be made in a folder; fewer than there may where not all of ``names`` have room."""
         core, count = self.core, len(names)
-        count = min(count, (self.journal.pending.load.room(uid) + 1) // 2)  # a file and its name are two changes
+        count = min(count, (self.journal.pending.load.count_room(uid) + 1) // 2)  # a file and its name are two changes
         accounts = core.namespaces.accounts
         if folder.namespace or accounts.root_blocks:
             count = min(count, files_left(accounts, folder.namespace))

@@ -1,1 +1,1 @@
-"""From memory to the record store: what is pending, how a commit is planned, sent and settled."""
+"""Commits pending changes of memory to the record store: plans, sends and settles them."""

@@ -1,4 +1,4 @@
-"""Effects of a commit on memory: applied when it is built, between two awaits; settled when it is in the store."""
+"""Applies a commit's effects to memory when it is built, between two awaits; settles them when the store has it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIVERS_MIN = 1000
 
 
 class BatchBuilder:
-    """Builds batches of pending changes: `Planner` drafts them, and they are applied to memory here."""
+    """Builds batches of pending changes: `Planner` drafts them, and this class applies them to memory."""
 
     def __init__(self, pending: Pending, terms: Terms) -> None:
         self.pending = pending
@@ -42,12 +42,12 @@ class BatchBuilder:
         """length of ``core.givers`` at which inodes without freed slots are removed from it"""
 
     def build(self, flushed: set[Node]) -> Batch:
-        """A commit of all changes, except for nodes with bytes that no slot has: these wait for the next one.
+        """Build a commit of all changes, except for nodes with bytes that no slot has: these wait for the next one.
 
         A node that staged more bytes during the flush is committed as it was flushed, and stays changed.
         """
         pending = self.pending
-        batch = Batch(late=pending.late(flushed))
+        batch = Batch(late=pending.find_late(flushed))
         count = len(pending.dirty) + len(pending.loose.changes) + len(pending.vanishing)
         may_fit = count <= self._limits.commit_operations_max
         draft = self.planner.draft_all(batch.late) if may_fit else None
@@ -56,7 +56,7 @@ class BatchBuilder:
         self._apply(draft, batch)
         pending.load.begin_anew([*[node.uid for node in pending.dirty], *[change.uid for change in pending.names]])
         if len(self.core.givers) > self._givers_max:
-            pending.giving_up()
+            pending.list_givers()
             self._givers_max = GIVERS_MIN + 2 * len(self.core.givers)
         return batch
 
@@ -79,12 +79,12 @@ class BatchBuilder:
         for node in draft.gone:
             dead += node.dead
             node.extra, node.dead = {}, []
-        dead += self._take(draft, batch)
+        dead += self._take_changes(draft, batch)
         batch.draft, batch.files = draft, draft.files
         batch.puts, batch.deletes, batch.expect = draft.puts, draft.deletes, draft.expect
         batch.unborn, self.core.unborn = self.core.unborn, []
         if batch.too_large:
-            self.core.dead += dead  # sent in several commits: none may have a slot free already
+            self.core.dead += dead  # sent in several commits: no slot may be free before the last
         else:
             batch.vanished = [slot for _, slots in draft.vanished.values() for slot in slots]
             self.core.slabs.release(batch.vanished)
@@ -96,7 +96,7 @@ class BatchBuilder:
         self._put_slabs(batch, None if batch.too_large else draft)
 
     def _drop_copies(self, disk: DiskTier, dead: list[Extent], batch: Batch) -> None:
-        """The disk tier need not keep what no file has any more. Where the commit fails, it is read again."""
+        """Drop copies in the disk tier of bytes that no file has any more. If the commit fails, they are read again."""
         for extent in (*dead, *batch.unborn):
             disk.drop(extent.addr, extent.length)
         for slot in batch.vanished:
@@ -111,7 +111,7 @@ class BatchBuilder:
         freed = [*[extent.slot for extent in batch.freed], *batch.vanished]
         batch.uses = changes_of(fresh, freed, files)
 
-    def _take(self, draft: Draft, batch: Batch) -> list[Extent]:
+    def _take_changes(self, draft: Draft, batch: Batch) -> list[Extent]:
         """Remove the draft's changes from ``pending``. Returns extents of no inode that it frees."""
         pending = self.pending
         for node in draft.gone:
@@ -136,16 +136,16 @@ class BatchBuilder:
         for directory in draft.times:
             del pending.times[directory]
         del self.core.dead[: len(draft.dead)]
-        batch.late.update(self._attributed(pending.loose.changes))
+        batch.late.update(self._find_attributed(pending.loose.changes))
         return draft.dead
 
-    def _attributed(self, keys: Iterable[bytes]) -> list[Node]:
+    def _find_attributed(self, keys: Iterable[bytes]) -> list[Node]:
         """Inodes that have attributes among these records."""
         inos = {schema.key_inode(key) for key in keys if key.startswith(schema.XATTR_PREFIX)}
         return [node for node in map(self.core.nodes.get, inos) if node is not None]
 
     def _apply_node(self, node: Node, dead: list[Extent], fresh: list[Slot]) -> None:
-        """Adds the extents that leave the durable image to ``dead``, and the slots that enter it to ``fresh``."""
+        """Add the extents that leave the durable image to ``dead``, and the slots that enter it to ``fresh``."""
         node.forced = node.atime_moved = False
         node.committing = True
         node.extra = {}
@@ -168,7 +168,7 @@ class BatchBuilder:
 
         A recalled commit may have left other changed bitmaps: these are put while there is room.
         """
-        wanted, others_max = (draft.slabs, draft.slab_room(self._limits)) if draft else (set(), None)
+        wanted, others_max = (draft.slabs, draft.count_slab_room(self._limits)) if draft else (set(), None)
         batch.puts.update(self.core.inodes.take())
         batch.puts.update(self.core.generations.take())
         for state in self.core.slabs.take_dirty(wanted, others_max):
@@ -264,13 +264,13 @@ class Settling:
                 except EngineError:
                     batch.is_unsure = True
                     raise
-                self._retire(self.core.slabs.reclaim, batch.freed, batch)
-                self._retire(self.core.slabs.cancel, batch.unborn, batch)
+                self._retire_slots(self.core.slabs.reclaim, batch.freed, batch)
+                self._retire_slots(self.core.slabs.cancel, batch.unborn, batch)
                 reclaim: Give = self.core.slabs.reclaim
                 self.core.reads.retire(self.core.grace.later(reclaim) if batch.is_unsure else reclaim, batch.vanished)
             self.batch = None
 
-    def _retire(self, give: Give, extents: list[Extent], batch: Batch) -> None:
+    def _retire_slots(self, give: Give, extents: list[Extent], batch: Batch) -> None:
         """Hand slots to ``give`` for reuse: a grace later if another host may read them, or a write may still arrive.
 
         A host that joined just now, and is not known here yet, detects reuse by the checksums.
@@ -282,7 +282,7 @@ class Settling:
         self.core.reads.retire(give, at_once)
         self.core.reads.retire(self.core.grace.later(give), resting)
 
-    async def freed(self) -> None:
+    async def await_freed(self) -> None:
         """Return when the slots of the commit that returned last are free."""
         async with self._freeing:
             pass

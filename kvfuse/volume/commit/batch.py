@@ -1,4 +1,4 @@
-"""One commit of pending changes, as data: the draft, the records that are sent, and the effects on memory."""
+"""Describes one commit of pending changes: the draft, the records that are sent, and the effects on memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class FileCounts:
 
     made: Counter[int] = field(default_factory=Counter)
     gone: Counter[int] = field(default_factory=Counter)
-    """that lose their last name, and are stored"""
+    """stored files that lose their last name"""
     given_up: Counter[int] = field(default_factory=Counter)
-    """that lose it, also those that are not stored after all: all of them count until the commit is"""
+    """files that lose it, stored or not: all of them count until the commit is stored"""
 
     def add(self, other: FileCounts) -> None:
         self.made.update(other.made)
@@ -73,12 +73,12 @@ class Draft:
     files: int = 0
     """in a shared volume: new inodes less those that lose their last name"""
     in_namespaces: FileCounts = field(default_factory=FileCounts)
-    """in a shared volume: files of namespaces that come and go"""
+    """in a shared volume: files that namespaces gain and lose"""
     before: dict[bytes, int] = field(default_factory=dict)
     """in a shared volume: weights of stored records that are replaced or deleted; others do not exist"""
     operation_count: int = 0
     byte_count: int = 0
-    """of keys and values; both counts are without slabs, see `measure`"""
+    """size of keys and values; both counts are without slabs, see `measure`"""
 
     def measure(self) -> Draft:
         """Count operations and bytes when the draft is complete. Returns the draft itself."""
@@ -96,8 +96,8 @@ class Draft:
         byte_count = self.byte_count + other.byte_count + both * SLAB_RECORD_SIZE + uses * USE_RECORD_SIZE
         return operations <= limits.commit_operations_max and byte_count + RESERVED_BYTES <= limits.commit_bytes_max
 
-    def slab_room(self, limits: RecordLimits) -> int:
-        """How many records of other slabs fit beside this draft."""
+    def count_slab_room(self, limits: RecordLimits) -> int:
+        """Number of records of other slabs that fit beside this draft."""
         uses = len(self.namespaces)
         operations = limits.commit_operations_max - SPARE_OPERATIONS - self.operation_count - len(self.slabs) - uses
         byte_count = limits.commit_bytes_max - RESERVED_BYTES - self.byte_count - len(self.slabs) * SLAB_RECORD_SIZE
@@ -149,7 +149,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class Batch(WriteSet):
-    """One commit, and what is settled in memory when it is stored."""
+    """One commit, and its effects on memory once it is stored."""
 
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Batch(WriteSet):
     too_large: bool = False
     """it is one unit that is larger than a commit may be: it is sent in several"""
 
-    def parts(self, limits: RecordLimits) -> Iterator[WriteSet]:
+    def split(self, limits: RecordLimits) -> Iterator[WriteSet]:
         """Split it into several commits: slab records first, then puts, deletes, and f records of others' slots.
 
         In a shared volume this happens only if many inodes with many chunk records each belong together: the freed
@@ -216,7 +216,7 @@ class Unit:
     serial: int = 0
     """serial number of its oldest change"""
 
-    def members(self) -> set[Node]:
+    def list_members(self) -> set[Node]:
         """All inodes that its changes concern."""
         named = {node for change in self.names for node in (change.node, change.moved) if node is not None}
         return {*self.nodes, *self.gone, *named}

@@ -1,4 +1,4 @@
-"""One commit at a time: the journal's batch, and the transactions that fit beside it.
+"""Sends commits to the store, one at a time: the journal's batch, and the transactions that fit beside it.
 
 In a shared volume each commit also puts this client's *sequence* record and expects the version of the last put. So no
 commit of this client happens twice, and one read of that record shows whether an interrupted commit happened.
@@ -23,14 +23,14 @@ from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.store.transaction import Transaction
 
 RESERVED_OPERATIONS = 4
-"""of a commit in a shared volume: member and sequence record are expected, sequence record and count are put"""
+"""the committer's own in a shared volume: it expects member and sequence record, and puts sequence record and count"""
 RESERVED_BYTES = 256
 USE_RECORD_SIZE = 48
 """bytes of the record of a namespace's use, with its key"""
 COMMITS_MAX = 3
 """A commit waits for callers that are on their way for at most so many times the duration of a commit."""
 LOOK_SECONDS = 0.001
-"""between two checks for such callers"""
+"""pause between two checks for such callers"""
 SECONDS_MAX = 0.05
 """Upper bound of the assumed duration of a commit, so that one stall of the store delays no later commits."""
 
@@ -56,9 +56,9 @@ class Outcome(NamedTuple):
     """The result of sending a batch."""
 
     version: int
-    """of its puts; 0: the store refused it whole"""
+    """version of its puts; 0: the store refused it whole"""
     found: Mapping[bytes, Versioned | None]
-    """of a refused batch: the records of expected keys that have another version than expected"""
+    """records of a refused batch's expected keys that have another version than expected"""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,12 +99,12 @@ class _Group:
             fits = True  # alone: `transact` checked its size
         else:
             fits = count + RESERVED_OPERATIONS <= self._limits.commit_operations_max
-            fits = fits and self._size() + transaction.byte_count <= self._limits.commit_bytes_max
+            fits = fits and self._count_bytes() + transaction.byte_count <= self._limits.commit_bytes_max
         touched = written | transaction.expect.keys()
         counts = self._counts_key
         if (
             not fits
-            or (counts in written and bool(self.files or self.size))  # they are handed over, as they are stored
+            or (counts in written and bool(self.files or self.size))  # it hands over the stored counts
             or (counts in changes.deletes and bool(transaction.files or transaction.size))
             or not written.isdisjoint(changes.expect)
             or not changes.deletes.isdisjoint(touched)
@@ -124,7 +124,7 @@ class _Group:
         self.members.append(waiting)
         return True
 
-    def _size(self) -> int:
+    def _count_bytes(self) -> int:
         if self.batch is not None and self._bytes == RESERVED_BYTES:
             self._bytes += Transaction(self.batch.expect, self.batch.puts, self.batch.deletes).byte_count
             self._bytes += USE_RECORD_SIZE * len(self.batch.uses)
@@ -142,8 +142,8 @@ class Gathering:
     """
 
     queues: tuple[Sized, ...]
-    """callers that wait for the next commit; `came` must be called for each new one"""
-    coming: Callable[[], bool]
+    """callers that wait for the next commit; `add_caller` must be called for each new one"""
+    is_coming: Callable[[], bool]
     """a caller is on its way that may soon wait for a commit"""
 
     def __post_init__(self) -> None:
@@ -154,18 +154,18 @@ class Gathering:
         self._complete = trio.Event()
 
     def add_caller(self) -> None:
-        """One more caller waits."""
+        """Note that one more caller waits."""
         if sum(map(len, self.queues)) >= self._peers:
             self._complete.set()
             self._complete = trio.Event()
 
-    def served(self, count: int, seconds: float) -> None:
+    def note_served(self, count: int, seconds: float) -> None:
         """Note the duration of a commit, and how many callers it served. Ignored for ``count`` 0."""
         if count:
             self._peers = max(count, (self._peers + count) // 2)
             self.seconds = min(seconds, SECONDS_MAX)
 
-    async def meet(self) -> None:
+    async def await_callers(self) -> None:
         """Return when the next commit should begin."""
         began = trio.current_time()
         patience = self.seconds
@@ -173,7 +173,7 @@ class Gathering:
             with trio.move_on_after(patience):
                 await self._complete.wait()
                 return
-            if not self.coming() or trio.current_time() >= began + COMMITS_MAX * self.seconds:
+            if not self.is_coming() or trio.current_time() >= began + COMMITS_MAX * self.seconds:
                 return
             patience = LOOK_SECONDS
 
@@ -185,7 +185,7 @@ class Sequence:
     key: bytes
     value: bytes = b""
     counts_key: bytes | None = None
-    """of the record with this client's counts of inodes and bytes; None: there is none"""
+    """key of the record with this client's counts of inodes and bytes; None: it has none"""
     version: int = ABSENT
     counts: Counts = NOTHING
     """what that record says now"""
@@ -193,13 +193,13 @@ class Sequence:
 
 @dataclass
 class UseRecords:
-    """This client's records of what namespaces have. Its committer alone writes them."""
+    """This client's records of the use of namespaces. Its committer alone writes them."""
 
     uses: OwnUses
     client: int
 
     def put(self, more: Mapping[int, Counts], changes: WriteSet) -> None:
-        """In the same commit, so that a crash cannot separate them."""
+        """Put the records into the commit that changes the use, so that a crash cannot separate them."""
         for number, value in self.uses.values(more).items():
             key = schema.use_key(number, self.client)
             changes.puts[key] = value
@@ -216,14 +216,14 @@ class Committer:
         uses: UseRecords | None = None,
         *,
         batch_waiters: Sized = (),
-        came_late: Callable[[], None] = lambda: None,
-        coming: Callable[[], bool] = lambda: False,
+        on_late_commit: Callable[[], None] = lambda: None,
+        is_coming: Callable[[], bool] = lambda: False,
     ) -> None:
         """``sequence``: None if no other client writes the store. ``uses``: None where nothing is counted.
         ``batch_waiters``: callers that wait for a batch.
 
-        ``came_late``: called if an interrupted commit turns out to have happened: other hosts may have changed the
-        same records since. ``coming``: see `Gathering`.
+        ``on_late_commit``: called if an interrupted commit turns out to have happened: other hosts may have changed the
+        same records since. ``is_coming``: see `Gathering`.
         """
         self.records = records
         counts = sequence.counts if sequence is not None else NOTHING
@@ -233,13 +233,13 @@ class Committer:
         """stored inodes that this client made, less those that it removed"""
         self._sequence = sequence
         self._uses = uses
-        self._came_late = came_late
+        self._on_late_commit = on_late_commit
         self.turn = trio.Lock()
-        """Only its holder commits: what the holder builds is the next commit."""
+        """Only its holder commits: the batch that the holder builds is the next commit."""
         self._waiting: deque[_Waiting] = deque()
         self._work = trio.Event()
         self._batch_waiters = batch_waiters
-        self.gathering = Gathering((self._waiting, batch_waiters), coming)
+        self.gathering = Gathering((self._waiting, batch_waiters), is_coming)
         self._taken = trio.Event()
         """set when the next commit has taken the waiting transactions"""
         self._unknown: _Group | None = None
@@ -255,7 +255,7 @@ class Committer:
         have happened. ValueError: it is larger than a commit may be.
         """
         try:
-            self._check(transaction)
+            self._check_size(transaction)
         except BaseException:
             transaction.refused()
             raise
@@ -276,8 +276,8 @@ class Committer:
             raise waiting.error
         return waiting.version > 0
 
-    def _check(self, transaction: Transaction) -> None:
-        """ValueError where it would not fit with what its commit puts and expects beside it."""
+    def _check_size(self, transaction: Transaction) -> None:
+        """ValueError: it would not fit into a commit, with the committer's own records beside it."""
         limits = self.records.limits
         limits.check_commit(transaction.puts, transaction.deletes, transaction.expect)
         operations, size = transaction.operation_count + len(transaction.uses), transaction.byte_count
@@ -294,7 +294,7 @@ class Committer:
                 await self._work.wait()
                 self._work = trio.Event()
                 while self._waiting:
-                    await self._meet()
+                    await self._await_partners()
                     async with self.turn:
                         if self._waiting:
                             await self._send_alone()
@@ -307,9 +307,9 @@ class Committer:
             _refuse(waiting, error)
         self._waiting.clear()
 
-    async def _meet(self) -> None:
+    async def _await_partners(self) -> None:
         """Wait for callers that can share the commit, and for the journal's batch, if it is about to be sent."""
-        await self.gathering.meet()
+        await self.gathering.await_callers()
         if self._batch_waiters:
             with trio.move_on_after(self.gathering.seconds):
                 await self._taken.wait()
@@ -328,10 +328,10 @@ class Committer:
     async def send(
         self, batch: WriteSet | None, *, durable: bool, waiter_count: int = 0, began: float | None = None
     ) -> Outcome:
-        """With the turn: commit a batch, and transactions beside it. EngineError: it may have happened; see `resolve`.
+        """Commit a batch, and transactions beside it. EngineError: it may have happened; see `resolve`.
 
-        ``batch``: None commits transactions alone. ``waiter_count``: callers that wait for the batch. ``began``: when
-        the work for this commit began, in trio's time; None: now.
+        The caller has the turn. ``batch``: None commits transactions alone. ``waiter_count``: callers that wait for the
+        batch. ``began``: when the work for this commit began, in trio's time; None: now.
         """
         began = trio.current_time() if began is None else began
         if self._unknown is not None:
@@ -347,27 +347,27 @@ class Committer:
                 self._uses.put(group.uses, changes)
             try:
                 version = await self.records.commit(changes.puts, changes.deletes, changes.expect, durable=durable)
-                found = {} if version else await self._look(changes.expect)
+                found = {} if version else await self._read_changed(changes.expect)
             except BaseException as error:
-                self._interrupted(group, error)
+                self._note_interrupted(group, error)
                 raise
             if version:
-                self.gathering.served(len(group.members) + waiter_count, trio.current_time() - began)
-                self._applied(group, version)
+                self.gathering.note_served(len(group.members) + waiter_count, trio.current_time() - began)
+                self._apply_group(group, version)
                 return Outcome(version, {})
             if self._sequence is not None and self._sequence.key in found:
                 refusal = EngineError("another daemon commits under this client's number: unmount and mount again")
                 for waiting in group.members:
                     _refuse(waiting, refusal)
                 raise refusal
-            group = self._without_losers(group, found)
+            group = self._drop_losers(group, found)
             if batch is not None and any(key in batch.expect for key in found):
                 self._put_back(group)
                 return Outcome(0, {key: row for key, row in found.items() if key in batch.expect})
         return Outcome(0, {})
 
     def _gather(self, batch: WriteSet | None) -> _Group:
-        """The batch and as many waiting transactions as fit beside it, in order of arrival."""
+        """Group the batch and as many waiting transactions as fit beside it, in order of arrival."""
         group = _Group(batch, self.records.limits, self._sequence)
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
@@ -381,7 +381,7 @@ class Committer:
         self._taken = trio.Event()
         return group
 
-    async def _look(self, expect: Mapping[bytes, int]) -> dict[bytes, Versioned | None]:
+    async def _read_changed(self, expect: Mapping[bytes, int]) -> dict[bytes, Versioned | None]:
         """Records of keys that have another version than expected (None: absent); of damaged ones only the version."""
         keys = list(expect)
         rows = await get_marked(self.records, keys)
@@ -389,7 +389,7 @@ class Committer:
             key: row for key, row in zip(keys, rows, strict=True) if (row.version if row else ABSENT) != expect[key]
         }
 
-    def _without_losers(self, group: _Group, found: Mapping[bytes, Versioned | None]) -> _Group:
+    def _drop_losers(self, group: _Group, found: Mapping[bytes, Versioned | None]) -> _Group:
         """The group without transactions whose expected versions had changed. These are finished as refused."""
         rest = _Group(group.batch, self.records.limits, self._sequence)
         for waiting in group.members:
@@ -407,7 +407,7 @@ class Committer:
         if group.members:
             self._work.set()
 
-    def _applied(self, group: _Group, version: int) -> None:
+    def _apply_group(self, group: _Group, version: int) -> None:
         if self._sequence is not None:
             self._sequence.version = version
             if group.batch is not None:
@@ -420,7 +420,7 @@ class Committer:
             waiting.transaction.applied(version)
             _finish(waiting, version)
 
-    def _interrupted(self, group: _Group, error: BaseException) -> None:
+    def _note_interrupted(self, group: _Group, error: BaseException) -> None:
         """Note a commit that may have happened: its callers get the error, and the next commit resolves it first."""
         if self._sequence is not None:
             self._unknown = group
@@ -429,9 +429,9 @@ class Committer:
             _finish(waiting, error=shown)
 
     async def resolve(self) -> None:
-        """With the turn: find out whether the last commit happened. EngineError: the store does not say yet.
+        """Find out whether the last commit happened. EngineError: the store does not say yet.
 
-        If it did, sets `WriteSet.version` of its batch, and applies its transactions.
+        If it did, sets `WriteSet.version` of its batch, and applies its transactions. The caller has the turn.
         """
         group, sequence = self._unknown, self._sequence
         if group is None or sequence is None:
@@ -443,8 +443,8 @@ class Committer:
             version = row.version if row else ABSENT
         self._unknown = None
         if version != sequence.version:
-            self._applied(group, version)
-            self._came_late()
+            self._apply_group(group, version)
+            self._on_late_commit()
         else:
             for waiting in group.members:
                 waiting.transaction.refused()
@@ -456,6 +456,6 @@ def _finish(waiting: _Waiting, version: int = 0, error: KvfuseError | None = Non
 
 
 def _refuse(waiting: _Waiting, error: KvfuseError | None = None) -> None:
-    """It will never happen."""
+    """End a transaction that will never happen."""
     waiting.transaction.refused()
     _finish(waiting, error=error)

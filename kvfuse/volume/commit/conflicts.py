@@ -1,4 +1,4 @@
-"""Conflicts: another host changed the same names or inodes, so the store refused a commit.
+"""Resolves conflicts: another host changed the same names or inodes, so the store refused a commit.
 
 The commit is *recalled* first: everything in it is pending again. Then each key with an unexpected version is resolved:
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from kvfuse.volume.commit.refusals import Refusals
 
 FOLLOW_SECONDS = 2.0
-"""how long to wait for the watch to report the new place of an inode"""
+"""limit of the wait for the watch to report the new place of an inode"""
 LOOK_SECONDS = 0.02
-"""between two looks"""
+"""pause between two reads for it"""
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Conflicts:
     # -- recalling -----------------------------------------------------------------------------------
 
     async def recall(self, batch: Batch, found: Mapping[bytes, Versioned | None]) -> bool:
-        """Undo the effects of a commit that did not happen on memory; later changes stay. True. EngineError.
+        """Undo a commit's effects on memory, as it did not happen; later changes stay. Returns True. EngineError.
 
         ``found``: key with an unexpected version -> its present record. These conflicts are resolved.
         """
@@ -66,9 +66,9 @@ class Conflicts:
             elif key[:1] == b"i":
                 await self._resolve_inode(key, row)
             elif key[:1] == b"o":
-                self.refusals.freed_elsewhere(schema.key_inode(key))
+                self.refusals.note_freed_elsewhere(schema.key_inode(key))
             elif key[:1] == b"x":
-                self.pending.loose.attribute_is(key, row)
+                self.pending.loose.note_attribute(key, row)
             elif key[:1] == schema.CLEARED_PREFIX:
                 value, version = row if row is not None else (None, ABSENT)
                 self.core.namespaces.cleared.hear(schema.key_inode(key), value, version)
@@ -88,10 +88,10 @@ class Conflicts:
             if current is not None and current is not change:
                 self._count_out(current.leaves)
                 current.leaves = change.leaves
-        self._restore(batch, {key for taken in batch.taken for key in taken.extra})
+        self._make_pending(batch, {key for taken in batch.taken for key in taken.extra})
 
     def _count_out(self, leaves: Node | schema.InodeRecord | None) -> None:
-        """A file that lost its name while it was to be stored: it was not, and so no commit will count it out."""
+        """Count out a file that lost its name before it was stored: no commit will count it out."""
         if isinstance(leaves, Node) and not leaves.version and leaves.is_file and leaves.namespace:
             self.core.namespaces.accounts.add_files(leaves.namespace, -1)
 
@@ -124,7 +124,7 @@ class Conflicts:
         else:
             self.core.metadata.release(taken.reserved)
 
-    def _restore(self, batch: Batch, others: Iterable[bytes]) -> None:
+    def _make_pending(self, batch: Batch, others: Iterable[bytes]) -> None:
         """Make changes that belong to no inode pending again. ``others``: keys of records that belong to one."""
         draft, theirs = batch.draft, set(others)
         pending, loose = self.pending, self.pending.loose
@@ -154,20 +154,20 @@ class Conflicts:
 
     # -- resolving -----------------------------------------------------------------------------------
 
-    async def untangle(self) -> None:
-        """Before a commit is built: resolve two inodes changed here that have the same name. EngineError.
+    async def resolve_doubled_names(self) -> None:
+        """Resolve, before a commit is built, two inodes changed here that have the same name. EngineError.
 
         Another host has renamed or removed one of them, and the watch did not report it in time. Both records have the
         same key, so the commit would replace one inode with the other.
         """
-        while keys := self._contested():
+        while keys := self._find_contested():
             rows = await get_marked(self.core.records, keys)
             for key, row in zip(keys, rows, strict=True):
                 await self._resolve_entry(key, row)
 
-    async def keep_borders(self) -> None:
-        """Before a commit is built: drop files that were to be added here to a directory that another host made a
-        namespace meanwhile, or ended as one. It was empty then: so it is as if it had been removed and made anew.
+    async def drop_outside_borders(self) -> None:
+        """Drop, before a commit is built, files that were to be added to a directory that another host made a namespace
+        meanwhile, or ended as one. It was empty then: so it is as if it had been removed and made anew.
         """
         for ino in self.core.namespaces.take_moved_borders():
             directory = self.core.nodes.get(ino) or self.core.dentries.folders.get(ino)
@@ -177,7 +177,7 @@ class Conflicts:
                     continue
                 if node.namespace != directory.namespace:
                     self.pending.counters.lost_names += 1
-                    self._give_up(ino, name, change)
+                    self._drop_change(ino, name, change)
 
     async def drop_cleared(self) -> None:
         """Before a commit is built: drop files of namespaces that were cleared meanwhile, if they are not stored yet.
@@ -188,15 +188,15 @@ class Conflicts:
             for change in list(changes.values()):
                 node = change.node
                 if node is not None and not node.version and self.core.is_cleared(node):
-                    self._give_up(change.parent, change.name, change)
+                    self._drop_change(change.parent, change.name, change)
 
-    def _contested(self) -> list[bytes]:
+    def _find_contested(self) -> list[bytes]:
         claims: dict[tuple[int, bytes], int] = {}
         contested: dict[tuple[int, bytes], None] = {}
-        for node in [node for node in self.pending.changed_inline(aside=False) if node.nlink]:
+        for node in [node for node in self.pending.list_changed_inline(aside=False) if node.nlink]:
             place = (node.parent, node.name)
             change = self.core.dentries.get(*place).change
-            if claims.setdefault(place, node.ino) != node.ino or (change is not None and not _means(change, node)):
+            if claims.setdefault(place, node.ino) != node.ino or (change is not None and not _has_inode(change, node)):
                 contested[place] = None
         return [schema.entry_key(*place) for place in contested]
 
@@ -205,21 +205,21 @@ class Conflicts:
         try:
             entry = schema.decode_entry(row.value) if row is not None else None
         except schema.Malformed:
-            self._lose_entry(parent, name)
+            self._drop_entry(parent, name)
             return
-        for node in self.pending.changed_inline(aside=True):
+        for node in self.pending.list_changed_inline(aside=True):
             change = self.core.dentries.get(parent, name).change
             if not node.nlink or (node.parent, node.name) != (parent, name):
                 continue
-            if change is not None and _means(change, node):
+            if change is not None and _has_inode(change, node):
                 continue
             if row is None or not isinstance(entry, schema.InodeRecord) or entry.ino != node.ino:
-                await self._follow(node)
+                await self._find_renamed(node)
             elif change is None:
                 try:
                     await self.refusals.merge(node, entry, row.version)
                 except MovedAgain:
-                    await self._follow(node)
+                    await self._find_renamed(node)
         change = self.core.dentries.get(parent, name).change
         if change is not None and change.version != (row.version if row is not None else ABSENT):
             self._resolve_name(parent, name, change, row)
@@ -230,36 +230,36 @@ class Conflicts:
         if isinstance(entry, int) or (isinstance(entry, schema.InodeRecord) and entry.nlink != 1):
             self.pending.counters.lost_names += 1
             log.warning("%r in directory %d: another host has taken the name, our change is lost", name, parent)
-            self._give_up(parent, name, change)
+            self._drop_change(parent, name, change)
             return
         if change.node is None and change.moved is not None and entry is not None and entry.ino != change.moved.ino:
-            self._give_up(parent, name, change)
+            self._drop_change(parent, name, change)
             return
         self.refusals.keep_inode(change)  # another host renamed or removed it
         change.stored, change.version = row is not None, row.version if row is not None else 0
         ours = change.node
         if isinstance(entry, schema.InodeRecord) and row is not None and (ours is None or entry.ino != ours.ino):
-            self.refusals.replaces(change, entry, row.version)
+            self.refusals.replace_inode(change, entry, row.version)
         elif isinstance(entry, schema.InodeRecord) and row is not None and ours is not None:
             ours.version, ours.base = row.version, entry
 
-    def _lose_entry(self, parent: int, name: bytes) -> None:
+    def _drop_entry(self, parent: int, name: bytes) -> None:
         """Drop changes of a name whose record is damaged: the record stays for fsck."""
         log.error("%r in directory %d: damaged record, changes are lost: run 'kvfuse fsck --repair'", name, parent)
-        for node in self.pending.changed_inline(aside=True):
+        for node in self.pending.list_changed_inline(aside=True):
             if (node.parent, node.name) == (parent, name):
-                self.refusals.lost(node)
+                self.refusals.drop_changes(node)
         change = self.core.dentries.get(parent, name).change
         if change is not None:
             self.pending.counters.lost_names += 1
-            self._give_up(parent, name, change)
+            self._drop_change(parent, name, change)
 
-    def _give_up(self, parent: int, name: bytes, change: NameChange) -> None:
+    def _drop_change(self, parent: int, name: bytes, change: NameChange) -> None:
         node = change.node
         self.refusals.keep_inode(change)
         self.pending.forget_change(parent, name)
         if node is not None:
-            self.refusals.lost(node)
+            self.refusals.drop_changes(node)
 
     async def _resolve_inode(self, key: bytes, row: Versioned | None) -> None:
         ino = schema.key_inode(key)
@@ -270,24 +270,24 @@ class Conflicts:
         except schema.Malformed:
             log.error("inode %d: damaged record, changes are lost: run 'kvfuse fsck --repair'", ino)
             record = None
-        for node in dict.fromkeys([current, *self.pending.changed(ino)]):
+        for node in dict.fromkeys([current, *self.pending.list_changed(ino)]):
             if node is None:
                 continue
             if row is not None and record is not None:
                 await self.refusals.merge(node, record, row.version)
             elif node.is_directory:
-                self._lose_folder(node)
+                self._drop_folder(node)
             else:
-                self.refusals.lost(node)
+                self.refusals.drop_changes(node)
 
-    def _lose_folder(self, directory: Node) -> None:
+    def _drop_folder(self, directory: Node) -> None:
         """Drop a directory that another host removed, with the names that were to be added to it."""
         for name, change in list(self.core.dentries.changes_in(directory.ino).items()):
             self.pending.counters.lost_names += 1
-            self._give_up(directory.ino, name, change)
-        self.refusals.lost(directory)
+            self._drop_change(directory.ino, name, change)
+        self.refusals.drop_changes(directory)
 
-    async def _follow(self, node: Node) -> None:
+    async def _find_renamed(self, node: Node) -> None:
         """Look up an inode that another host renamed or removed, and merge or drop its changes. EngineError."""
         deadline = trio.current_time() + FOLLOW_SECONDS
         here = (node.parent, node.name)
@@ -313,11 +313,11 @@ class Conflicts:
                         return
             await trio.sleep(LOOK_SECONDS)
         else:
-            if node.nlink and await self._search(node):
+            if node.nlink and await self._search_names(node):
                 return
-        self.refusals.lost(node)
+        self.refusals.drop_changes(node)
 
-    async def _search(self, node: Node) -> bool:
+    async def _search_names(self, node: Node) -> bool:
         """Read all names of the volume to find an inode whose new place the watch did not report. EngineError.
 
         This may take long, but otherwise its changes would be lost.
@@ -332,5 +332,5 @@ class Conflicts:
         return True
 
 
-def _means(change: NameChange, node: Node) -> bool:
+def _has_inode(change: NameChange, node: Node) -> bool:
     return change.node is not None and change.node.ino == node.ino

@@ -1,16 +1,15 @@
-"""Group commit: one task brings changes in memory to the record store, many at a time.
+"""Commits changes in memory to the record store, many at a time, by one task (group commit).
 
-Every operation changes inodes and names in memory at once, and marks them as changed
-(`pending`). One task commits: changes made while a commit is in flight join the next one. A waiter
-(strict publishing, fsync) makes the next commit start at once; without one it starts when the window since the first
-change has passed, or when the batch is full.
+Every operation changes inodes and names in memory at once, and marks them as changed (`pending`). One task commits:
+changes made while a commit is in flight join the next one. A waiter (strict publishing, fsync) makes the next commit
+start at once; without one it starts when the window since the first change has passed, or when the batch is full.
 
 A batch is built from memory between two awaits, so it is a consistent state (`batch`). Before that, the flusher writes
-the staged bytes of its nodes to their slots, so no record ever refers to bytes that are not stored.
-Commits leave out a node that is open for writing until it is closed, at no cost (`late`): a name
-that was never published is not written to the store, so create, close and rename within one batch become one put.
-A commit that failed may have happened. The journal sends the same batch again, before any newer one, until the
-store accepts it: with one writer a repeated put is harmless, and no batch is stored in part.
+the staged bytes of its nodes to their slots, so no record ever refers to bytes that are not stored. Commits leave out a
+node that is open for writing until it is closed, at no cost (`late`): a name that was never published is not written to
+the store, so create, close and rename within one batch become one put. A commit that failed may have happened. The
+journal sends the same batch again, before any newer one, until the store accepts it: with one writer a repeated put is
+harmless, and no batch is stored in part.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILES_MAX = 400
-"""Files whose bytes go with one commit: it is built without a pause, in some milliseconds for as many."""
+"""Most files whose bytes one commit refers to: building it takes some milliseconds, without an await."""
 BESIDE_READERS = 0.25
-"""Part of the window where callers of other namespaces read: a commit is then built without a long pause."""
+"""Part of the window while callers of other namespaces read: a commit is then built without a long pause for them."""
 RETRY_DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Seconds between attempts after failed commits; the last one repeats."""
 CHUNK_SHARE = 8
@@ -63,7 +62,7 @@ class CommitWaiter:
 
 
 class Waiters:
-    """All callers that wait for a commit of what is pending. The journal owns it."""
+    """All callers that wait for a commit of pending changes. The journal owns it."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
@@ -83,14 +82,14 @@ class Waiters:
         return waiter
 
     def force(self, waiters: Iterable[CommitWaiter]) -> None:
-        """Have their inodes, and those tied to them, in the next commit even while they are open for writing."""
+        """Force their inodes, and those tied to them, into the next commit even while they are open for writing."""
         nodes = [settler for waiter in waiters for node in waiter.nodes for settler in settlers(node)]
-        for member in self._pending.ties.closure(nodes):
+        for member in self._pending.ties.find_closure(nodes):
             if member.changed:
                 member.forced = True
                 self._pending.reconsider(member)
 
-    def served_by(self, late: Late, left_serial: int | None, early: list[CommitWaiter]) -> list[CommitWaiter]:
+    def find_served(self, late: Late, left_serial: int | None, early: list[CommitWaiter]) -> list[CommitWaiter]:
         """Waiters whose changes are in the new batch. The others get the next commit at once.
 
         ``late``: inodes that are not in it. ``left_serial``: the oldest change for which it had no room.
@@ -103,8 +102,8 @@ class Waiters:
             if not nodes:
                 is_served = left_serial is None or waiter.serial < left_serial
             elif waiter in early or not any(node.staged_count and node.nlink for node in nodes):
-                # As far as these are not open for writing. One without names is gone from the store only when the one
-                # that took its name is there.
+                # As far as these are not open for writing. The store has lost an inode without names only once it has
+                # the inode that took its name.
                 is_served = not any(is_held(node, late) for node in nodes)
             else:
                 is_served = False
@@ -124,18 +123,18 @@ class Waiters:
             waiter.done.set()
 
     def stop(self) -> None:
-        """There will be no more commits: every waiter gets EngineError."""
+        """End all waits, now and later, with EngineError: nothing is committed any more."""
         self._has_stopped = True
         self.release(list(self.waiting), EngineError("nothing is committed any more"))
 
 
 class Journal:
-    """Commits what is pending, as one task, and lets callers wait for it. One of each membership."""
+    """Commits pending changes, as one task, and lets callers wait for it. One per membership."""
 
     def __init__(
-        self, pending: Pending, terms: Terms, flusher: Flusher, window: float, coming: Callable[[], bool]
+        self, pending: Pending, terms: Terms, flusher: Flusher, window: float, is_coming: Callable[[], bool]
     ) -> None:
-        """``window``: seconds from the first change to a commit that nobody waits for. ``coming``: see `Gathering`."""
+        """``window``: seconds from the first change to a commit without waiters. ``is_coming``: see `Gathering`."""
         self.core = core = pending.core
         self.flusher = flusher
         self.window = window
@@ -147,8 +146,8 @@ class Journal:
             terms.sequence,
             UseRecords(core.namespaces.accounts.records, core.client),
             batch_waiters=self.waiters.waiting,
-            came_late=core.dentries.clear,
-            coming=coming,
+            on_late_commit=core.dentries.clear,
+            is_coming=is_coming,
         )
         self.refusals = terms.refusals
         self.settling = Settling(self.pending, terms, flusher.headers)
@@ -161,7 +160,7 @@ class Journal:
         self._has_left = False
         """the last commit had no room for all: the next one begins at once"""
         self.failure: EngineError | None = None
-        """of the last commit"""
+        """the last commit's error, if it failed"""
 
     # -- waiting -------------------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class Journal:
         if waiter.error is not None:
             raise waiter.error
 
-    def to_untie(self, nodes: Collection[Node | None]) -> list[Node] | None:
+    def find_tied(self, nodes: Collection[Node | None]) -> list[Node] | None:
         """Inodes to commit before these are renamed or removed, because one of them is tied; None if none is.
 
         All tied inodes, once as many changes depend on each other as one commit may carry.
@@ -203,8 +202,8 @@ class Journal:
         before = accounts.returned(namespace or 0)
         if self.flusher.dropped_size:
             await self.flusher.settled()  # slots of dropped bytes are given up when their write ends
-        await self.commit(*self.pending.giving_up())
-        await self.settling.freed()
+        await self.commit(*self.pending.list_givers())
+        await self.settling.await_freed()
         if namespace is None:
             return True
         await reads.passed()
@@ -221,7 +220,7 @@ class Journal:
         """Bytes of slots that were given up and that a later commit will free."""
         batch, core = self.settling.batch, self.core
         given_up = [core.dead, core.unborn, batch.unborn if batch is not None else []]
-        given_up += [node.dead for node in self.pending.giving_up()]
+        given_up += [node.dead for node in self.pending.list_givers()]
         chunks = [chunk for node in core.unnamed.values() for chunk in node.chunks.values()]
         given_up += [chunk.extents for chunk in chunks]
         staged_size = sum([chunk.staged.capacity for chunk in chunks if chunk.staged is not None])
@@ -236,7 +235,7 @@ class Journal:
     async def sync(self) -> None:
         """Return when all changes before the call are durable, also those of open files. EngineError."""
         await self.commit(*self.pending.dirty, *self.pending.aside.nodes, durable=True)
-        await self.settling.freed()
+        await self.settling.await_freed()
 
     def put(self, key: bytes, value: bytes | None) -> None:
         """Put or delete a loose record with the next commit; None deletes it."""
@@ -246,8 +245,8 @@ class Journal:
         """Commit a transaction; False if an expected version had changed. See `Committer.transact`."""
         return await self.committer.transact(transaction)
 
-    async def announce(self) -> None:
-        """Announce numbers before the first is given, by a commit of their own: what is pending may need some. It is so
+    async def announce_numbers(self) -> None:
+        """Announce numbers before the first is given, by a commit of their own: pending changes may need some. It is so
         small that a store on a full disk often has room for it. EngineError: until it succeeds no number is given.
         """
         ranges = self.core.inodes, self.core.generations
@@ -286,7 +285,7 @@ class Journal:
                     break
                 with trio.move_on_after(window):
                     await load.urgent.wait()
-            await self.committer.gathering.meet()
+            await self.committer.gathering.await_callers()
             load.work, load.urgent = trio.Event(), trio.Event()
             try:
                 await self._commit_batch()
@@ -304,20 +303,20 @@ class Journal:
                 load.work.set()
 
     async def _commit_batch(self) -> None:
-        """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build` has none."""
+        """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build_batch` has none."""
         waiters = list(self.waiters.waiting)
         self._has_left = False
         began = trio.current_time()
         try:
             if self.core.generations.is_withheld:
-                await self.announce()
+                await self.announce_numbers()
             if self._sent is not None:
                 async with self.committer.turn:
                     await self._send_again(self._sent)
                 await self.settling.free_slots()
             if self.refusals.doubtful:
                 await self.refusals.renew_doubtful()
-            flushed, left = self._next_files()
+            flushed, left = self._choose_files()
             for node in flushed:
                 node.named = False
                 node.flushed_size = node.size
@@ -325,24 +324,24 @@ class Journal:
             async with self.committer.turn:
                 for prepare in self.terms.before_build:
                     await prepare()
-                batch = self._build(set(flushed), left)
-                waiters = self.waiters.served_by(batch.late, batch.left_serial, waiters)
+                batch = self._build_batch(set(flushed), left)
+                waiters = self.waiters.find_served(batch.late, batch.left_serial, waiters)
                 if not await self._send(batch, waiters, began):
                     waiters = []
         except BaseException as error:
             self.counters.commit_failures += 1
             if isinstance(error, EngineTimeout):
-                waiters = list(self.waiters.waiting)  # later ones, too: nobody waits for a second deadline
+                waiters = list(self.waiters.waiting)  # later ones, too: no caller waits for a second deadline
             shown = error if isinstance(error, KvfuseError) else EngineError("nothing is committed any more")
             self.waiters.release(waiters, shown)
             raise
-        self.core.health.worked(COMMIT, WRITE)  # before anybody hears that it did
+        self.core.health.worked(COMMIT, WRITE)  # before any waiter returns
         self.core.doubt.note_commit(has_failed=False)
         self.waiters.release(waiters)
         await self.settling.free_slots()
 
-    def _next_files(self) -> tuple[list[Node], int | None]:
-        """(changed inodes whose bytes go with the next commit, serial number of the oldest change that has to wait).
+    def _choose_files(self) -> tuple[list[Node], int | None]:
+        """Choose inodes whose bytes the next commit stores: (these, serial number of the oldest change that waits).
 
         Awaited inodes are first, then the oldest. The commit also takes others that have no staged bytes.
         """
@@ -350,12 +349,12 @@ class Journal:
         ready = [node for node in dirty if node.forced or not node.writers]
         if len(ready) <= FILES_MAX:
             return ready, None
-        awaited = self.pending.ties.closure([node for waiter in self.waiters.waiting for node in waiter.nodes])
+        awaited = self.pending.ties.find_closure([node for waiter in self.waiters.waiting for node in waiter.nodes])
         ready.sort(key=lambda node: node not in awaited)
         left = [dirty[node] for node in ready[FILES_MAX:] if node.staged_count]
         return ready[:FILES_MAX], min(left, default=None)
 
-    def _build(self, flushed: set[Node], left: int | None) -> Batch:
+    def _build_batch(self, flushed: set[Node], left: int | None) -> Batch:
         """``left``: serial number of the oldest change whose bytes were not written."""
         if self.core.unstored is not None:
             self.core.unstored.seal()
@@ -368,19 +367,19 @@ class Journal:
         return batch
 
     async def _send_again(self, batch: Batch) -> None:
-        """With the committer's turn: resolve a commit that may have happened; send it again if it did not."""
+        """Resolve a commit that may have happened; send it again if it did not. The caller has the committer's turn."""
         await self.committer.resolve()
         if batch.version:
             self._sent = None
             self.settling.settle(batch, durable=False)
-            self.refusals.doubt(batch.draft.records)
+            self.refusals.mark_doubtful(batch.draft.records)
         elif await self.terms.recall(batch, {}):
             self._sent = self.settling.batch = None
         else:
             await self._send(batch)
 
     async def _sync_segments(self) -> None:
-        """EngineError: all bytes since the last sync are in doubt, whoever waits for them."""
+        """Sync the segments. EngineError: all bytes since the last sync are in doubt, and durable waiters get it."""
         try:
             with self.core.doubt.syncing():
                 await self.core.segments.sync()
@@ -392,7 +391,7 @@ class Journal:
             self.core.health.worked(SYNC)
 
     async def _send(self, batch: Batch, waiters: Collection[CommitWaiter] = (), began: float | None = None) -> bool:
-        """With the committer's turn: commit and settle ``_sent``. EngineError: it is kept and sent again.
+        """Commit and settle ``_sent``; the caller has the committer's turn. EngineError: it is kept and sent again.
 
         False: another host changed the same records first. Conflicts were resolved; the next commit has the changes.
         """
@@ -400,7 +399,7 @@ class Journal:
         if durable:
             await self._sync_segments()
         if batch.puts or batch.deletes or durable:
-            for part in batch.parts(self.core.records.limits) if batch.too_large else [batch]:
+            for part in batch.split(self.core.records.limits) if batch.too_large else [batch]:
                 self.counters.commits += 1
                 self.counters.operations += len(part.puts) + len(part.deletes)
                 outcome = await self.committer.send(part, durable=durable, waiter_count=len(waiters), began=began)

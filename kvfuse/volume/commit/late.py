@@ -1,4 +1,4 @@
-"""Which changed inodes a commit leaves out, and which inodes may not be committed without each other.
+"""Decides which changed inodes a commit leaves out, and which ones may not be committed without each other.
 
 A changed inode that is open for writing, and that no caller waits for, is *set aside* (`Aside`): commits skip it
 and its names, so the cost of a commit depends on the changes, not on the open files. Inodes tied to it are aside, and
@@ -75,7 +75,7 @@ class Aside(Generic[Change]):
             self._names.setdefault(holder, []).append(change)
 
     def take(self, node: Node) -> tuple[int, list[Change]]:
-        """End being aside. Returns the serial number, and the changes of names that waited for it."""
+        """Remove an inode. Returns its serial number, and the changes of names that waited for it."""
         node.aside = False
         return self.nodes.pop(node), self._names.pop(node, [])
 
@@ -105,7 +105,7 @@ class Ties:
                 del self.others[other]
         return others
 
-    def closure(self, nodes: Iterable[Node]) -> set[Node]:
+    def find_closure(self, nodes: Iterable[Node]) -> set[Node]:
         """These, and all inodes tied to them, directly or not."""
         whole = set(nodes)
         if self.others:

@@ -1,4 +1,4 @@
-"""Changed records that are neither an inode's nor a name's: attributes, f records, counts."""
+"""Holds changed records that are neither an inode's nor a name's: attributes, f records, counts."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class LooseRecords:
     def withdraw_attributes(self, node: Node) -> None:
         """Drop pending attributes of a removed inode; the next commit deletes those that are in flight.
 
-        Its orphan record says whether stored attributes must be removed, and does not cover these. Handles on the
+        Its orphan record says whether stored attributes must be removed, and does not cover these. Handles of the
         file still see them.
         """
         if not node.flags & schema.FLAG_XATTRS:
             return
         prefix = schema.xattr_prefix(node.ino)
-        node.unstored_attributes = {**self.pending_puts(prefix), **node.unstored_attributes}
+        node.unstored_attributes = {**self.list_pending(prefix), **node.unstored_attributes}
         keys = [key for key in self.changes if key.startswith(prefix)]
         self.withdraw(keys)
         self.forget_seen(keys)
@@ -68,11 +68,11 @@ class LooseRecords:
                 if self._unstored is not None:
                     self._unstored.attribute(key, None)
 
-    def pending_puts(self, prefix: bytes) -> dict[bytes, bytes | None]:
+    def list_pending(self, prefix: bytes) -> dict[bytes, bytes | None]:
         """Changes, not stored yet, of keys that begin with ``prefix``; value None: a delete."""
         return {key: value for key, value in {**self.sent, **self.changes}.items() if key.startswith(prefix)}
 
-    def attribute_is(self, key: bytes, row: Versioned | None) -> None:
+    def note_attribute(self, key: bytes, row: Versioned | None) -> None:
         """Note the stored record of an attribute that is about to change here."""
         self.seen[key] = Stored.of(key, row)
 

@@ -1,4 +1,4 @@
-"""Changes in memory that are not in the record store yet. Those of names are also in their entries (`Dentries`).
+"""Holds changes in memory that are not in the record store yet. Those of names are also in their entries (`Dentries`).
 
 Every operation changes memory at once and marks its changes here. Nothing in this module waits.
 """
@@ -102,7 +102,7 @@ class Load:
         """The user has used up its share of changes that may wait for a commit."""
         return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._loose_size > CROWD_SIZE
 
-    def room(self, uid: int) -> int:
+    def count_room(self, uid: int) -> int:
         """Changes that the user may add before it `is_crowded`."""
         if self._loose_size > CROWD_SIZE:
             return 0
@@ -132,7 +132,7 @@ class Pending:
         self.gone: dict[Node, int] = {}
         """inode without names whose slots or records are to be freed -> serial number of the removal"""
         self.vanishing: dict[bytes, Vanishing] = {}
-        """key of a name's record -> the file that goes with it"""
+        """key of a name's record -> the file that is removed with it"""
         self.vanishing_size = 0
         """bytes of the slots of these"""
         self.times: dict[Node, None] = {}
@@ -145,7 +145,7 @@ class Pending:
         self.loose = LooseRecords(self.load.add_loose, self.unstored)
 
     def touch(self, node: Node, *, forced: bool = False) -> None:
-        """Mark ``node`` as changed. ``forced``: commit it even while it is open for writing. EngineError: forgotten."""
+        """Mark ``node`` as changed. ``forced``: commit it even while open for writing. EngineError: as `set_name`."""
         if node.forgotten:
             check_remembered(node)
         if self.unstored is not None:
@@ -163,7 +163,7 @@ class Pending:
         self.load.work.set()
 
     def add_new(self, parent: int, nodes: Sequence[Node]) -> None:
-        """New files of one user in one directory, under names that mean nothing: `touch` and `set_name` of each."""
+        """Add new files of one user to one directory, under unused names: `touch` and `set_name` of each."""
         changes = [NameChange(parent, node.name, node, False, None, False, 0) for node in nodes]
         put_new(self.dentries, parent, changes)
         serial = self.serial
@@ -187,7 +187,7 @@ class Pending:
             self.dentries.folders[directory.ino] = directory
         self.load.work.set()
 
-    def left(self, node: Node) -> None:
+    def add_gone(self, node: Node) -> None:
         """Commit ``dead`` and ``extra`` of a node without names and heir with the removal of its name."""
         check_remembered(node)
         if node.extra or node.dead:
@@ -231,7 +231,7 @@ class Pending:
         if self.unstored is not None:
             self.unstored.name(parent, name)
         if previous is not None:
-            self._follow(change, previous)
+            self._replace_change(change, previous)
         moved = change.moved
         if node is not None:
             node.named = True
@@ -247,7 +247,7 @@ class Pending:
         self.names[change] = None
         self.load.add(change.uid)
 
-    def _follow(self, change: NameChange, previous: NameChange) -> None:
+    def _replace_change(self, change: NameChange, previous: NameChange) -> None:
         """Let a change replace one that is not in the store yet."""
         self._drop_name(previous)
         change.stored, change.version = previous.stored, previous.version
@@ -264,7 +264,7 @@ class Pending:
         self.reconsider(first)
         self.reconsider(second)
 
-    def changed_in(self, directory: int) -> set[Node]:
+    def find_changed_in(self, directory: int) -> set[Node]:
         """Inodes that got or lost a name in the directory by a change that is not in the store."""
         changes = self.dentries.changes_in(directory).values()
         return {node for change in changes for node in (change.node, change.moved) if node is not None}
@@ -274,8 +274,8 @@ class Pending:
         """The next commit may remove files from the store."""
         return bool(self.gone or self.names or self.vanishing)
 
-    def giving_up(self) -> list[Node]:
-        """Changed inodes with slots to free, or files that go with their commit."""
+    def list_givers(self) -> list[Node]:
+        """Changed inodes with slots to free, or with files that their commit removes."""
         givers = self.core.givers = {node: None for node in self.core.givers if node.dead or node.lost_files}
         return [
             node
@@ -283,7 +283,7 @@ class Pending:
             if (node.dead or node.lost_files) and (node.changed or node in self.gone)
         ]
 
-    # -- what is not to be stored any more --------------------------------------------------------------
+    # -- dropping changes -------------------------------------------------------------------------------
 
     def forget(self, node: Node) -> None:
         """Drop all pending changes of the inode."""
@@ -305,21 +305,21 @@ class Pending:
         for directory in [directory for directory in self.times if directory.ino == ino and directory is not current]:
             self.forget(directory)
 
-    def changes_of(self, node: Node) -> list[NameChange]:
+    def list_changes_of(self, node: Node) -> list[NameChange]:
         return [
             change for changes in self.dentries.changes.values() for change in changes.values() if change.node is node
         ]
 
-    def changed(self, ino: int) -> list[Node]:
+    def list_changed(self, ino: int) -> list[Node]:
         """Changed nodes of an inode; memory may have another node of it by now, or none."""
         return [node for node in (*self.dirty, *self.aside.nodes) if node.ino == ino]
 
-    def changed_inline(self, *, aside: bool) -> list[Node]:
+    def list_changed_inline(self, *, aside: bool) -> list[Node]:
         """Changed inodes whose records are in their names. ``aside``: include those that are aside."""
         return [node for node in (*self.dirty, *(self.aside.nodes if aside else ())) if not node.own_record]
 
     def distrust_reads(self) -> None:
-        """What was read from the store by now may be stale."""
+        """Note that everything read from the store by now may be stale."""
         self.epoch += 1
 
     def forget_change(self, parent: int, name: bytes) -> None:
@@ -327,7 +327,7 @@ class Pending:
         self.epoch += 1
         self._drop_name(self.dentries.give_up(parent, name))
 
-    # -- what the next commit leaves out -------------------------------------------------------------
+    # -- leaving changes out of the next commit ------------------------------------------------------
 
     def reconsider(self, node: Node) -> None:
         """Make an inode that may be aside, and all that waits for it, candidates of the next commit."""
@@ -350,15 +350,15 @@ class Pending:
 
     def _set_aside(self, written: set[Node]) -> None:
         """Set aside inodes that are open for writing, and all that may not be committed without them."""
-        for node in self._closure(written):
+        for node in self._find_closure(written):
             if node in self.dirty:
                 self.aside.put(node, self.dirty.pop(node))
-        held = [(change, holders) for change in self.names if (holders := _holders(change))]
+        held = [(change, holders) for change in self.names if (holders := _find_holders(change))]
         for change, holders in held:
             del self.names[change]
             self.aside.hold(change, holders)
 
-    def late(self, flushed: set[Node]) -> Late:
+    def find_late(self, flushed: set[Node]) -> Late:
         """Changed nodes that the next commit leaves out: they are aside, or have bytes that no slot has.
 
         A node that was flushed, and staged more since, is committed as it was flushed, unless it got a name
@@ -370,16 +370,16 @@ class Pending:
         staged = {
             node for node in self.dirty if node.nlink and node.staged_count and (node not in flushed or node.named)
         }
-        return self._closure(staged) if staged or self.aside.nodes else staged
+        return self._find_closure(staged) if staged or self.aside.nodes else staged
 
-    def _closure(self, nodes: set[Node]) -> set[Node]:
+    def _find_closure(self, nodes: set[Node]) -> set[Node]:
         """These, and all that wait for them: tied inodes, and those that took a name which may not change yet."""
-        nodes = self.ties.closure(nodes)
-        while held_back := self._held_back(nodes):
-            nodes = self.ties.closure(nodes | held_back)
+        nodes = self.ties.find_closure(nodes)
+        while held_back := self._find_held_back(nodes):
+            nodes = self.ties.find_closure(nodes | held_back)
         return nodes
 
-    def _held_back(self, nodes: set[Node]) -> set[Node]:
+    def _find_held_back(self, nodes: set[Node]) -> set[Node]:
         """Inodes that took a name which may not change yet, because its former inode is settled with one of these."""
         return {
             change.node
@@ -391,7 +391,7 @@ class Pending:
         }
 
 
-def _holders(change: NameChange) -> tuple[Node, ...]:
+def _find_holders(change: NameChange) -> tuple[Node, ...]:
     """The inodes aside for which the change has to wait; may be none."""
     holders = [node for node in settlers(change.moved) if node.aside]
     if change.node is not None and change.node.aside and (holders or not change.may_go_first):

@@ -1,6 +1,6 @@
-"""Drafts of commits: which pending changes they contain, and the records that they put and delete. Changes nothing.
+"""Drafts commits: chooses their pending changes, and the records that they put and delete. Changes nothing.
 
-Commits keep to the limits of the record store: the oldest changes go first, and those without room wait for the
+Commits keep to the limits of the record store: the oldest changes are first, and those without room wait for the
 next one. A *unit* is a set of changes that may not be separated: inodes that took each other's names, a directory and
 names that were added to it or removed, an inode and all its names.
 """
@@ -31,10 +31,10 @@ class Planner:
         self._slab_size = self.core.geometry.slab_size
 
     def draft_all(self, late: Late) -> Draft:
-        """A draft of all changes but those of late inodes."""
+        """Draft all changes but those of late inodes."""
         draft, pending = Draft(), self.pending
         if pending.loose.changes:
-            draft.extra = self._ready_extra(late)
+            draft.extra = self._list_ready_extra(late)
         for node in pending.dirty:
             if node not in late:
                 self._draft_node(draft, node)
@@ -70,7 +70,7 @@ class Planner:
             draft.namespaces.add(node.namespace)
         if node.nlink:
             if node.dirty_chunks and node.base is not None:
-                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this others see the change
+                node.ctime = max(node.ctime, node.base.ctime + 1)  # by this other hosts see the change
             record = draft.records[node] = node.record()
             if node.own_record:
                 draft.puts[schema.inode_key(node.ino)] = schema.encode_inode(record)
@@ -128,7 +128,7 @@ class Planner:
             times = schema.encode_times(directory.atime, directory.mtime, directory.ctime)
             draft.puts[schema.times_key(directory.ino)] = times
 
-    def _ready_extra(self, late: Late) -> dict[bytes, bytes | None]:
+    def _list_ready_extra(self, late: Late) -> dict[bytes, bytes | None]:
         """Loose records that may be committed now: an attribute only with its inode, or after it.
 
         The inode may have lost its name to a late one: then the stored name still means it, in its former state.
@@ -149,13 +149,13 @@ class Planner:
     # -- when there is no room for all ---------------------------------------------------------------
 
     def draft_some(self, batch: Batch) -> Draft:
-        """As many units as fit, the oldest first, and as many loose changes as fit beside them.
+        """Draft as many units as fit, the oldest first, and as many loose changes as fit beside them.
 
         Adds the members of the other units to ``batch.late``.
         """
         limits = self._limits
         late = set(batch.late)
-        units = self._units(late)
+        units = self._group_units(late)
         draft = Draft()
         taken = 0
         for unit in units:
@@ -169,7 +169,7 @@ class Planner:
             draft.add(part)
             taken += 1
         for unit in units[taken:]:
-            batch.late |= unit.members()
+            batch.late |= unit.list_members()
         if taken < len(units):
             batch.left_serial = units[taken].serial
         if not batch.too_large and not self._add_loose(draft, batch.late):
@@ -191,14 +191,14 @@ class Planner:
 
     def _add_loose(self, draft: Draft, late: Late) -> bool:
         """Add times, attributes and slots that belong to no unit while they fit; False if some are left."""
-        for piece in list(self._loose(draft, late)):
+        for piece in list(self._split_loose(draft, late)):
             if not draft.has_room(self._terms.complete(piece), self._limits):
                 return False
             draft.add(piece)
         return True
 
-    def _loose(self, draft: Draft, late: Late) -> Iterator[Draft]:
-        """Loose changes one by one. A slot that another host freed goes together with its f record."""
+    def _split_loose(self, draft: Draft, late: Late) -> Iterator[Draft]:
+        """Yield loose changes one by one. A slot that another host freed stays with its f record."""
         paired = set()
         for extent in self.core.dead:
             piece = Draft(dead=[extent], namespaces={extent.owner})
@@ -219,14 +219,14 @@ class Planner:
             piece = Draft()
             self._draft_vanishing(piece, {key: file})
             yield piece
-        for key, value in self._ready_extra(late).items():
+        for key, value in self._list_ready_extra(late).items():
             if key not in draft.extra and key not in paired:
                 piece = Draft(extra={key: value})
                 self._draft_extra(piece)
                 yield piece
 
-    def _units(self, late: Late) -> list[Unit]:
-        """The units that may be committed now, the oldest first."""
+    def _group_units(self, late: Late) -> list[Unit]:
+        """Group the changes that may be committed now into units, the oldest first."""
         groups = _Groups()
         changes: list[tuple[NameChange, Node | None]] = []
         for change in self.pending.names:
@@ -249,15 +249,15 @@ class Planner:
         alone: list[Unit] = []
         for node, serial in self.pending.dirty.items():
             if node not in late:
-                unit = units.setdefault(groups.first(node), Unit(serial=serial))
+                unit = units.setdefault(groups.find_first(node), Unit(serial=serial))
                 unit.nodes.append(node)
                 unit.serial = min(unit.serial, serial)
         for node, serial in self.pending.gone.items():
-            unit = units.setdefault(groups.first(node), Unit(serial=serial))
+            unit = units.setdefault(groups.find_first(node), Unit(serial=serial))
             unit.gone.append(node)
             unit.serial = min(unit.serial, serial)
         for change, member in changes:
-            home = units.get(groups.first(member)) if member is not None else None
+            home = units.get(groups.find_first(member)) if member is not None else None
             if home is None:
                 alone.append(home := Unit())
             home.names.append(change)
@@ -270,7 +270,7 @@ class _Groups:
     def __init__(self) -> None:
         self._above: dict[Node, Node] = {}
 
-    def first(self, node: Node) -> Node:
+    def find_first(self, node: Node) -> Node:
         """The representative of the set of ``node``."""
         while (above := self._above.get(node, node)) is not node:
             node = above
@@ -280,7 +280,7 @@ class _Groups:
         """Join the sets of these inodes. Returns their representative; None for none."""
         top: Node | None = None
         for node in nodes:
-            here = self.first(node)
+            here = self.find_first(node)
             if top is None:
                 top = here
             elif here is not top:

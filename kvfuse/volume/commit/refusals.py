@@ -1,4 +1,4 @@
-"""Pending changes of objects that another host removed, replaced or changed: they are dropped or merged."""
+"""Drops or merges pending changes of objects that another host removed, replaced or changed."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ class ToFree:
         if len(self.waiting) == 1:
             self.hurry()
 
-    def expects(self, ino: int, size: int, namespace: int) -> None:
-        """An inode that is added just now gives up so many bytes of slots here."""
+    def expect_size(self, ino: int, size: int, namespace: int) -> None:
+        """Note that an inode, added just now, gives up so many bytes of slots here."""
         self._sizes[ino] = size, namespace
         self.size += size
         self._in_namespaces[namespace] += size
 
-    def looked_at(self, ino: int) -> None:
-        """Its slots are being freed, or stay, as somebody has the file open."""
+    def note_checked(self, ino: int) -> None:
+        """Note that its slots are being freed, or stay, as a client has the file open."""
         size, namespace = self._sizes.pop(ino, (0, 0))
         self.size -= size
         self._in_namespaces[namespace] -= size
 
-    def size_in(self, namespaces: Iterable[int]) -> int:
+    def count_size_in(self, namespaces: Iterable[int]) -> int:
         """Bytes of ``size`` that are charged to one of these."""
         return sum([self._in_namespaces[one] for one in namespaces])
 
     def hurry(self) -> None:
-        """Have the waiting inodes looked at now."""
+        """Have the waiting inodes checked now."""
         self._work.set()
 
     async def wait(self, deadline: float) -> None:
@@ -91,14 +91,14 @@ class Refusals:
         self.doubtful: dict[Node, None] = {}
         self.to_free = ToFree()
 
-    def doubt(self, nodes: Iterable[Node]) -> None:
-        """Have these read again: their commit was settled late, perhaps after the watch reported newer changes."""
+    def mark_doubtful(self, nodes: Iterable[Node]) -> None:
+        """Have these read again: their commit was settled late, perhaps after the watch delivered newer changes."""
         self.doubtful.update(dict.fromkeys(nodes))
         self.core.dentries.clear()
         self.pending.load.work.set()
 
     async def renew_doubtful(self) -> None:
-        """Read the inodes of `doubt` again. EngineError: those that are left are read at the next call."""
+        """Read the inodes of `mark_doubtful` again. EngineError: the next call reads the rest."""
         while self.doubtful:
             node = next(iter(self.doubtful))
             if node.nlink:
@@ -106,7 +106,7 @@ class Refusals:
                     await self.renew(node)
             self.doubtful.pop(node, None)
 
-    def removed(self, node: Node) -> None:
+    def note_removed(self, node: Node) -> None:
         """Note that a transaction removed the last name of a file: the store has its orphan record, of this client."""
         self.pending.loose.withdraw_attributes(node)
         self.pending.forget(node)
@@ -117,10 +117,10 @@ class Refusals:
             else:
                 self.reap(node)
 
-    def lost(self, node: Node) -> None:
+    def drop_changes(self, node: Node) -> None:
         """Drop the changes of an inode that another host removed, as if it had been unlinked while it was open."""
         self.pending.counters.lost_inodes += 1
-        for change in self.pending.changes_of(node):
+        for change in self.pending.list_changes_of(node):
             self.keep_inode(change)
             self.pending.forget_change(change.parent, change.name)
         if not node.version and node.nlink:
@@ -133,7 +133,7 @@ class Refusals:
         if not node.handles:
             self.reap(node)
 
-    def freed_elsewhere(self, ino: int) -> None:
+    def note_freed_elsewhere(self, ino: int) -> None:
         """Forget slots of a removed inode that another host has already freed."""
         for node in [node for node in self.pending.gone if node.ino == ino]:
             self.pending.forget(node)
@@ -151,14 +151,14 @@ class Refusals:
         if isinstance(leaves, Node) and leaves.nlink == 0:
             self.revive(leaves)
 
-    def replaces(self, change: NameChange, record: schema.InodeRecord, version: int) -> None:
+    def replace_inode(self, change: NameChange, record: schema.InodeRecord, version: int) -> None:
         """Have the change remove this inode, which another host put under the name meanwhile."""
         change.leaves = record
         self.core.file_count -= 1
         node = self.core.nodes.get(record.ino)
         if node is not None and node.nlink:
             node.version, node.base = version, record
-            self.lost(node)
+            self.drop_changes(node)
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
         """Merge another host's stored changes into a changed inode. EngineError: try again."""

@@ -1,4 +1,4 @@
-"""The differences of commits in a shared volume: `Terms`, which the journal uses.
+"""Adds to the journal's commits what a shared volume needs: `Terms`.
 
 A commit to a shared volume expects the versions that this host knows of the records it replaces or deletes. So the
 store refuses the commit if another host changed one first (`conflicts`), and this host knows their weights.
@@ -65,11 +65,11 @@ def _count_shared_files(draft: Draft, batch: Batch) -> Counter[int]:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a journal has to heed with its commits. As it stands here: of a volume that one host has."""
+    """The parts of commits that depend on the kind of volume. The defaults are those of a volume that one host has."""
 
     refusals: Refusals
     sequence: Sequence | None = None
-    """what the committer writes with each commit"""
+    """the committer writes it with each commit"""
     complete: Callable[[Draft], Draft] = Draft.measure
     """adds to a draft what it expects, when nothing more is put or deleted, and measures it"""
     count_files: Callable[[Draft, Batch], Counter[int]] = _count_own_files
@@ -79,13 +79,13 @@ class Terms:
     before_build: tuple[Callable[[], Awaitable[None]], ...] = ()
     before_apply: tuple[Callable[[Draft, Batch], None], ...] = ()
     before_settle: tuple[Callable[[Batch], None], ...] = ()
-    """what else is done before a batch is built, memory is as its draft says, and its names are settled"""
+    """called before a batch is built, before its draft is applied to memory, and before its names are settled"""
     recall: Callable[[Batch, Mapping[bytes, Versioned | None]], Awaitable[bool]] = _repeat
-    """has all in a commit pending again that did not happen. False: to repeat it as it is is harmless; `Conflicts`"""
+    """makes a commit that did not happen pending again, see `Conflicts`. False: repeating it unchanged is harmless"""
 
 
 class SharedTerms:
-    """Those of a volume that many hosts have, in ``terms``."""
+    """Makes the terms of a shared volume, in ``terms``."""
 
     def __init__(self, pending: Pending, refusals: Refusals) -> None:
         self.pending = pending
@@ -94,8 +94,8 @@ class SharedTerms:
         keys, left = (schema.sequence_key(client), schema.files_key(client)), core.left
         sequence = Sequence(keys[0], core.segments.identity(), keys[1], left.sequence_version, left.counts)
         conflicts = Conflicts(pending, refusals)
-        before_build = conflicts.untangle, conflicts.keep_borders, conflicts.drop_cleared
-        before = before_build, (self.begin,), (self.settle,)
+        before_build = conflicts.resolve_doubled_names, conflicts.drop_outside_borders, conflicts.drop_cleared
+        before = before_build, (self.note_state,), (self.settle,)
         self.terms = Terms(
             refusals, sequence, self.complete, _count_shared_files, self.bequeath, *before, conflicts.recall
         )
@@ -136,7 +136,7 @@ class SharedTerms:
             draft.before[key] = inode_weight(len(key), len(node.target))
 
     def _expect_uncleared(self, draft: Draft, namespace: int) -> None:
-        """Expect that a namespace was cleared as this host has heard: else what gets a name might be older."""
+        """Expect a namespace's clear record as this host knows it: else a file that gets a name might be cleared."""
         versions = self.core.namespaces.cleared.versions
         draft.expect[schema.cleared_key(namespace)] = versions.get(namespace, ABSENT)
 
@@ -159,7 +159,7 @@ class SharedTerms:
         if record is not None:
             draft.before[key] = inode_weight(len(key), len(record.target))
             draft.files -= 1
-            draft.puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
+            draft.puts[schema.orphan_key(record.ino)] = encode_orphan_of(record, self.core.client)
         elif change.version and (node is None or node.own_record or node.version != change.version):
             draft.before[key] = entry_weight(len(change.name))
 
@@ -174,7 +174,7 @@ class SharedTerms:
             draft.before[key] = inode_weight(len(key), 0)
 
     def _expect_times(self, draft: Draft, directory: Node) -> None:
-        """Expect the directory of changed times: nobody would delete the times of a removed one."""
+        """Expect the directory of changed times: no host would delete the times of a removed one."""
         if directory.nlink:
             draft.before[schema.times_key(directory.ino)] = TIMES_WEIGHT
             if directory.version:
@@ -186,17 +186,17 @@ class SharedTerms:
         heir = Node(self.core.inodes.next(), S_IFREG | 0o600, node.uid, node.gid, node.chunk_size)
         heir.flags, heir.namespace = schema.FLAG_CHUNK_RECORDS, node.namespace
         heir.atime = heir.mtime = heir.ctime = node.ctime
-        draft.puts[schema.orphan_key(heir.ino)] = orphan_of(heir.record(), self.core.client)
+        draft.puts[schema.orphan_key(heir.ino)] = encode_orphan_of(heir.record(), self.core.client)
         slots_max = slot_records_max(self.core.records.limits)
         for number, start in enumerate(range(0, len(node.dead), slots_max)):
             extents = tuple([extent.record() for extent in node.dead[start : start + slots_max]])
             draft.puts[schema.chunk_key(heir.ino, schema.INLINE_CHUNKS + number)] = schema.encode_chunk(extents)
         return True
 
-    def begin(self, draft: Draft, batch: Batch) -> None:
-        """Note what it takes to recall the commit."""
+    def note_state(self, draft: Draft, batch: Batch) -> None:
+        """Save the state that a recall of the commit restores, and begin the next one."""
         gone = dict.fromkeys(draft.gone)
-        batch.taken = [_taken(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
+        batch.taken = [_copy_state(node, node in gone) for node in {**dict.fromkeys(draft.nodes), **gone}]
         for node in draft.nodes:
             if node.nlink:
                 _begin_base(node)
@@ -234,7 +234,7 @@ def _count_leaving(draft: Draft, change: NameChange) -> None:
         draft.in_namespaces.gone[leaves.namespace] += not isinstance(leaves, Node) or leaves.base is not None
 
 
-def orphan_of(record: schema.InodeRecord, client: int) -> bytes:
+def encode_orphan_of(record: schema.InodeRecord, client: int) -> bytes:
     """The orphan record of an inode as it is stored."""
     return schema.encode_orphan(msgspec.structs.replace(record, nlink=0), client)
 
@@ -244,7 +244,7 @@ def slot_records_max(limits: RecordLimits) -> int:
     return max(1, limits.commit_operations_max // SLOT_SHARE)
 
 
-def _taken(node: Node, is_gone: bool) -> Taken:
+def _copy_state(node: Node, is_gone: bool) -> Taken:
     chunks = [(chunk, chunk.base, chunk.dirty) for chunk in node.chunks.values() if chunk.base is not None]
     born = [extent for extent in node.born if extent.state == FRESH and node.nlink]
     dead, dirty_chunks = list(node.dead), node.dirty_chunks

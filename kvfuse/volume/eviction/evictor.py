@@ -359,7 +359,7 @@ class Evictor:
     async def _unlink(self, row: Record) -> bool:
         """Unlink a file and free it at once. False: somebody has it open, or it is no file any more."""
         directory, _, name = schema.split_entry_key(row.key)
-        node = (await self.lookup.find(directory, name)).node
+        node = (await self.lookup.find_name(directory, name)).node
         if node is None or not node.is_file or node.handles or node.lock is not None:
             return node is None
         try:

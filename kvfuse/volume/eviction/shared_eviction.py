@@ -150,7 +150,7 @@ class SharedEviction:
         inner = self.caches_in(account.number)
         own = sum([self.core.caches[one].policy.size for one in inner])
         total = max(account.size + account.size_elsewhere, own, 1)
-        return excess * own // total - self.journal.refusals.to_free.size_in(inner)
+        return excess * own // total - self.journal.refusals.to_free.count_size_in(inner)
 
     def is_coming(self, namespace: int | None, ahead: int) -> bool:
         """So much is about to be free that a call need not evict for it.
@@ -160,7 +160,7 @@ class SharedEviction:
         account = self.core.namespaces.accounts.all.get(namespace or 0)
         if namespace is None or account is None:
             return self.coming_size >= ahead
-        return 0 < account.lack.size <= self.journal.refusals.to_free.size_in(self.caches_in(namespace))
+        return 0 < account.lack.size <= self.journal.refusals.to_free.count_size_in(self.caches_in(namespace))
 
     def caches_in(self, number: int) -> list[int]:
         return [one for one in self.core.caches if self.core.namespaces.accounts.is_within(one, number)]

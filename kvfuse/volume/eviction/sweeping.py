@@ -96,7 +96,7 @@ class Sweeper:
         ]
 
     async def _unlink(self, directory: int, name: bytes) -> None:
-        found = await self.names.lookup.find(directory, name)
+        found = await self.names.lookup.find_name(directory, name)
         if found.cleared is None:
             return
         with suppress(errors.NotFound):

@@ -111,7 +111,7 @@ class Coherence:
     async def _watch(self) -> None:
         changes = self.records.watch(b"")
         self.records.lost_track()
-        self.lookup.synced.lost_track()
+        self.lookup.synced.forget_heard()
         self.core.nodes.handover.watches += 1
         if self.counters.watches:
             await self._renew()
@@ -126,7 +126,7 @@ class Coherence:
     async def _take(self, change: Change) -> None:
         """Waits, where a commit of our own is under way that may be this one."""
         kind = change.key[:1]
-        self.lookup.synced.heard(change)
+        self.lookup.synced.note_change(change)
         if kind in NAMESPACE_KINDS:
             await self.namespaces.take(*change)
             return
@@ -136,7 +136,7 @@ class Coherence:
         self.records.heard([change.key], change.version, is_present=change.value is not None)
         self.counters.changes += not is_own
         if is_own:  # what others committed before it has been told
-            self.lookup.paths.caught_up(self.records.sent_at(change.version))
+            self.lookup.paths.note_caught_up(self.records.sent_at(change.version))
         if kind == b"d":
             self._take_entry(change, is_own)
         elif kind == b"t":
@@ -274,7 +274,7 @@ class Coherence:
             return
         self.news.attributes(ino)
         if node.nlink and not is_quiet(node):
-            self.journal.refusals.lost(node)
+            self.journal.refusals.drop_changes(node)
         node.nlink = 0
         if node.handles:
             self.hold(node)

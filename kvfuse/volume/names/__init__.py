@@ -1,1 +1,1 @@
-"""Names and what they mean: lookup, listings, changes, removal of inodes without names."""
+"""Looks names up, lists and changes them, and removes inodes without names."""

@@ -1,8 +1,8 @@
-"""Plans executed in memory first: the next commit of the journal brings them to the record store.
+"""Executes plans in memory first; the next commit of the journal stores them.
 
-So it is with all changes of a volume that one host has, and where many have it with some of regular files in relaxed
-folders. What a plan needs is read, which may wait; then the ends are looked at once more, and what was planned is
-applied between two awaits. No name or directory is ever locked: nobody waits for another's change of one.
+A volume of one host executes all changes so, a shared volume some changes of regular files in relaxed folders. The
+executor reads what a plan needs, which may wait; then it checks the ends again, and applies the plan with no await
+between. It locks no name and no directory: no caller waits for another caller's change of one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ApplyFirst:
     lookup: Lookup
     nameless: Nameless
     unlink_cleared: Callable[[NamePlace], Awaitable[None]] | None = None
-    """of a shared volume: unlinks a file with several names that was cleared, in the store"""
+    """shared volume only: unlinks, in the store, a cleared file with several names"""
 
     async def carry_out(
         self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
     ) -> Plan:
-        """Plan a change of these places, and make it so. NoSpace, where there is no room for the records.
+        """Plan a change of these places, and execute it. NoSpace: there is no room for the records.
 
-        ``node``: an inode that it is about, and none of the places has.
+        ``node``: an inode that the change concerns, and that has none of the places.
         """
         plan = await self.plan_later(places, planning)
         self.apply(plan)
@@ -56,56 +56,56 @@ class ApplyFirst:
             for place in places:
                 directory = nodes.get(place.parent)
                 if directory is None or not directory.is_directory:
-                    directory = await self.lookup.directory(place.parent)
-                found = await self.lookup.find(place.parent, place.name)
+                    directory = await self.lookup.find_directory(place.parent)
+                found = await self.lookup.find_name(place.parent, place.name)
                 meets_directory |= found.node is not None and found.node.is_directory
                 ends.append(End(directory, place.name, found))
-            if self.core.namespaces.cleared and await self._removed_cleared(ends):
+            if self.core.namespaces.cleared and await self._remove_cleared(ends):
                 continue
             if meets_directory and len(ends) > 1:
-                await self._look_above(places, ends)
+                await self._look_up_above(places, ends)
             plan = planning(*ends)
             is_new = len(ends) == 1 or seen == (dentries.noted, pending.epoch)
-            if (is_new and self._is_ready(plan)) or not await self._has_waited(plan):
+            if (is_new and self._is_ready(plan)) or not await self._wait_for_needs(plan):
                 return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
-        """In a strict folder: return when changes of these are in the store. EngineError."""
+        """Return when the store has the changes of these inodes, for a strict folder. EngineError."""
         await self.journal.commit(*nodes)
 
     # -- before --------------------------------------------------------------------------------------
 
-    async def _removed_cleared(self, ends: Sequence[End]) -> bool:
-        """Remove files that were cleared, and still have one of these names. True: look anew."""
+    async def _remove_cleared(self, ends: Sequence[End]) -> bool:
+        """Remove cleared files that still have one of these names. True: the caller looks the names up again."""
         for end in ends:
             node = end.found.cleared
             if node is None:
                 continue
-            tied = self.journal.to_untie([node])
+            tied = self.journal.find_tied([node])
             if self.unlink_cleared is not None and node.own_record:
                 await self.unlink_cleared(NamePlace(end.directory.ino, end.name, is_entered=False))
             elif self.nameless.needs_loading(node):
                 await self.nameless.load(node)
             elif tied is not None:
                 await self.journal.commit(*tied)
-            elif self.lookup.holds(end.directory.ino, end.name, end.found):
+            elif self.lookup.is_valid(end.directory.ino, end.name, end.found):
                 found = Found(node, end.found.stored, end.found.change, end.found.epoch, end.found.version)
                 self.apply(Plan((End(end.directory, end.name, found),), (None,), node, unlinked=node))
             return True
         return False
 
-    async def _look_above(self, places: Sequence[NamePlace], ends: list[End]) -> None:
-        """Look up the directories above one to which another is moved."""
+    async def _look_up_above(self, places: Sequence[NamePlace], ends: list[End]) -> None:
+        """Look up the directories above a directory into which another one is moved."""
         for here, there in ((0, 1), (1, 0)):
             coming = ends[there].found.node
             if places[here].is_entered and coming is not None and coming.is_directory:
-                ends[here].above = await self._above(ends[here].directory)
+                ends[here].above = await self._list_above(ends[here].directory)
 
-    async def _above(self, directory: Node) -> list[Node]:
+    async def _list_above(self, directory: Node) -> list[Node]:
         above = []
         while directory.ino != ROOT_INODE:
             above.append(directory)
-            directory = await self.lookup.node(directory.parent or ROOT_INODE)
+            directory = await self.lookup.find_node(directory.parent or ROOT_INODE)
         return above
 
     def _is_ready(self, plan: Plan) -> bool:
@@ -114,24 +114,24 @@ class ApplyFirst:
             return False
         if self.core.namespaces.cleared and self._is_late(plan):
             return False
-        tied = self.journal.to_untie([end.found.node for end in plan.ends])
+        tied = self.journal.find_tied([end.found.node for end in plan.ends])
         if (plan.node.namespace or self.core.namespaces.accounts.root_blocks) and self._is_full(plan):
             return False
         return tied is None and self.core.metadata.fits(plan.weight)
 
     def _is_late(self, plan: Plan) -> bool:
-        """The plan makes an inode whose number is below those of a clear of which this host has heard."""
+        """The plan makes an inode whose number is below a clear bound that this host knows."""
         return plan.made is not None and self.core.is_cleared(plan.made)
 
     def _is_full(self, plan: Plan) -> bool:
-        """The plan makes one more file in a namespace that may have no more."""
+        """The plan adds a file to a namespace that may have no more."""
         made, unlinked, namespace = plan.made, plan.unlinked, plan.node.namespace
         if made is None or not made.is_file or (unlinked is not None and unlinked.is_file and unlinked.nlink == 1):
             return False
         return self.core.namespaces.accounts.is_full(namespace)
 
-    async def _has_waited(self, plan: Plan) -> bool:
-        """Wait for what the plan needs. False: its ends have not changed meanwhile."""
+    async def _wait_for_needs(self, plan: Plan) -> bool:
+        """Wait for the plan's needs. False: its ends have not changed meanwhile."""
         ends, removed = plan.ends, plan.removed
         if self.core.namespaces.cleared and self._is_late(plan):
             await self.core.inodes.reach(self.core.namespaces.cleared[plan.node.namespace])
@@ -142,7 +142,7 @@ class ApplyFirst:
             return True
         if removed is not None:
             await self._check_empty(removed)
-        tied = self.journal.to_untie([end.found.node for end in ends])
+        tied = self.journal.find_tied([end.found.node for end in ends])
         if tied is not None:
             await self.journal.commit(*tied)
             return True
@@ -152,10 +152,10 @@ class ApplyFirst:
         if not self.core.metadata.fits(plan.weight):
             what = f"{ends[-1].name!r} in directory {ends[-1].directory.ino}"
             return await self.space.wait_for_records(plan.weight, what)
-        return not all(self.lookup.holds(end.directory.ino, end.name, end.found) for end in ends)
+        return not all(self.lookup.is_valid(end.directory.ino, end.name, end.found) for end in ends)
 
     async def _check_empty(self, directory: Node) -> None:
-        """NotEmpty, unless the directory is empty, also in the store: commits names that were moved out of it."""
+        """NotEmpty, unless the directory is empty, also in the store. Commits names that were moved out of it."""
         moved = [change.moved for change in self.core.dentries.changes_in(directory.ino).values()]
         leaving = [node for node in moved if node is not None and (node.writers or node.staged_count)]
         if leaving:  # inodes whose commit may yet have to wait for bytes
@@ -173,9 +173,9 @@ class ApplyFirst:
             tell_decision(plan)
         pending, unlinked, meant = self.journal.pending, plan.unlinked, None
         if plan.made is not None:
-            self._add(plan.made)
+            self._add_node(plan.made)
         elif plan.linked is not None:
-            self._link(plan.linked)
+            self._link_node(plan.linked)
         for end, meant in zip(plan.ends, plan.means, strict=True):
             found, directory = end.found, end.directory
             was = found.node
@@ -188,33 +188,33 @@ class ApplyFirst:
             directory.nlink += more
             pending.touch(directory)
         if unlinked is not None:
-            self._unlink(unlinked, meant)
+            self._unlink_node(unlinked, meant)
         elif plan.removed is not None:
             plan.removed.nlink = 0
-            self.nameless.removed(plan.removed)
+            self.nameless.note_removed(plan.removed)
         if plan.is_move:
-            self._move(plan)
+            self._note_places(plan)
         if plan.weight:
             self.core.metadata.reserve(plan.node, plan.weight)
         if self.core.caches:
             self.tell_caches(plan)
 
     def tell_caches(self, plan: Plan) -> None:
-        """Names that lost their file, and files that were renamed or linked."""
+        """Report names that lost their file, and renamed or linked files, to the caches of namespaces."""
         self.core.tell_uses()
         for end, meant in zip(plan.ends, plan.means, strict=True):
             was, directory = end.found.node, end.directory
             cache = self.core.caches.get(directory.namespace)
             if cache is None:
                 continue
-            if was is not None and was.is_file and not self.core.is_cleared(was):  # else it was told, with all others
+            if was is not None and was.is_file and not self.core.is_cleared(was):  # else the clear reported it
                 cache.gone(directory.ino, end.name)
             if meant is not None:
                 cache.named(directory.ino, end.name)
                 if meant is not plan.made and meant.is_file and not meant.writers:
                     self.core.stored_in_cache(meant, directory.ino, end.name)
 
-    def _add(self, node: Node) -> None:
+    def _add_node(self, node: Node) -> None:
         """Add a new inode."""
         core = self.core
         core.nodes.add(node)
@@ -227,7 +227,7 @@ class ApplyFirst:
             core.dentries.directory_made(node.ino)
         self.journal.pending.touch(node)
 
-    def _link(self, node: Node) -> None:
+    def _link_node(self, node: Node) -> None:
         """Add a name to a file. Its record moves from the only name, which becomes a reference, to a key of its own."""
         if not node.own_record:
             node.own_record = True
@@ -237,18 +237,18 @@ class ApplyFirst:
         node.ctime = clock.now()
         self.journal.pending.touch(node, forced=True)
 
-    def _unlink(self, node: Node, heir: Node | None) -> None:
+    def _unlink_node(self, node: Node, heir: Node | None) -> None:
         """Remove a name from a file. ``heir``: the file that has the name now, or None."""
         node.nlink -= 1
         node.ctime = clock.now()
         if not node.nlink:
-            self.nameless.removed(node, heir)
+            self.nameless.note_removed(node, heir)
             return
         self.journal.pending.touch(node, forced=True)
         if heir is not None:
             self.journal.pending.tie(heir, node)
 
-    def _move(self, plan: Plan) -> None:
+    def _note_places(self, plan: Plan) -> None:
         """Note the new places of renamed inodes."""
         crosses = plan.ends[0].directory is not plan.ends[1].directory
         for end, node in zip(plan.ends, plan.means, strict=True):

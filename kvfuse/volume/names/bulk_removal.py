@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvfuse.remote.records.api import Record
 from kvfuse.volume.commit.committer import RESERVED_OPERATIONS
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.commit.terms import orphan_of
+from kvfuse.volume.commit.terms import encode_orphan_of
 from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import growth, inode_weight
@@ -61,17 +61,17 @@ class BulkRemoval:
         puts: dict[bytes, bytes] = {}
         before: dict[bytes, int] = {}
         for row, record in going:
-            puts[schema.orphan_key(record.ino)] = orphan_of(record, self.core.client)
+            puts[schema.orphan_key(record.ino)] = encode_orphan_of(record, self.core.client)
             before[row.key] = inode_weight(len(row.key), len(record.target))
         expect = {row.key: row.version for row, _ in going}
-        applied = partial(self._applied, going, gone)
+        applied = partial(self._apply_commit, going, gone)
         size = growth(puts, expect, before)
         files = [record for _, record in going if schema.is_file(record)]
         counts = Counter([record.namespace for record in files if record.namespace])
         uses = {number: schema.Counts(-count, 0) for number, count in counts.items()}
         return await self.journal.transact(Transaction(expect, puts, list(expect), applied, -len(going), size, uses))
 
-    def _applied(self, going: Sequence[Going], gone: Callable[[Going], None], version: int) -> None:
+    def _apply_commit(self, going: Sequence[Going], gone: Callable[[Going], None], version: int) -> None:
         """The files are gone, in the store."""
         core, directories = self.core, set[int]()
         for one in going:
@@ -87,20 +87,20 @@ class BulkRemoval:
             core.dentries.note(directory, name, 0, version)
             if core.places.known(record.ino):
                 self.news.name(directory, name)
-            self._gone(record, version)
+            self._note_removed(record, version)
         for ino in directories:
             if (node := core.nodes.peek(ino)) is not None:
                 self.touch_entries(node)
 
-    def _gone(self, record: schema.InodeRecord, version: int) -> None:
+    def _note_removed(self, record: schema.InodeRecord, version: int) -> None:
         """Free the file when no host has it open."""
         core, node = self.core, self.core.nodes.get(record.ino)
         addresses = [extent.addr for chunk in record.chunks for extent in chunk]
         own = [addr for addr in addresses if core.slabs.is_durable(addr)]
         size = sum([core.slabs.slot_size(addr) for addr in own if core.geometry.slab_of(addr) not in self.giving])
-        self.journal.refusals.to_free.expects(record.ino, size, record.namespace)
+        self.journal.refusals.to_free.expect_size(record.ino, size, record.namespace)
         if node is not None and node.nlink:
             node.nlink, node.version = 0, version
-            self.journal.refusals.removed(node)
+            self.journal.refusals.note_removed(node)
         else:
             self.journal.refusals.to_free.add(record.ino)

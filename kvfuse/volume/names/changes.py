@@ -1,8 +1,8 @@
-"""Changes of names: creation, links, removal, rename.
+"""Changes names: creates, links, removes and renames.
 
-Each is planned from the present inodes of the names (`plans`), and executed in memory first (`apply_first`), or in a
-shared volume in the store first (`commit_first`). Callers then `publish` it: strict folders wait for the commit,
-relaxed ones return.
+`plans` plans each change from the present inodes of the names. An executor carries it out in memory first
+(`apply_first`) or, on a shared volume, in the store first (`commit_first`). Callers then `publish` it: strict folders
+wait for the commit, relaxed ones return.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Names:
     nameless: Nameless
     memory: ApplyFirst
     executor: ApplyFirst | CommitFirst
-    """by whether one host has the volume, or many; ``memory`` where it is one"""
+    """`CommitFirst` on a shared volume; else ``memory``"""
 
     def __post_init__(self) -> None:
         self.folders = Folders(self.core, self.lookup)
@@ -47,9 +47,7 @@ class Names:
     # -- publishing ----------------------------------------------------------------------------------
 
     async def publish(self, directory: Node, *nodes: Node) -> None:
-        """After a change in ``directory``: wait for its commit where the folder, or a crowd of changes of the user whom
-        the inodes belong to, asks for it.
-        """
+        """Wait for the commit of a change in ``directory`` if it is strict, or the owner has too much pending."""
         if self.lookup.is_strict(directory):
             await self.executor.publish(directory, nodes)
         elif self.journal.pending.load.is_crowded((nodes or (directory,))[0].uid):
@@ -57,13 +55,13 @@ class Names:
                 await self.journal.commit()
 
     def _check_crowd(self, uid: int) -> None:
-        """EngineError, with nothing made, where the store refuses commits and the user's share of changes that wait for
-        one is used up. Removals are taken all the same: there are only as many as files."""
+        """EngineError, with nothing made, while the store refuses commits and the user's share of pending changes is
+        used up. Removals are accepted all the same: there are only as many as files."""
         failure = self.journal.failure
         if failure is not None and self.journal.pending.load.is_crowded(uid):
             raise type(failure)(f"too much waits for a commit that fails: {failure}")
 
-    def publish_waits(self, directory: Node, node: Node) -> bool:
+    def is_publish_awaited(self, directory: Node, node: Node) -> bool:
         """`publish` would wait."""
         return self.lookup.is_strict(directory) or self.journal.pending.load.is_crowded(node.uid)
 
@@ -74,13 +72,13 @@ class Names:
     ) -> tuple[Node, Node]:
         """(directory, new inode) of any type; not yet published. The inode is counted as looked up."""
         self._check_crowd(caller.uid)
-        planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make)
+        planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make_node)
         plan = await self.executor.carry_out(
             [NamePlace(parent, name)], planning, _always if S_ISREG(mode) else plans.never
         )
         return plan.ends[0].directory, self.lookup.count_lookup(plan.node)
 
-    def _make(self, end: End, new: NewInode) -> Node:
+    def _make_node(self, end: End, new: NewInode) -> Node:
         """Make a node that no table has yet."""
         directory, caller = end.directory, new.caller
         gid = directory.gid if directory.mode & S_ISGID else caller.gid
@@ -97,27 +95,27 @@ class Names:
         return node
 
     async def plan_replacement(self, parent: int, name: bytes, mode: int, caller: Caller) -> Plan:
-        """A new regular file under a name, instead of what has it: may be carried out until the next await.
+        """Plan a new regular file that takes a name from its present inode; valid until the next await.
 
-        IsADirectory where a directory has the name; NotFound, if the directory was removed. NoSpace.
+        IsADirectory: a directory has the name. NotFound: the directory was removed. NoSpace.
         """
         self._check_crowd(caller.uid)
         new = NewInode(caller, S_IFREG | S_IMODE(mode))
-        planning = partial(plans.plan_replacement, new=new, make=self._make)
+        planning = partial(plans.plan_replacement, new=new, make=self._make_node)
         return await self.executor.plan_later([NamePlace(parent, name)], planning)
 
-    def goes_first(self, plan: Plan) -> bool:
-        """The name's file is unlinked first (a miss for a moment), as other hosts may change its other names."""
+    def must_unlink_first(self, plan: Plan) -> bool:
+        """The caller unlinks the name's file first (a miss for a moment): other hosts may change its other names."""
         return self.executor is not self.memory and plan.unlinked is not None and plan.unlinked.own_record
 
     def replace(self, plan: Plan) -> Node:
-        """Carry `plan_replacement` out: the file is neither published nor counted as looked up."""
+        """Execute `plan_replacement`. The file is neither published nor counted as looked up."""
         self.memory.apply(plan)
         return plan.node
 
     async def link(self, ino: int, parent: int, name: bytes) -> tuple[Node, Node]:
-        """(directory, inode): another name for a file; not yet published."""
-        node = await self.lookup.current(ino)
+        """Give a file another name. Returns (directory, inode); not yet published."""
+        node = await self.lookup.find_current(ino)
         self._check_crowd(node.uid)
         planning = partial(plans.plan_link, node=node)
         plan = await self.executor.carry_out([NamePlace(parent, name)], planning, node=node)
@@ -126,19 +124,19 @@ class Names:
     # -- removing and renaming -----------------------------------------------------------------------
 
     async def unlink(self, parent: int, name: bytes) -> tuple[Node, Node]:
-        """(directory, inode) after the name is gone; not yet published."""
+        """Remove a file's name. Returns (directory, inode); not yet published."""
         plan = await self.executor.carry_out([NamePlace(parent, name, is_entered=False)], plans.plan_unlink, _is_plain)
         self.core.counters.removes += 1
         return plan.ends[0].directory, plan.node
 
     async def remove_directory(self, parent: int, name: bytes) -> tuple[Node, Node]:
-        """(directory, inode) after the name is gone; not yet published."""
+        """Remove an empty directory. Returns (directory, inode); not yet published."""
         plan = await self.executor.carry_out([NamePlace(parent, name)], plans.plan_rmdir)
         self.core.counters.removes += 1
         return plan.ends[0].directory, plan.node
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> tuple[Node, Node]:
-        """(directory, inode); not yet published. The directory is the stricter one."""
+        """Rename or exchange. Returns (directory, inode); not yet published. The directory is the stricter one."""
         places = [NamePlace(parent, name, is_entered=flags == RENAME_EXCHANGE), NamePlace(new_parent, new_name)]
         fits = plans.never if flags else _is_new
         plan = await self.executor.carry_out(places, partial(plans.plan_rename, flags=flags), fits)
@@ -152,15 +150,15 @@ def _always(end: End) -> bool:
 
 
 def _is_plain(end: End) -> bool:
-    """A regular file that never had two names: relaxed folders publish its name later."""
+    """The name means a regular file that never had two names: relaxed folders publish its changes later."""
     node = end.found.node
     return node is not None and node.is_file and not node.own_record
 
 
 def _is_new(source: End, target: End) -> bool:
-    """A regular file that the store does not know yet: relaxed folders publish it under its new name.
+    """The source is a regular file that the store does not have yet: relaxed folders publish it under its new name.
 
-    What has that name in the store goes with it.
+    The same commit removes the file that has that name in the store.
     """
     node = source.found.node
     is_new = node is not None and not node.version and not node.committing

@@ -1,18 +1,19 @@
-"""Plans executed in the record store first, as one transaction, because other hosts change names, too.
+"""Executes plans in the record store first, as one transaction each, because other hosts change names, too.
 
-In strict folders, and wherever more than one name or a directory is concerned, a change is one `Transaction` that
-expects every record it was decided by: so it happens for all hosts in one step, or it is planned again. In relaxed
-folders three things go through the journal, which publishes them later: new regular files, their first names as long
-as the store does not know them, and the removal of a regular file's only name, by itself or by a new file that takes
-it. So what the store has, or is about to have, never stands elsewhere in memory: renaming it is waited for.
+In strict folders, and for every change of a directory or of more than one name, a change is one `Transaction` that
+expects every record by which it was decided: it happens for all hosts in one step, or it is planned again. In relaxed
+folders the journal publishes three changes later: new regular files, their first names as long as the store does not
+have them, and the removal of a regular file's only name, by itself or by a new file that takes it. So a file that the
+store has, or is about to have, never has another place in memory: its rename waits for the store.
 
-The first attempt is planned from what is known here, which a watch keeps up to date: mostly the commit is the only
-round trip. After a refused one, or instead of one that would fail, the store is asked: what is answered as an error was
-read there.
+The first attempt plans from memory, which a watch keeps current: mostly the commit is the only round trip. After a
+refused one, or instead of one that would fail, the executor reads the store: every error that a caller gets was read
+there.
 
-A name is put into a directory with its record expected. Who removes a directory puts a mark into that record first,
-looks whether it is empty, and then removes it expecting the marked record. So a name that came before the mark is seen,
-and who comes later has to take the mark away, with which the removal fails. A mark that was left behind harms nobody.
+A commit that adds a name to a directory expects the directory's record. A host that removes a directory first puts a
+mark into that record, checks that the directory is empty, and deletes the record, expecting the marked version. So the
+check sees a name that was added before the mark, and a later one has to clear the mark, so the removal conflicts. A
+mark that is left behind is harmless.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Unfit(Exception):
 
 @dataclass
 class CommitFirst:
-    """Executes plans in the store. In a shared volume `Names` has one; ``later`` executes changes to publish later."""
+    """Executes plans in the store; `Names` of a shared volume has one. ``later``: executes changes to publish later."""
 
     core: Core
     journal: Journal
@@ -82,13 +83,13 @@ class CommitFirst:
         if fits is not never and await self._are_relaxed(places):
             with suppress(_Unfit):
                 return await self.later.carry_out(places, fitting)
-        plan = await self._attempt(places, planning, node)
+        plan = await self._retry_until_committed(places, planning, node)
         if self._changes_paths(plan):
             await outlive_beliefs()
         return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
-        """Return when no host uses the former state of these; changes by a transaction need no commit."""
+        """Return when no host uses the former state of these inodes. Changes by a transaction need no commit."""
         pending = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.stored)]
         if pending:
             await self.journal.commit(*pending)
@@ -98,12 +99,12 @@ class CommitFirst:
     async def plan_later(self, places: Sequence[NamePlace], planning: Planning) -> Plan:
         """Make a plan, in a relaxed folder, that is valid until the next await; see `ApplyFirst.plan_later`."""
         for place in places:
-            await self._directory(place, is_fresh=False)
+            await self._find_directory(place, is_fresh=False)
         return await self.later.plan_later(places, planning)
 
     async def _are_relaxed(self, places: Sequence[NamePlace]) -> bool:
         for place in {place.parent: place for place in places}.values():
-            if self.lookup.is_strict(await self._directory(place, is_fresh=False)):
+            if self.lookup.is_strict(await self._find_directory(place, is_fresh=False)):
                 return False
         return True
 
@@ -114,11 +115,11 @@ class CommitFirst:
 
     # -- planning ------------------------------------------------------------------------------------
 
-    async def _attempt(self, places: Sequence[NamePlace], planning: Planning, node: Node | None) -> Plan:
-        """Plan a change and commit it, until it is not refused. EngineError after `ATTEMPTS_MAX`."""
+    async def _retry_until_committed(self, places: Sequence[NamePlace], planning: Planning, node: Node | None) -> Plan:
+        """Plan a change and commit it, until the store accepts it. EngineError after `ATTEMPTS_MAX`."""
         for attempt in range(ATTEMPTS_MAX):
             try:
-                plan, draft = await self._draft(places, planning, node, is_fresh=attempt > 0)
+                plan, draft = await self._draft_plan(places, planning, node, is_fresh=attempt > 0)
             except (errors.EngineError, Moved):
                 raise
             except errors.OperationError:
@@ -132,81 +133,81 @@ class CommitFirst:
             await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
         raise errors.EngineError(f"{places[0].name!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
 
-    async def _draft(
+    async def _draft_plan(
         self, places: Sequence[NamePlace], planning: Planning, node: Node | None, *, is_fresh: bool
     ) -> tuple[Plan, PlanDraft]:
         """Draft a change. ``is_fresh``: read all that it depends on from the store."""
         if is_fresh:
-            await self._hear_clears(places)
+            await self._read_clears(places)
         draft = self._begin_draft()
         if node is not None:
-            await self._settled(node)
+            await self._commit_pending(node)
             if is_fresh:
                 await self.lookup.refresher.renew(node)
-        ends = await self._look_at(places, draft, is_fresh)
+        ends = await self._look_up(places, draft, is_fresh)
         plan = planning(*ends)
         if plan.made is not None and self.core.is_cleared(plan.made):
             draft.is_stale = True  # its number is too small by now
             await self.core.inodes.reach(self.core.namespaces.cleared.bounds[plan.made.namespace])
             return plan, draft
         gone = plan.unlinked or plan.ends[-1].found.cleared
-        if gone is not None and (is_fresh or gone.committing):  # what else is changed here of it goes with it
-            await self._settled(gone)
+        if gone is not None and (is_fresh or gone.committing):  # its removal takes its other changes along
+            await self._commit_pending(gone)
         if plan.means and any(end.found.node is not None for end in ends):
             for directory in dict.fromkeys([end.directory.ino for end in ends]):
-                draft.expect_all(await self.lookup.path_versions(directory, is_fresh))
+                draft.expect_all(await self.lookup.find_path_versions(directory, is_fresh))
         if plan.removed is not None:
-            await self.have_left(plan.removed)  # nothing waits after it: news of a name in it would pass for the mark
+            await self.mark_empty(plan.removed)  # no await after it: news of a name in it would pass for the mark
         draft.add(plan, clock.now())
         return plan, draft
 
-    async def _look_at(self, places: Sequence[NamePlace], draft: PlanDraft, is_fresh: bool) -> list[End]:
+    async def _look_up(self, places: Sequence[NamePlace], draft: PlanDraft, is_fresh: bool) -> list[End]:
         """Look up the places. Expects the directories above the target of a moved directory, so that none moves."""
-        directories = [await self._directory(place, is_fresh) for place in places]
+        directories = [await self._find_directory(place, is_fresh) for place in places]
         ends = []
         for directory, place in zip(directories, places, strict=True):
             check_name(place.name)
-            ends.append(End(directory, place.name, await self._find(place.parent, place.name, is_fresh)))
+            ends.append(End(directory, place.name, await self._find_name(place.parent, place.name, is_fresh)))
         if len(ends) == 1:
             return ends
-        await self._settled(*[end.found.node for end in ends if end.found.node is not None])
+        await self._commit_pending(*[end.found.node for end in ends if end.found.node is not None])
         for number, coming in enumerate(reversed([end.found.node for end in ends])):
             if places[number].is_entered and coming is not None and coming.is_directory:
-                ends[number].above = await self._above(directories[number], draft, is_fresh)
+                ends[number].above = await self._expect_above(directories[number], draft, is_fresh)
         return ends
 
-    async def _above(self, directory: Node, draft: PlanDraft, is_fresh: bool) -> list[Node]:
+    async def _expect_above(self, directory: Node, draft: PlanDraft, is_fresh: bool) -> list[Node]:
         above: list[Node] = []
         most = expected_names_max(self.core.records.limits)
         while directory.ino != ROOT_INODE:
             if len(above) == most:
                 raise errors.TooDeep(f"a directory of a shared volume cannot be moved below {most} others: copy it")
             if is_fresh:
-                await self._settled(directory)
+                await self._commit_pending(directory)
                 await self.lookup.refresher.renew(directory)
-            draft.expect(directory)
+            draft.expect_inode(directory)
             above.append(directory)
-            directory = await self.lookup.node(directory.parent or ROOT_INODE)
+            directory = await self.lookup.find_node(directory.parent or ROOT_INODE)
         return above
 
-    async def renew(self, node: Node) -> None:
-        """Bring an inode up to the store, with what was changed of it here. Stale, EngineError."""
-        await self._settled(node)
+    async def renew_node(self, node: Node) -> None:
+        """Commit an inode's pending changes, then read it from the store. Stale, EngineError."""
+        await self._commit_pending(node)
         await self.lookup.refresher.renew(node)
 
-    async def _settled(self, *nodes: Node) -> None:
+    async def _commit_pending(self, *nodes: Node) -> None:
         """Commit pending changes of these inodes, because a transaction is built from their stored records."""
         changed = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.version)]
         if changed:
             await self.journal.commit(*changed)
 
-    async def _directory(self, place: NamePlace, is_fresh: bool) -> Node:
+    async def _find_directory(self, place: NamePlace, is_fresh: bool) -> Node:
         """The directory of a place. NotFound: it was removed, and a name is to be added."""
         ino = place.parent
-        directory = await self.lookup.directory(ino)
+        directory = await self.lookup.find_directory(ino)
         if not place.is_entered:
             return directory
-        await self._settled(directory)
+        await self._commit_pending(directory)
         try:
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {ino} was removed")
@@ -218,14 +219,14 @@ class CommitFirst:
             raise errors.NotFound(f"directory {ino} was removed") from None
         return directory
 
-    async def _find(self, parent: int, name: bytes, is_fresh: bool) -> Found:
+    async def _find_name(self, parent: int, name: bytes, is_fresh: bool) -> Found:
         """The stored inode of a name, from memory unless ``is_fresh``. Commits a pending change of the name first."""
         while True:
             change = self.core.dentries.get(parent, name).change
             if change is not None:
                 await self.journal.commit(*[node for node in (change.node, change.moved) if node is not None])
                 continue
-            found = None if is_fresh else self.lookup.known(parent, name)
+            found = None if is_fresh else self.lookup.find_known(parent, name)
             if found is None and not is_fresh:
                 return Found(None, False, None, self.journal.pending.epoch)
             if found is None or ((found.node or found.cleared) is not None and not found.version):
@@ -236,8 +237,8 @@ class CommitFirst:
     def _begin_draft(self) -> PlanDraft:
         return PlanDraft(self.core.client, self.core.namespaces.cleared.versions)
 
-    async def _hear_clears(self, places: Sequence[NamePlace]) -> None:
-        """Read whether the namespaces of these places were cleared: the watch may not have told yet. EngineError."""
+    async def _read_clears(self, places: Sequence[NamePlace]) -> None:
+        """Read whether the namespaces of these places were cleared: the watch may be late. EngineError."""
         directories = [self.core.nodes.get(place.parent) for place in places]
         numbers = sorted({directory.namespace for directory in directories if directory is not None})
         rows = await get_marked(self.core.records, [schema.cleared_key(number) for number in numbers])
@@ -248,13 +249,13 @@ class CommitFirst:
     async def unlink_cleared(self, place: NamePlace) -> None:
         """Remove a name from a file that was cleared, if it still has it. EngineError."""
         with suppress(errors.NotFound, errors.Stale, errors.NotADirectory):
-            await self._attempt([place], plan_unlink_cleared, None)
+            await self._retry_until_committed([place], plan_unlink_cleared, None)
 
-    # -- directories that go -------------------------------------------------------------------------
+    # -- removing directories ------------------------------------------------------------------------
 
-    async def have_left(self, directory: Node) -> None:
+    async def mark_empty(self, directory: Node) -> None:
         """Mark an empty directory: it may be removed while it has the mark, which new names clear. NotEmpty."""
-        await self._settled(directory)
+        await self._commit_pending(directory)
         await self._check_empty(directory)
         while True:
             marked = await self._mark(directory, leaving=True)
@@ -269,7 +270,7 @@ class CommitFirst:
         while changes := self.core.dentries.changes_in(directory.ino):
             if any(change.node is not None for change in changes.values()):
                 break
-            await self.journal.commit(*self.journal.pending.changed_in(directory.ino))
+            await self.journal.commit(*self.journal.pending.find_changed_in(directory.ino))
         if directory.namespace in self.core.namespaces.cleared:
             await self.cleared.remove_in(directory.ino)
         if not await self.lookup.is_empty(directory.ino):
@@ -278,27 +279,27 @@ class CommitFirst:
     async def _mark(self, directory: Node, *, leaving: bool) -> int:
         """Set or clear the mark of a directory that is about to be removed.
 
-        Returns the version of the record then; 0 where it has changed meanwhile, and nothing was done.
+        Returns the version of the record then; 0: it has changed meanwhile, and nothing was done.
         """
         draft = self._begin_draft()
-        change = draft.change(directory)
+        change = draft.change_inode(directory)
         flag = schema.FLAG_LEAVING
-        change.set(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)
+        change.set_fields(flags=change.record.flags | flag if leaving else change.record.flags & ~flag)
         marked = [0]
-        await self.journal.transact(draft.transaction(marked.append))
+        await self.journal.transact(draft.make_transaction(marked.append))
         return marked[-1]
 
     # -- committing ----------------------------------------------------------------------------------
 
     async def _commit(self, plan: Plan, draft: PlanDraft) -> bool:
-        """Commit the draft. False: it was refused. NoSpace: there is no room for the records. EngineError."""
+        """Commit the draft. False: the store refused it. NoSpace: there is no room for the records. EngineError."""
         made, is_done = plan.made, False
         give_back = await self._reserve_file(made)
-        transaction = replace(draft.transaction(partial(self._applied, plan, draft)), refused=give_back)
+        transaction = replace(draft.make_transaction(partial(self._apply_commit, plan, draft)), refused=give_back)
         size = max(0, transaction.size)
         try:
             while await self.space.wait_for_records(size, f"{plan.ends[-1].name!r}"):
-                pass  # names that other callers change during the wait have the store refuse the commit
+                pass  # the store refuses the commit if other callers changed the names during the wait
         except BaseException:
             give_back()
             raise
@@ -313,7 +314,7 @@ class CommitFirst:
         return is_done
 
     async def _reserve_file(self, made: Node | None) -> Callable[[], None]:
-        """Count a new file from before it is in the store. Returns what takes that back. QuotaExceeded, EngineError."""
+        """Count a new file before the store has it. Returns a function that undoes this. QuotaExceeded, EngineError."""
         if made is None or not made.is_file or not made.namespace:
             return lambda: None
         accounts, number = self.core.namespaces.accounts, made.namespace
@@ -322,17 +323,17 @@ class CommitFirst:
         account = accounts.all.get(number)
 
         def give_back() -> None:
-            if accounts.all.get(number) is account:  # else the namespace was ended, and what it had is forgotten
+            if accounts.all.get(number) is account:  # else the namespace ended, with its counts
                 accounts.add_files(number, -1)
 
         return give_back
 
-    def _applied(self, plan: Plan, draft: PlanDraft, version: int) -> None:
+    def _apply_commit(self, plan: Plan, draft: PlanDraft, version: int) -> None:
         """Apply the stored change to memory."""
         core, made = self.core, plan.made
         if made is not None:
             made.times_version = version if made.is_directory else 0
-            # Somebody may have looked the name up before the answer came.
+            # Another call may have looked the name up before the answer arrived.
             plan.node = core.nodes.get(made.ino) or core.nodes.add(made)
             core.file_count += 1
             core.counters.creates += 1
@@ -342,27 +343,27 @@ class CommitFirst:
                 core.readers_change(meant)
             self._apply_name(parent, name, meant, version, is_made=made is not None)
         for node in draft.removed:
-            self._gone(node)
+            self._note_removed(node)
         if core.caches:
             self.later.tell_caches(plan)
 
     def _apply_name(self, parent: int, name: bytes, node: Node | None, version: int, *, is_made: bool) -> None:
         core = self.core
         if core.dentries.get(parent, name).version > version:
-            return  # it was read since, as another host has changed it once more
+            return  # another host has changed it again, and it was read since
         core.dentries.note_stored(parent, name, node is not None)
         core.dentries.note(parent, name, node.ino if node is not None else 0, version)
         if node is not None:
             core.places.set(node.ino, parent, name)
-            self.lookup.paths.moved(node, parent, name)
-            if node.is_directory and not is_made:  # its times stand apart from its record
+            self.lookup.paths.note_moved(node, parent, name)
+            if node.is_directory and not is_made:  # its times have a record of their own
                 node.ctime = clock.now()
                 self.journal.pending.touch_times(node)
         directory = core.nodes.get(parent)
         if directory is not None:
             self.later.touch_entries(directory)
 
-    def _gone(self, node: Node) -> None:
+    def _note_removed(self, node: Node) -> None:
         """Note that the store has removed the last name of an inode."""
         self.core.file_count -= 1
         if node.is_file and node.namespace:
@@ -377,7 +378,7 @@ class CommitFirst:
             self.journal.pending.loose.withdraw_attributes(node)
             if node.flags & schema.FLAG_XATTRS:
                 self.journal.refusals.to_free.add(node.ino)
-            if not self.core.places.known(node.ino):  # or somebody here may be in it
+            if not self.core.places.known(node.ino):  # else a process may be in it
                 self.core.nodes.drop(node)
         else:
-            self.journal.refusals.removed(node)
+            self.journal.refusals.note_removed(node)

@@ -1,7 +1,7 @@
-"""Listings of directories: rows of the store, with the changes that wait for a commit.
+"""Lists directories: rows of the store, with pending changes applied.
 
 A page of rows counts only if no commit was settled while it was read (`Pending.epoch`). Inodes that are read afterwards
-may move meanwhile: a place that memory, or the inode's record, has is not overwritten with that of the row.
+may move meanwhile: the row's place does not overwrite a place that memory, or the inode's record, has.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Listing:
     def __post_init__(self) -> None:
         self.core, self.pending = self.lookup.core, self.lookup.journal.pending
         self._epoch = 0
-        """the journal's, when the page was read"""
+        """the journal's epoch, when the page was read"""
 
-    async def entries(self, after: int, limit: int) -> list[DirEntry]:
+    async def read_entries(self, after: int, limit: int) -> list[DirEntry]:
         """Entries behind the cookie ``after``, in the order of their cookies; see `TreeApi`.
 
         A name whose record is damaged is left out (the log names it), so that its neighbours can be listed.
         """
-        await self.lookup.directory(self.ino)
+        await self.lookup.find_directory(self.ino)
         with self.core.dentries.vanishing.noting() as vanished:
-            return await self._read(after, limit, vanished)
+            return await self._read_pages(after, limit, vanished)
 
-    async def _read(self, after: int, limit: int, vanished: set[tuple[int, bytes]]) -> list[DirEntry]:
-        """``vanished``: names that are evicted meanwhile; who knew nothing but the store has nobody to tell so."""
+    async def _read_pages(self, after: int, limit: int, vanished: set[tuple[int, bytes]]) -> list[DirEntry]:
+        """``vanished``: names that are evicted meanwhile, though rows that were read before have them."""
         entries: list[DirEntry] = []
         while len(entries) < limit:
             epoch = self.pending.epoch
@@ -66,22 +66,22 @@ class Listing:
             for name, change in self.core.dentries.changes_in(self.ino).items():
                 if after < schema.name_hash(name) <= last:
                     page[name] = change.node, 0
-            entries += await self._entries(page)
+            entries += await self._make_entries(page)
             entries = [entry for entry in entries if (self.ino, entry.name) not in vanished]
             if not more:
                 break
             after = last
         return entries
 
-    async def _entries(self, page: dict[bytes, Meant]) -> list[DirEntry]:
+    async def _make_entries(self, page: dict[bytes, Meant]) -> list[DirEntry]:
         entries = []
         if not self.lookup.is_memory_newest:
             await self._read_own([meant for meant, _ in page.values() if isinstance(meant, int)])
         for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
             try:
-                node = await self._node(name, *page[name])
+                node = await self._find_node(name, *page[name])
                 if node is None or not node.nlink:  # removed meanwhile; another inode may have the name
-                    node = (await self.lookup.find(self.ino, name)).node
+                    node = (await self.lookup.find_name(self.ino, name)).node
             except errors.Corrupt:
                 continue
             if node is not None and node.nlink and not (self.core.namespaces.cleared and self.core.is_cleared(node)):
@@ -89,31 +89,31 @@ class Listing:
         return entries
 
     async def _read_own(self, inodes: list[int]) -> None:
-        """Have inodes with records of their own in memory, as they are now, by one question."""
+        """Read inodes with records of their own into memory, by one request."""
         keys = [key for ino in inodes for key in (schema.inode_key(ino), schema.times_key(ino))]
         rows = await get_sound(self.core.records, keys) if keys else []
         for own, times in zip(rows[::2], rows[1::2], strict=True):
             if own is not None:
-                node = self.lookup.take(schema.decode_inode(own.value), own.version, (0, b""), own=True)
+                node = self.lookup.take_record(schema.decode_inode(own.value), own.version, (0, b""), own=True)
                 if times is not None:
                     self.lookup.refresher.take_times(node, times.value, times.version)
 
-    async def _node(self, name: bytes, entry: Node | schema.InodeRecord | int | None, version: int) -> Node | None:
-        """The inode of a listed name; None where it is gone."""
+    async def _find_node(self, name: bytes, entry: Node | schema.InodeRecord | int | None, version: int) -> Node | None:
+        """The inode of a listed name; None: it was removed."""
         if entry is None or isinstance(entry, Node):
             return entry
         if isinstance(entry, int):
             try:
-                node = await self.lookup.node(entry)
+                node = await self.lookup.find_node(entry)
             except errors.Stale:
                 return None
             if node.name if self.lookup.is_memory_newest else node.is_directory:
-                return node  # where it is memory says, or the record, and both may be newer than the row
+                return node  # memory or the record has its place, and both may be newer than the row
         elif self.core.nodes.get(entry.ino) is not None:
-            return self.lookup.take(entry, version, (self.ino, name), own=False)
+            return self.lookup.take_record(entry, version, (self.ino, name), own=False)
         elif self._epoch != self.pending.epoch or (self.ino, name) in self.core.dentries.vanishing.places:
             return None  # the row may be out of date
-        else:  # it is kept only when the kernel takes it (`Lookup.count_lookup`)
+        else:  # memory keeps it only once the kernel has it (`Lookup.count_lookup`)
             node = self.lookup.refresher.chunks.restore_chunks(Node.from_record(entry), entry)
         node.parent, node.name = self.ino, name
         return node

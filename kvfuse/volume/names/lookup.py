@@ -1,6 +1,6 @@
-"""Lookups of names, which change none of them: the interface `Lookup`, and `OwnLookup` for a volume of one host.
+"""Finds inodes by names and numbers, and changes none: the interface `Lookup`, and `OwnLookup` for one host's volume.
 
-`OwnLookup` takes what the name's entry says (`Dentries`): a change that waits for a commit, or what the store is known
+`OwnLookup` uses the name's entry in the dentry table (`Dentries`): a pending change, or a state that the store is known
 to have. Else it reads the record store, which may wait, and uses the answer only if no commit was settled meanwhile
 (`Pending.epoch`).
 
@@ -46,7 +46,7 @@ class Found(msgspec.Struct, frozen=True, eq=False):
     version: int = 0
     """in a shared volume: version of the name's stored record; 0: there is none"""
     cleared: Node | None = None
-    """the inode that has the name, but is there for nobody: its namespace was cleared"""
+    """the inode that has the name, if it is cleared: its number is below the namespace's clear bound"""
 
 
 @dataclass
@@ -69,10 +69,10 @@ class Lookup(ABC):
         return bool(flags & schema.FLAG_STRICT or (self.core.strict and not flags & schema.FLAG_RELAXED))
 
     @abstractmethod
-    def asks(self, parent: int) -> bool:
-        """Each lookup in the directory asks the store. Never in a volume of one host."""
+    def must_ask(self, parent: int) -> bool:
+        """Each lookup in the directory reads the store. Never on a volume of one host."""
 
-    async def node(self, ino: int) -> Node:
+    async def find_node(self, ino: int) -> Node:
         """The inode, read from the store if need be. Stale: it was removed."""
         node = self.core.nodes.get(ino)
         while node is None:
@@ -80,7 +80,7 @@ class Lookup(ABC):
             known = self.core.places.get(ino)
             place = known or self.core.nodes.handover.place_before(ino) or (0, b"")
             if ino in self.core.nodes.handover.still_open:
-                node = await find_open_before(ino, self.core, self.journal.pending, self.refresher, self.take)
+                node = await find_open_before(ino, self.core, self.journal.pending, self.refresher, self.take_record)
                 if node is not None:
                     break
             keys = [schema.inode_key(ino), schema.times_key(ino)]
@@ -93,51 +93,51 @@ class Lookup(ABC):
             if place in self.core.dentries.vanishing.places:
                 raise errors.Stale(f"inode {ino} was removed")
             if own is not None:
-                node = self.take(schema.decode_inode(own.value), own.version, known or (0, b""), own=True)
+                node = self.take_record(schema.decode_inode(own.value), own.version, known or (0, b""), own=True)
                 if times is not None:
                     self.refresher.take_times(node, times.value, times.version)
             elif entry and entry[0] is not None:
                 record = schema.decode_entry(entry[0].value)
                 if isinstance(record, schema.InodeRecord) and record.ino == ino:
-                    node = self.take(record, entry[0].version, place, own=False)
+                    node = self.take_record(record, entry[0].version, place, own=False)
             if node is None:
                 raise errors.Stale(f"inode {ino} was removed")
         return node
 
-    async def directory(self, ino: int) -> Node:
-        """`node` for a directory. Stale, NotADirectory."""
-        node = self.core.nodes.get(ino) or await self.node(ino)
+    async def find_directory(self, ino: int) -> Node:
+        """`find_node` for a directory. Stale, NotADirectory."""
+        node = self.core.nodes.get(ino) or await self.find_node(ino)
         if not node.is_directory:
             raise errors.NotADirectory(f"inode {ino} is not a directory")
         return node
 
     @abstractmethod
-    async def current(self, ino: int) -> Node:
-        """`node` for an inode that the kernel reached by a path. Stale; in shared volumes Moved."""
+    async def find_current(self, ino: int) -> Node:
+        """`find_node` for an inode that the kernel reached by a path. Stale; on shared volumes Moved."""
 
     @abstractmethod
-    async def current_directory(self, ino: int) -> Node:
-        """`directory` for one that the kernel reached by a path. Stale, NotADirectory."""
+    async def find_current_directory(self, ino: int) -> Node:
+        """`find_directory` for one that the kernel reached by a path. Stale, NotADirectory."""
 
     @abstractmethod
-    def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
+    def take_record(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         """The node of a record that was just read, see `Refresher.take`."""
 
     # -- names ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def find(self, parent: int, name: bytes) -> Found:
+    async def find_name(self, parent: int, name: bytes) -> Found:
         """The inode of ``name`` in ``parent``, valid until the caller's next await. NameTooLong, EngineError."""
 
-    def holds(self, parent: int, name: bytes, found: Found) -> bool:
-        """The result of `find` is still valid, although the caller has waited since."""
+    def is_valid(self, parent: int, name: bytes, found: Found) -> bool:
+        """The result of `find_name` is still valid, although the caller has waited since."""
         if (parent, name) in self.core.dentries.vanishing.places:
             return False
         change = self.core.dentries.get(parent, name).change
         return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
     async def is_empty(self, ino: int) -> bool:
-        """The directory has no name here, and none in the store that a pending change does not remove."""
+        """The directory has no name in memory, and pending changes remove all its names in the store."""
         after = b""
         while True:
             epoch = self.journal.pending.epoch
@@ -153,7 +153,7 @@ class Lookup(ABC):
                 return False
             if going := [(ino, name) for name in names if (ino, name) in vanishing.places]:
                 self.journal.pending.load.hurry()
-                await vanishing.wait_for(going[0])  # its record may not be there longer than the directory's
+                await vanishing.wait_for(going[0])  # its record may not outlive the directory's
                 continue
             if len(rows) < 64:
                 return True
@@ -163,14 +163,14 @@ class Lookup(ABC):
 
     async def find_dots(self, parent: int, name: bytes) -> Found:
         """The inode of one of `DOTS`. Stale, NotADirectory."""
-        node = await self.directory(parent)
+        node = await self.find_directory(parent)
         if name == b"..":
-            node = await self.node(node.parent or ROOT_INODE)
+            node = await self.find_node(node.parent or ROOT_INODE)
         return Found(node, True, None, self.journal.pending.epoch)
 
     @abstractmethod
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:
-        """`find` for the kernel. In shared volumes Moved: a name above has changed, walk the path again."""
+        """`find_name` for the kernel. On shared volumes Moved: a name above has changed, walk the path again."""
 
     @abstractmethod
     def is_doubtful(self, ino: int) -> bool:
@@ -188,27 +188,27 @@ class Lookup(ABC):
 
 @dataclass
 class OwnLookup(Lookup):
-    """Of a volume that one host has."""
+    """Finds inodes of a volume that one host has."""
 
     is_memory_newest = True
 
     def __post_init__(self) -> None:
         self.learning = Learning(self.core, self.journal)
 
-    def asks(self, parent: int) -> bool:
+    def must_ask(self, parent: int) -> bool:
         return False
 
-    async def current(self, ino: int) -> Node:
-        node = self.core.nodes.get(ino) or await self.node(ino)
+    async def find_current(self, ino: int) -> Node:
+        node = self.core.nodes.get(ino) or await self.find_node(ino)
         if self.core.namespaces.cleared:
             check_uncleared(self.core, node)
         return node
 
-    current_directory = Lookup.directory
+    find_current_directory = Lookup.find_directory
 
     async def is_empty(self, ino: int) -> bool:
         cleared, directory = self.core.namespaces.cleared, self.core.nodes.get(ino)
-        # What was cleared would be left behind in a directory that is removed.
+        # Removing a directory would leave its cleared files behind.
         while cleared and (directory is None or directory.namespace in cleared):
             with trio.move_on_after(SWEEP_SECONDS) as scope:
                 await cleared.swept.wait()
@@ -216,7 +216,7 @@ class OwnLookup(Lookup):
                 raise errors.EngineTimeout("what was cleared is being removed, and the record store does not answer")
         return await super().is_empty(ino)
 
-    def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
+    def take_record(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         node = self.core.nodes.get(record.ino)
         if node is None:
             node = self.core.nodes.add(self.refresher.chunks.restore_chunks(Node.from_record(record), record))
@@ -225,7 +225,7 @@ class OwnLookup(Lookup):
                 node.parent, node.name = place
         return node
 
-    async def find(self, parent: int, name: bytes) -> Found:
+    async def find_name(self, parent: int, name: bytes) -> Found:
         if len(name) > NAME_MAX:
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
         core = self.core
@@ -238,12 +238,12 @@ class OwnLookup(Lookup):
             if dentry is not None:
                 if (change := dentry.change) is not None:
                     found = Found(change.node, change.stored, change, epoch)
-                    return but_cleared(core, found) if core.namespaces.cleared else found
+                    return hide_cleared(core, found) if core.namespaces.cleared else found
                 if dentry is ABSENT:
                     return Found(None, False, None, epoch)
                 if (node := core.nodes.get(dentry.ino)) is not None:
                     found = Found(node, True, None, epoch)
-                    return but_cleared(core, found) if core.namespaces.cleared else found
+                    return hide_cleared(core, found) if core.namespaces.cleared else found
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self.learning.read_page(parent)
@@ -253,24 +253,24 @@ class OwnLookup(Lookup):
                 return Found(None, False, None, epoch)
             entry = schema.decode_entry(record.value)
             if isinstance(entry, schema.InodeRecord):
-                node = self.take(entry, record.version, (parent, name), own=False)
+                node = self.take_record(entry, record.version, (parent, name), own=False)
             elif (node := core.nodes.get(entry)) is None:
                 core.places.set(entry, parent, name)
-                node = await self.node(entry)
+                node = await self.find_node(entry)
                 if self._has_changed(parent, name, epoch):
                     continue
             node.parent, node.name = parent, name
             core.dentries.note(parent, name, node.ino)
             found = Found(node, True, None, epoch)
-            return but_cleared(core, found) if core.namespaces.cleared else found
+            return hide_cleared(core, found) if core.namespaces.cleared else found
 
     def _has_changed(self, parent: int, name: bytes, epoch: int) -> bool:
-        """What the store said of a name in ``epoch`` does not hold any more."""
+        """The store's answer about a name, read in ``epoch``, is stale."""
         dentries = self.core.dentries
         is_changing = dentries.get(parent, name).change is not None or (parent, name) in dentries.vanishing.places
         return is_changing or epoch != self.journal.pending.epoch
 
-    find_for_kernel = find
+    find_for_kernel = find_name
 
     def is_doubtful(self, ino: int) -> bool:
         return False
@@ -279,8 +279,8 @@ class OwnLookup(Lookup):
         pass
 
 
-def but_cleared(core: Core, found: Found) -> Found:
-    """What was found; nothing, if it was cleared."""
+def hide_cleared(core: Core, found: Found) -> Found:
+    """``found``; as absent, if it is a cleared file."""
     node = found.node
     if node is None or not core.is_cleared(node):
         return found
@@ -288,6 +288,6 @@ def but_cleared(core: Core, found: Found) -> Found:
 
 
 def check_uncleared(core: Core, node: Node) -> None:
-    """Stale for a file that was cleared, unless somebody has it open."""
+    """Stale for a cleared file, unless a handle has it open."""
     if core.namespaces.cleared and not node.handles and core.is_cleared(node):
         raise errors.Stale(f"inode {node.ino} was cleared with its namespace")

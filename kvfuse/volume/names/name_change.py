@@ -1,7 +1,7 @@
-"""A plan as a transaction: its puts, deletes and expected versions, and its effects on memory afterwards.
+"""Turns a plan into a transaction: puts, deletes, expected versions, and effects on memory afterwards.
 
-All of it is built from the records as they are stored (`Node.base`, `Node.version`), not from inodes in memory:
-those may have changes that the journal will store later, with bytes that have no slots yet.
+It builds them from the stored records (`Node.base`, `Node.version`), not from inodes in memory: those may have changes
+that the journal will store later, with bytes that have no slots yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class InodeChange:
         self.before = self.key
         """key of the record before the change"""
 
-    def set(self, **values: object) -> None:
+    def set_fields(self, **values: object) -> None:
         """Replace fields of the record."""
         self.record = msgspec.structs.replace(self.record, **values)
 
@@ -47,9 +47,10 @@ class InodeChange:
         puts[self.key] = encode(self.record)
 
     def apply(self, version: int) -> None:
-        """Let the inode in memory be stored so. What was changed here besides stays changed.
+        """Note in memory that the inode is stored so. Its other changes stay pending.
 
-        Unless it was read since, as another host has changed it once more; or removed, which is told without a version.
+        Skips an inode that was read since, as another host changed it again, or removed, which is noted without a
+        version.
         """
         node, record = self.node, self.record
         if node.version > version or not node.nlink:
@@ -65,9 +66,9 @@ class InodeChange:
 
 
 class PlanDraft:
-    """The records of one plan; each attempt makes its own, before it looks anything up.
+    """The records of one plan. Each attempt makes its own, before it looks anything up.
 
-    ``client``: the remover, in orphan records. ``cleared``: `Cleared.versions`, as they are.
+    ``client``: the remover, in orphan records. ``cleared``: `Cleared.versions` at that time.
     """
 
     def __init__(self, client: int, cleared: Mapping[int, int]) -> None:
@@ -82,7 +83,7 @@ class PlanDraft:
         self._puts: dict[bytes, bytes] = {}
         self._deletes: set[bytes] = set()
         self.is_stale = False
-        """another host has changed a record that it is built from"""
+        """another host has changed a record from which it is built"""
 
     def _expect_key(self, key: bytes, version: int) -> None:
         if self._expect.setdefault(key, version) != version:
@@ -93,17 +94,17 @@ class PlanDraft:
         for key, version in versions.items():
             self._expect_key(key, version)
 
-    def expect(self, node: Node) -> None:
+    def expect_inode(self, node: Node) -> None:
         """Expect the inode's record as it is known here."""
         key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
         self._expect_key(key, node.version)
 
-    def change(self, node: Node) -> InodeChange:
-        """The change of an inode, whose record is put."""
+    def change_inode(self, node: Node) -> InodeChange:
+        """Have the inode's record put. Returns the change, for the caller to fill."""
         change = self.inodes.get(node.ino)
         if change is None:
             assert node.base is not None, f"inode {node.ino} is not stored"
-            self.expect(node)
+            self.expect_inode(node)
             change = self.inodes[node.ino] = InodeChange(node, node.base)
         return change
 
@@ -117,7 +118,7 @@ class PlanDraft:
         changed = list(zip(plan.ends, plan.means, strict=False))
         counts = dict.fromkeys([end.directory for end, node in changed if node is not None], 0) | dict(plan.counts)
         for directory, more in counts.items():
-            self._enter(directory, more)
+            self._enter_directory(directory, more)
         lost, made = plan.unlinked or plan.removed, plan.made
         if made is not None:
             self.inodes[made.ino] = InodeChange(made, made.record())
@@ -125,36 +126,36 @@ class PlanDraft:
             if made.is_directory:
                 self._puts[schema.times_key(made.ino)] = schema.encode_times(made.atime, made.mtime, made.ctime)
         elif plan.linked is not None:
-            self._link(plan.linked)
+            self._add_link(plan.linked)
         elif lost is not None:
-            self._lose(lost, now)
+            self._remove_name(lost, now)
         for end, node in changed:
             if end.found.cleared is not None:
-                self._lose(end.found.cleared, now)
-            self._name(end, node)
+                self._remove_name(end.found.cleared, now)
+            self._set_name(end, node)
             if node is not None and node is not made:
-                self.change(node).set(ctime=now)
+                self.change_inode(node).set_fields(ctime=now)
 
-    def _enter(self, directory: Node, more: int) -> None:
+    def _enter_directory(self, directory: Node, more: int) -> None:
         """Change the number of directories by ``more``, and expect the record, so that the directory is not removed."""
-        self.expect(directory)
+        self.expect_inode(directory)
         if more or (directory.base is not None and directory.base.flags & schema.FLAG_LEAVING):
-            change = self.change(directory)
-            change.set(nlink=change.record.nlink + more, flags=change.record.flags & ~schema.FLAG_LEAVING)
+            change = self.change_inode(directory)
+            change.set_fields(nlink=change.record.nlink + more, flags=change.record.flags & ~schema.FLAG_LEAVING)
 
-    def _link(self, node: Node) -> None:
+    def _add_link(self, node: Node) -> None:
         """Add a name. The record moves from the only name, which becomes a reference, to a key of its own."""
-        change = self.change(node)
-        change.set(nlink=change.record.nlink + 1)
+        change = self.change_inode(node)
+        change.set_fields(nlink=change.record.nlink + 1)
         if not change.own:
             change.own = True
             self._expect_key(schema.inode_key(node.ino), ABSENT)
-            self._mean(change)
+            self._put_name(change)
 
-    def _lose(self, node: Node, now: int) -> None:
+    def _remove_name(self, node: Node, now: int) -> None:
         """Remove a name of a file, or a directory. The last name leaves an orphan record of file and attributes."""
-        change = self.change(node)
-        change.set(nlink=0 if node.is_directory else change.record.nlink - 1, ctime=now)
+        change = self.change_inode(node)
+        change.set_fields(nlink=0 if node.is_directory else change.record.nlink - 1, ctime=now)
         if change.record.nlink:
             return
         self.removed.append(node)
@@ -168,7 +169,7 @@ class PlanDraft:
         if not node.is_directory or change.record.flags & schema.FLAG_XATTRS:
             self._puts[schema.orphan_key(node.ino)] = schema.encode_orphan(change.record, self.client)
 
-    def _name(self, end: End, node: Node | None) -> None:
+    def _set_name(self, end: End, node: Node | None) -> None:
         """Change the inode of a name (None: remove it), expecting its record as it was read."""
         parent, name = end.directory.ino, end.name
         key = schema.entry_key(parent, name)
@@ -177,16 +178,16 @@ class PlanDraft:
             self._deletes.add(key)
             self.names.append((parent, name, None))
             return
-        if not node.is_directory:  # what was cleared since the look gets no name any more
+        if not node.is_directory:  # a file that was cleared since its lookup gets no name
             self._expect_key(schema.cleared_key(node.namespace), self._cleared.get(node.namespace, ABSENT))
         self._deletes.discard(key)
-        change = self.change(node)
+        change = self.change_inode(node)
         change.parent, change.name = parent, name
         if node.is_directory:
-            change.set(parent=parent)
-        self._mean(change)
+            change.set_fields(parent=parent)
+        self._put_name(change)
 
-    def _mean(self, change: InodeChange) -> None:
+    def _put_name(self, change: InodeChange) -> None:
         if change.own:
             key = schema.entry_key(change.parent, change.name)
             self._puts[key] = schema.encode_entry_reference(change.node.ino)
@@ -196,7 +197,7 @@ class PlanDraft:
     def is_empty(self) -> bool:
         return not self.inodes
 
-    def transaction(self, applied: Callable[[int], None]) -> Transaction:
+    def make_transaction(self, applied: Callable[[int], None]) -> Transaction:
         """``applied`` is called as `Transaction.applied` says, after the inodes were changed in memory."""
         puts = dict(self._puts)
         for change in self.inodes.values():
@@ -209,16 +210,16 @@ class PlanDraft:
             applied(version)
 
         files, deletes = len(self.made) - len(self.removed), self._deletes - puts.keys()
-        size = growth(puts, deletes, self._weights_before())
-        return Transaction(self._expect, puts, deletes, apply, files, size, self._uses())
+        size = growth(puts, deletes, self._weigh_before())
+        return Transaction(self._expect, puts, deletes, apply, files, size, self._count_uses())
 
-    def _uses(self) -> dict[int, schema.Counts]:
+    def _count_uses(self) -> dict[int, schema.Counts]:
         counts = Counter([node.namespace for node in self.made if node.is_file and node.namespace])
         counts.subtract([node.namespace for node in self.removed if node.is_file and node.namespace])
         return {number: schema.Counts(count, 0) for number, count in counts.items() if count}
 
-    def _weights_before(self) -> dict[bytes, int]:
-        """What stored records weigh that may be put or deleted, by key: names, inodes, times of removed directories."""
+    def _weigh_before(self) -> dict[bytes, int]:
+        """Weights, by key, of stored records that may be replaced: names, inodes, times of removed directories."""
         names = {key for key, version in self._expect.items() if key[:1] == b"d" and version != ABSENT}
         before = {key: weight(len(key), schema.REFERENCE_SIZE) for key in names}
         before |= {key: TIMES_WEIGHT for key in self._deletes if key[:1] == b"t"}

@@ -1,4 +1,4 @@
-"""Inodes without names: their slots and records are freed when no caller can reach them any more."""
+"""Frees slots and records of inodes without names, once no caller can reach them any more."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Nameless(ABC):
         self.removal = Removal(self.core, self.journal, self.chunks, self.reap)
 
     @abstractmethod
-    def knows_all(self, node: Node) -> bool:
-        """Every record that goes with the inode is in memory."""
+    def has_all_records(self, node: Node) -> bool:
+        """Every record that is removed with the inode is known in memory."""
 
     @abstractmethod
-    def removed(self, node: Node, heir: Node | None = None) -> None:
+    def note_removed(self, node: Node, heir: Node | None = None) -> None:
         """After an inode lost its last name: free everything, or make an orphan record while the file is open.
 
         ``heir``: the file that took the name. The commit that gives it the name also frees the former file.
@@ -69,7 +69,7 @@ class Nameless(ABC):
 
     def needs_loading(self, node: Node) -> bool:
         """The inode is about to lose its last name, and not all its records are known yet."""
-        return not self.knows_all(node) and node.nlink == (2 if node.is_directory else 1)
+        return not self.has_all_records(node) and node.nlink == (2 if node.is_directory else 1)
 
     async def load(self, node: Node) -> None:
         """Read all chunks and attribute names that are removed with the inode. EngineError."""
@@ -83,10 +83,10 @@ class Nameless(ABC):
 class OwnNameless(Nameless):
     """Frees inodes of a volume of one host."""
 
-    def knows_all(self, node: Node) -> bool:
+    def has_all_records(self, node: Node) -> bool:
         return node.complete or not node.flags & (schema.FLAG_CHUNK_RECORDS | schema.FLAG_XATTRS)
 
-    def removed(self, node: Node, heir: Node | None = None) -> None:
+    def note_removed(self, node: Node, heir: Node | None = None) -> None:
         self.core.file_count -= 1
         if node.unstored is not None:
             node.unstored.node(node)
@@ -106,7 +106,7 @@ class OwnNameless(Nameless):
         if kept and (node.stored or node.committing):
             records.update(orphan_records(node))
         elif not (node.stored or node.committing):
-            self.journal.pending.loose.withdraw_attributes(node)  # nothing else tells of the inode
+            self.journal.pending.loose.withdraw_attributes(node)  # no other record refers to the inode
         node.heir = heir
         if node.namespace:
             self._count_out(node, heir)
@@ -119,10 +119,10 @@ class OwnNameless(Nameless):
                 self.reap(node)
 
     def _count_out(self, node: Node, heir: Node | None) -> None:
-        """The namespace has a file less, when the store has: at once, where that never heard of it.
+        """Count a file less in the namespace: with the commit that removes it, or at once if the store never had it.
 
-        An heir that the store does not know yet enters it in the commit that removes the files whose name it took.
-        So the two never count both.
+        An heir that is not stored yet enters the namespace in the commit that removes the files whose name it took. So
+        no count ever has both.
         """
         count = 0
         if node.is_file and (node.stored or node.committing):
@@ -145,14 +145,14 @@ class OwnNameless(Nameless):
             self.journal.pending.loose.withdraw(node.extra)
             node.dead, node.extra = [], {}
         else:
-            self.journal.pending.left(node)
+            self.journal.pending.add_gone(node)
 
     def reap(self, node: Node, heir: Node | None = None) -> None:
         self.core.nodes.note_saved(node)
         if node.unstored is not None:
             node.unstored.node(node)
         if self.removal.is_large(node):
-            self.removal.begin(node)
+            self.removal.begin_freeing(node)
             return
         self.core.unnamed.pop(node.ino, None)
         node.reaped = True
@@ -183,11 +183,11 @@ class SharedNameless(Nameless):
             nursery.start_soon(self.removal.run)
             nursery.start_soon(self.orphans.run)
 
-    def knows_all(self, node: Node) -> bool:
+    def has_all_records(self, node: Node) -> bool:
         return True
 
-    def removed(self, node: Node, heir: Node | None = None) -> None:
-        """After a file with one name lost it: if it is stored, the change of the name puts its orphan record.
+    def note_removed(self, node: Node, heir: Node | None = None) -> None:
+        """After a file lost its only name: if it is stored, the commit of that change puts its orphan record.
 
         No file has an heir. Handles can still read it.
         """
@@ -197,7 +197,7 @@ class SharedNameless(Nameless):
         self.journal.pending.loose.withdraw_attributes(node)
         if node.is_file and node.namespace and not (node.version or node.committing):
             self.core.namespaces.accounts.add_files(node.namespace, -1)  # else the commit of its name counts it out
-        node.dead = []  # they are in the record that is stored, and go with it
+        node.dead = []  # the stored record has them, and they are freed with it
         if node.handles:
             return
         if self.core.places.known(node.ino):

@@ -1,8 +1,8 @@
 """Finds inodes that clients have open since before this daemon: they may have no name any more, or another one.
 
-Where hosts share a volume, another one may have renamed such a file while no daemon was here that would have heard of
-it. Then all names are read, once for all of these files; what becomes of them afterwards the watch tells.
-A file that was never stored, as is kept with its handles, no other host can have renamed: nobody searches for it.
+On a shared volume another host may have renamed such a file while no daemon here received the watch. Then this module
+reads all names, once for all of these files; the watch delivers later changes. A file that was never stored, as is kept
+with its handles, cannot have been renamed by another host: nothing searches for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 async def find_open_before(
     ino: int, core: Core, pending: Pending, refresher: Refresher, take: Callable[..., Node]
 ) -> Node | None:
-    """The node of such an inode; None, where it has a record of its own, or none. ``take``: `Lookup.take`."""
+    """The node of such an inode; None: it has a record of its own, or none. ``take``: `Lookup.take_record`."""
     handover = core.nodes.handover
     while (before := handover.still_open.get(ino)) is not None:  # else it was closed meanwhile
         places = list(before.places)
@@ -42,7 +42,7 @@ async def find_open_before(
         if ino not in handover.still_open:  # it was closed meanwhile
             return None
         if orphan is None:
-            if core.client and not before.is_new and await _search(core, ino):
+            if core.client and not before.is_new and await _search_names(core, ino):
                 continue
             return None
         record = schema.decode_inode(orphan.value)
@@ -52,8 +52,8 @@ async def find_open_before(
     return None
 
 
-async def _search(core: Core, ino: int) -> bool:
-    """The inode has a place that was not known before. EngineError."""
+async def _search_names(core: Core, ino: int) -> bool:
+    """Search all names for such inodes. True: this one has a place that was not known before. EngineError."""
     handover = core.nodes.handover
     places = list(handover.still_open[ino].places)
     async with handover.searching:
@@ -63,7 +63,7 @@ async def _search(core: Core, ino: int) -> bool:
             if handover.searched and handover.searched == handover.watches:
                 return False
             watches = handover.watches
-            log.warning("inode %d is open, and where it was it is not: reading all names to find such files", ino)
+            log.warning("inode %d is open, and has lost its known name: reading all names to find such files", ino)
             for other, row in (await search_names(core.records, handover.still_open)).items():
                 parent, _, name = schema.split_entry_key(row.key)
                 handover.is_at(other, parent, name)

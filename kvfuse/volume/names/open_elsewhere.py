@@ -1,4 +1,4 @@
-"""Files that this client removed from a shared volume: freed when no client has them open.
+"""Frees files that this client removed from a shared volume, once no client has them open.
 
 A client that has one open puts an ``h`` record within a grace. After a grace without one no client reads the file,
 and its slots may be reused as soon as their freeing is committed. A client that is alone need not wait. A call
@@ -25,7 +25,7 @@ from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.chunk import RESTED, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.large_removal import RETRY_SECONDS, far_chunks
+from kvfuse.volume.names.large_removal import RETRY_SECONDS, list_far_chunks
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import all_keys, get_sound
 from kvfuse.volume.store.transaction import Transaction
@@ -76,7 +76,7 @@ class Removed:
     async def run(self) -> None:
         """Free files that have rested, until cancelled. Open files are checked again a grace later.
 
-        May be begun anew.
+        May be restarted.
         """
         self._is_over = False
         try:
@@ -87,7 +87,7 @@ class Removed:
 
     async def _run(self) -> None:
         while True:
-            await self._removed.wait(self._due())
+            await self._removed.wait(self._find_due_time())
             inos = self._take_due()
             if not inos:
                 continue
@@ -113,14 +113,14 @@ class Removed:
             return self.core.grace.seconds
         return 0.0 if self._is_wanted else ALONE_SECONDS
 
-    def _due(self) -> float:
-        """When the next inode is to be checked, in trio's time."""
+    def _find_due_time(self) -> float:
+        """Time of the next check of an inode, in trio's time."""
         removed = self._later[0][0] + self._rest_seconds if self._later else math.inf
         found_open = self._open[0][0] + self.core.grace.seconds if self._open else math.inf
         return min(removed, found_open)
 
     def _take_due(self) -> dict[int, float]:
-        """Some inodes to check now -> when they were removed, or found to be open."""
+        """Take inodes to check now. Returns inode -> when it was removed, or found to be open."""
         now = trio.current_time()
         taken: dict[int, float] = {}
         for waiting, rest in ((self._later, self._rest_seconds), (self._open, self.core.grace.seconds)):
@@ -136,15 +136,15 @@ class Removed:
         self._later.extendleft((since, ino) for ino, since in reversed(list(items)))
 
     async def _free_unheld(self, inos: dict[int, float]) -> None:
-        """Free those that no client has open. ``inos``: from `_take_due`.
+        """Free inodes that no client has open. ``inos``: from `_take_due`.
 
-        A client from the time of the removal is still a member, or cannot read any more: so members are read first.
+        It reads members first: a client from the time of the removal is still a member, or cannot read any more.
         """
         members = await self.core.records.scan(b"m", limit=2)
         if any(schema.key_client(row.key) != self.core.client for row in members):
             rested = trio.current_time() - self.core.grace.seconds
             early = {ino: since for ino, since in inos.items() if since > rested}
-            if early:  # somebody came of whom nothing had been heard here
+            if early:  # a client has joined that was not known here
                 self._put_back(early.items())
                 await trio.sleep(RETRY_SECONDS)
                 inos = {ino: since for ino, since in inos.items() if ino not in early}
@@ -152,7 +152,7 @@ class Removed:
         held = {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}
         rows = await get_sound(self.core.records, [schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):
-            self._removed.looked_at(ino)
+            self._removed.note_checked(ino)
             known = self.core.nodes.get(ino)
             is_open = known is not None and known.handles > 0
             if ino in held or is_open or ino in self.core.nodes.handover.still_open:
@@ -173,14 +173,14 @@ class Removed:
         node = self.chunks.restore_chunks(Node.from_record(record), record)
         node.nlink, node.version = 0, version
         await self.chunks.load_all(node)
-        if not await self._unfold(node, record):
+        if not await self._unfold_record(node, record):
             return
-        items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._attributes(node)]
-        for index in far_chunks(node):
+        items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._read_attribute_keys(node)]
+        for index in list_far_chunks(node):
             items.append((schema.chunk_key(node.ino, index), node.chunks.pop(index).extents))
         await self._free_pieces(node, items)
 
-    async def _attributes(self, node: Node) -> list[bytes]:
+    async def _read_attribute_keys(self, node: Node) -> list[bytes]:
         keys: list[bytes] = []
         after = b""
         while node.flags & schema.FLAG_XATTRS and (
@@ -188,14 +188,14 @@ class Removed:
         ):
             for row in rows:
                 keys.append(row.key)
-                self.journal.pending.loose.attribute_is(row.key, Versioned(row.value, row.version))
+                self.journal.pending.loose.note_attribute(row.key, Versioned(row.value, row.version))
             after = rows[-1].key
         return keys
 
-    async def _unfold(self, node: Node, record: schema.InodeRecord) -> bool:
+    async def _unfold_record(self, node: Node, record: schema.InodeRecord) -> bool:
         """Move the slots of an orphan record to chunk records if one commit cannot free all of them.
 
-        False: another client is freeing it. Nobody reads these chunks, so their numbers do not matter.
+        False: another client is freeing it. No client reads these chunks, so their numbers do not matter.
         """
         inline = [index for index in node.chunks if index < schema.INLINE_CHUNKS]
         if sum([len(node.chunks[index].extents) for index in inline]) <= self._slots_max:
@@ -229,23 +229,23 @@ class Removed:
         for key, extents in items:
             is_full = len(node.dead) + len(extents) > self._slots_max
             if deleted_count and (is_full or deleted_count == self.journal.chunk_count_max):
-                self.journal.pending.left(node)
+                self.journal.pending.add_gone(node)
                 await self.journal.commit(node)
                 deleted_count = 0
             node.extra[key] = None
-            node.dead += _rested(extents)
+            node.dead += _mark_rested(extents)
             deleted_count += 1
         inline_count = sum([len(chunk.extents) for chunk in node.chunks.values()])
         if deleted_count and len(node.dead) + inline_count > self._slots_max:
-            self.journal.pending.left(node)
+            self.journal.pending.add_gone(node)
             await self.journal.commit(node)
         node.extra[schema.orphan_key(node.ino)] = None
         for chunk in node.chunks.values():
-            node.dead += _rested(chunk.extents)
-        self.journal.pending.left(node)
+            node.dead += _mark_rested(chunk.extents)
+        self.journal.pending.add_gone(node)
 
 
-def _rested(extents: Iterable[Extent]) -> Iterable[Extent]:
+def _mark_rested(extents: Iterable[Extent]) -> Iterable[Extent]:
     """Mark extents as rested: no client reads them, so their slots may be reused after the commit."""
     for extent in extents:
         extent.state = RESTED

@@ -1,8 +1,7 @@
-"""Reading directories page by page after a miss, so that later lookups need no round trip.
+"""Reads directories page by page after a miss, so that later lookups need no round trip.
 
-A page adds hashes of names to `StoredNames`. In a shared volume the entries of the names
-also keep the page's records (`Shelf`): so a host reads a directory that others filled with one round trip for many
-names.
+A page adds hashes of names to `StoredNames`. On a shared volume the entries of the names also keep the page's records
+(`Shelf`): so a host reads a directory that others filled with one round trip for many names.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _DirectoryPage:
 
 @dataclass
 class Learning:
-    """Reads pages of directories, one at a time for each. `Lookup` owns it. ``keep``: `Shelf.keep`."""
+    """Reads pages of directories, one at a time for each. `Lookup` owns it. ``keep``: `Shelf.keep_records`."""
 
     core: Core
     journal: Journal
@@ -50,15 +49,15 @@ class Learning:
 
     def __post_init__(self) -> None:
         self._pages: dict[int, _DirectoryPage] = {}
-        """by directory"""
+        """directory -> its page"""
 
     async def read_page(self, directory: int, row_count: int = LEARN_ROWS) -> None:
-        """Read the next page of a directory, if there is one. Names that change meanwhile are not taken from it.
+        """Read the next page of a directory, if it has one. Skips names that change meanwhile.
 
         A caller that misses a name while a page is being read waits for that page, and gets its error.
         """
         if self._has_cleared(directory):
-            return  # some of the names that the store has are there for nobody
+            return  # some of the stored names may mean cleared files
         page = self._pages.get(directory)
         if page is not None:
             await page.done.wait()
@@ -97,15 +96,15 @@ class Shelf:
     core: Core
     refresher: Refresher
 
-    def pays(self, directory: int) -> bool:
+    def is_worth_reading(self, directory: int) -> bool:
         """Reading a page of the directory is likely to answer a lookup in it, and later ones."""
         stored = self.core.dentries.stored_in(directory)
         return not stored.complete and len(stored.hashes) < SHELVED_MAX
 
-    def keep(self, directory: int, rows: list[Record], changed: set[bytes]) -> None:
+    def keep_records(self, directory: int, rows: list[Record], changed: set[bytes]) -> None:
         """Keep the records of a page. ``changed``: names that changed while it was read.
 
-        The watch may not have told of some of these names yet.
+        The watch may not have delivered some of these names yet.
         """
         names = [schema.split_entry_key(row.key)[2] for row in rows]
         self.core.tier.residents.names_come(directory, names)
@@ -113,8 +112,8 @@ class Shelf:
             if name not in changed:
                 self.core.dentries.shelve(directory, name, Versioned(row.value, row.version))
 
-    def take(self, directory: int, name: bytes) -> Node | None:
-        """The inode of a name from a kept record; None: the store has to be asked."""
+    def take_record(self, directory: int, name: bytes) -> Node | None:
+        """The inode of a name from a kept record; None: the caller has to read the store."""
         dentry = self.core.dentries.get(directory, name)
         row, version = dentry.record, dentry.version
         if row is None:

@@ -1,20 +1,19 @@
-"""By which names the kernel came to an inode, and whether they still mean it, where other hosts change names, too.
+"""Checks that the names by which the kernel reached an inode still mean it, where other hosts change names, too.
 
-The kernel walks a path name by name. In folders that publish strictly names are asked for at the store, but for
-directories of which it is known what they were called a moment ago (`BELIEF_SECONDS`), and files whose names this
-client itself changed last: these are answered from what is known here, which a watch keeps true. A directory is known
-as it was when it was asked for; all are known as they were when a commit of our own was sent, once the watch tells of
-that one: by then it has told of everything before. The question for the last name of a path - or, where that was one of
-our own, the one that the call itself brings - asks for all names above it, too: what was believed is checked before it
-counts.
+The kernel walks a path name by name. In strict folders a lookup reads the store, except for directories whose name was
+known a moment ago (`BELIEF_SECONDS`), and for files whose name this client changed last: memory answers these, and a
+watch keeps it current. A directory's name is valid as of its last read from the store. When the watch delivers our own
+commit, all earlier changes have been delivered: all cached names of directories are valid as of the commit's send time.
+The read for the last name of a path - or, where memory answered that one, the read by the call itself - reads all names
+above it, too: a cached name is checked before it counts.
 
-A look at a directory itself ends with what was believed. So who renames or removes a directory, or says who may do what
-in it, goes on only when nobody believes the old name any more (`outlive_beliefs`). Only its times and its number of
-links may be a moment old.
+A lookup of a directory itself ends with cached names. So a host that renames or removes a directory, or changes its
+permissions, waits until no host uses the old name unchecked (`outlive_beliefs`). Only a directory's times and link
+count may be a moment old.
 
-A name that means something else by then is forgotten, and the call ends with `Moved`: the kernel then walks the path
-once more (ESTALE) and gets answers of the store. Each name is found out once, so a call by descriptor that
-goes through a directory which was moved elsewhere is answered at its second attempt at the latest.
+A check drops a name that means another inode by then, and the call ends with `Moved`: the kernel walks the path once
+more (ESTALE) and gets answers of the store. Each name is found wrong once, so a call by descriptor through a directory
+that was moved elsewhere is answered at its second attempt at the latest.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ DEPTH_MAX = 1024
 """Most directories above each other that are checked."""
 
 CONTESTED_SECONDS = 2.0
-"""How long lookups of a name that had changed ask the store, so that the kernel walks a path twice at most."""
+"""How long lookups of a name that had changed read the store, so that the kernel walks a path twice at most."""
 CONTESTED_MAX = 1000
 """most such names"""
 
@@ -74,27 +73,27 @@ async def outlive_beliefs() -> None:
 
 
 class Paths:
-    """The names by which the kernel reached inodes. Nothing here waits. ``asked_at``: when the store was asked."""
+    """The names by which the kernel reached inodes. Nothing here waits. ``asked_at``: when a read was sent."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._directories: dict[int, Place] = {}
-        """directory -> name by which the kernel came to it last; of those that it knows"""
+        """directory that the kernel knows -> name by which the kernel reached it last"""
         self._sure_until: dict[int, float] = {}
-        """directory that is known there -> until when its name need not be asked for; trio's time"""
+        """such a directory -> until when its name is valid unchecked; trio's time"""
         self._all_sure_until = -math.inf
-        """the same of all directories: what others changed was heard of"""
+        """the same for all directories: the watch has delivered other hosts' changes"""
         self._doubtful: dict[int, PathStep] = {}
-        """any other inode -> name that was believed to mean it: not checked yet"""
+        """any other inode -> cached name by which the kernel reached it: not checked yet"""
         self._warned: Place | None = None
-        """the last name whose look ended with `Moved`, and may be looked at once more in the same walk"""
+        """the last name whose lookup ended with `Moved`; the same walk may look it up once more"""
         self._contested: dict[Place, float] = {}
-        """name that others changed under our hands -> until when it is asked for each time"""
+        """name that another host changed meanwhile -> until when each lookup of it reads the store"""
 
-    # -- what the kernel was told --------------------------------------------------------------------
+    # -- names that the kernel has -------------------------------------------------------------------
 
     def is_contested(self, parent: int, name: bytes) -> bool:
-        """The assumed inode of the name was wrong lately."""
+        """The cached inode of the name was wrong lately."""
         return trio.current_time() < self._contested.get((parent, name), -math.inf)
 
     def is_sure(self, directory: Node, parent: int, name: bytes) -> bool:
@@ -103,7 +102,7 @@ class Paths:
             return False
         return trio.current_time() < max(self._all_sure_until, self._sure_until.get(directory.ino, -math.inf))
 
-    def caught_up(self, asked_at: float) -> None:
+    def note_caught_up(self, asked_at: float) -> None:
         """Note that the watch has reported all changes of other hosts from before ``asked_at``."""
         self._all_sure_until = asked_at + BELIEF_SECONDS
 
@@ -118,49 +117,49 @@ class Paths:
         else:
             self._doubtful[node.ino] = PathStep(parent, name, node.ino)
 
-    def moved(self, node: Node, parent: int, name: bytes) -> None:
-        """The kernel itself renamed the inode."""
+    def note_moved(self, node: Node, parent: int, name: bytes) -> None:
+        """Note that the kernel itself renamed the inode."""
         if node.ino in self._directories:
             self._directories[node.ino] = (parent, name)
         elif node.ino in self._doubtful:
             self._doubtful[node.ino] = PathStep(parent, name, node.ino)
 
     def forget(self, ino: int) -> None:
-        """The kernel does not know the inode any more."""
+        """Drop an inode that the kernel does not know any more."""
         self._directories.pop(ino, None)
         self._sure_until.pop(ino, None)
         self._doubtful.pop(ino, None)
 
-    # -- what is to be checked -----------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------
 
-    def doubt(self, ino: int) -> PathStep | None:
+    def find_doubt(self, ino: int) -> PathStep | None:
         """The unchecked name by which the kernel reached an inode that is not a directory; None for none."""
         return self._doubtful.get(ino)
 
-    def settle(self, doubt: PathStep) -> None:
+    def settle_doubt(self, doubt: PathStep) -> None:
         """Note that the name was checked. A later unchecked lookup of it needs its own check."""
         if self._doubtful.get(doubt.ino) is doubt:
             del self._doubtful[doubt.ino]
 
-    def above(self, directory: int) -> list[PathStep]:
+    def list_above(self, directory: int) -> list[PathStep]:
         """The names that lead to a directory, its own first, as far up as they are known."""
         links: list[PathStep] = []
         while directory != ROOT_INODE and len(links) < DEPTH_MAX:
-            parent, name = self._place(directory)
+            parent, name = self._find_place(directory)
             if not name:
                 break
             links.append(PathStep(parent, name, directory))
             directory = parent
         return links
 
-    def _place(self, ino: int) -> Place:
+    def _find_place(self, ino: int) -> Place:
         place = self._directories.get(ino)
         if place is None and (node := self._core.nodes.get(ino)) is not None:
             place = (node.parent, node.name)
         return place or self._core.places.get(ino) or NOWHERE
 
-    def expected(self, links: Sequence[PathStep]) -> dict[bytes, int] | None:
-        """Key -> version of the records that say so; None where one of them is not known."""
+    def find_versions(self, links: Sequence[PathStep]) -> dict[bytes, int] | None:
+        """Key -> version of the records of these names; None: one of them is not known."""
         versions: dict[bytes, int] = {}
         for link in links:
             dentry = self._core.dentries.get(link.parent, link.name)
@@ -176,35 +175,35 @@ class Paths:
         asked_at: float,
         remembered: Place | None = None,
     ) -> None:
-        """Compare with what the store says. Moved, and what was wrong is forgotten.
+        """Compare names with the store's rows. Moved: some are wrong, and are dropped.
 
-        ``remembered``: the name that was looked for below them, where the kernel has it in its cache. Whatever error
-        ends the look by which it makes sure of that, it only forgets the name and looks again: that must end so, too.
+        ``remembered``: the name that is looked up below them, if the kernel has it in its cache. Any error of the
+        lookup that revalidates it makes the kernel drop the name and look it up again: that must end with Moved, too.
         """
-        wrong = [link for link in links if not self._holds(link, rows[link.key])]
+        wrong = [link for link in links if not self._is_current(link, rows[link.key])]
         if wrong and remembered is not None and self._warned != remembered:
             self._warned = remembered
         elif wrong:
             self._warned = None
             for link in wrong:
-                self.lose(link)
+                self.lose_name(link)
         if wrong:
             raise Moved(f"{wrong[-1].name!r} in directory {wrong[-1].parent} is not inode {wrong[-1].ino} any more")
         for link in links:
             if link.ino in self._directories:
                 self._sure_until[link.ino] = asked_at + BELIEF_SECONDS
 
-    def lose(self, link: PathStep) -> None:
+    def lose_name(self, link: PathStep) -> None:
         """Forget a name that has another inode."""
         self._core.dentries.forget(link.parent, link.name)
         if len(self._contested) >= CONTESTED_MAX:
             self._contested.clear()
         self._contested[link.parent, link.name] = trio.current_time() + CONTESTED_SECONDS
         doubt = self._doubtful.pop(link.ino, None)
-        if doubt is None and self._place(link.ino) == (link.parent, link.name):
+        if doubt is None and self._find_place(link.ino) == (link.parent, link.name):
             self._directories[link.ino] = NOWHERE
 
-    def _holds(self, link: PathStep, row: Versioned | None) -> bool:
+    def _is_current(self, link: PathStep, row: Versioned | None) -> bool:
         if row is None:
             return False
         entry = schema.decode_entry(row.value)

@@ -1,4 +1,4 @@
-"""Plans of changes of names, made from the present inodes of the names by POSIX's rules. Nothing waits.
+"""Plans changes of names, from the present inodes of the names, by POSIX's rules. Nothing waits.
 
 An executor looks up the ends, has one of these functions make a plan, and executes it: in memory first
 (`apply_first`), or in the record store first (`commit_first`). Executors derive link counts from the names.
@@ -43,7 +43,7 @@ class NewInode(msgspec.Struct, frozen=True, eq=False):
     mode: int
     rdev: int = 0
     target: bytes = b""
-    """of a symbolic link"""
+    """a symbolic link's target"""
 
 
 class Plan(msgspec.Struct, eq=False):
@@ -83,7 +83,7 @@ def never(*ends: End) -> bool:
 
 
 def tell_decision(plan: Plan) -> None:
-    """The plan is about to be executed."""
+    """Report the inodes of a plan that is about to be executed (`DECIDED`)."""
     decided = DECIDED.get()
     if decided is not None:
         other = plan.ends[-1].found.node
@@ -91,7 +91,7 @@ def tell_decision(plan: Plan) -> None:
 
 
 def plan_create(end: End, new: NewInode, make: Make) -> Plan:
-    """A new inode."""
+    """Plan a new inode. NameTooLong, Exists, NotFound."""
     target = new.target
     if len(target) > SYMLINK_MAX:
         raise errors.NameTooLong(f"a symbolic link's target of {len(target)} bytes: at most {SYMLINK_MAX}")
@@ -123,13 +123,13 @@ def plan_link(end: End, node: Node) -> Plan:
     if node.nlink >= LINK_MAX:
         raise errors.TooManyLinks(f"inode {node.ino} has {LINK_MAX} names, it may not have more")
     if node.namespace != end.directory.namespace:
-        raise _crossing(end.name)
+        raise _make_crossing(end.name)
     return Plan((end,), (node,), node, linked=node, weight=metadata_budget.new_name(end.name, node))
 
 
 def plan_unlink(end: End) -> Plan:
     """Plan the removal of a file's name. NotFound, IsADirectory."""
-    node = _existing(end)
+    node = _get_existing(end)
     if node.is_directory:
         raise errors.IsADirectory(f"{end.name!r} is a directory")
     return Plan((end,), (None,), node, unlinked=node)
@@ -145,7 +145,7 @@ def plan_unlink_cleared(end: End) -> Plan:
 
 def plan_rmdir(end: End) -> Plan:
     """Plan the removal of a directory. NotFound, NotADirectory."""
-    node = _existing(end)
+    node = _get_existing(end)
     if not node.is_directory:
         raise errors.NotADirectory(f"{end.name!r} is not a directory")
     return Plan((end,), (None,), node, removed=node, counts=[(end.directory, -1)])
@@ -155,15 +155,15 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
     """Plan a rename, which replaces the inode of the new name or exchanges both; errors as in renameat2(2)."""
     if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
         raise errors.InvalidArgument(f"rename flags {flags:#x} are not supported")
-    node = _existing(source)
+    node = _get_existing(source)
     is_exchange = flags == RENAME_EXCHANGE
-    other = _existing(target) if is_exchange else target.found.node
+    other = _get_existing(target) if is_exchange else target.found.node
     if target.directory.nlink == 0:
         raise errors.NotFound(f"directory {target.directory.ino} was removed")
     if other is not None and flags == RENAME_NOREPLACE:
         raise errors.Exists(f"{target.name!r} exists")
     if source.directory.namespace != target.directory.namespace:
-        raise _crossing(target.name)
+        raise _make_crossing(target.name)
     plan = Plan((source, target), (), node)
     if other is node:
         return plan
@@ -171,14 +171,14 @@ def plan_rename(source: End, target: End, flags: int) -> Plan:
         raise errors.InvalidArgument(f"directory {node.name!r} cannot be moved into itself")
     plan.means, plan.is_move = (other if is_exchange else None, node), True
     plan.weight = max(0, len(target.name) - len(source.name))
-    comes, goes = node.is_directory, other is not None and other.is_directory
-    if comes or goes:
+    is_directory, replaces_directory = node.is_directory, other is not None and other.is_directory
+    if is_directory or replaces_directory:
         plan.counts = _directory_counts(plan)
     if other is not None and not is_exchange:
-        if comes != goes:
-            kind = errors.IsADirectory if goes else errors.NotADirectory
-            raise kind(f"{target.name!r} is {'a' if goes else 'not a'} directory")
-        plan.unlinked, plan.removed = (None, other) if goes else (other, None)
+        if is_directory != replaces_directory:
+            kind = errors.IsADirectory if replaces_directory else errors.NotADirectory
+            raise kind(f"{target.name!r} is {'a' if replaces_directory else 'not a'} directory")
+        plan.unlinked, plan.removed = (None, other) if replaces_directory else (other, None)
     return plan
 
 
@@ -190,11 +190,11 @@ def _directory_counts(plan: Plan) -> list[tuple[Node, int]]:
     return [(directory, more) for directory, more in counts.items() if more]
 
 
-def _crossing(name: bytes) -> errors.CrossesNamespaces:
+def _make_crossing(name: bytes) -> errors.CrossesNamespaces:
     return errors.CrossesNamespaces(f"{name!r} would be in another namespace: copy it there")
 
 
-def _existing(end: End) -> Node:
+def _get_existing(end: End) -> Node:
     node = end.found.node
     if node is None:
         raise errors.NotFound(f"{end.name!r} does not exist in directory {end.directory.ino}")

@@ -1,14 +1,14 @@
-"""Restores what a daemon before this one had not stored, from the log that it kept (`inodes.unstored`).
+"""Restores changes that a former daemon had not stored, from the log that it kept (`inodes.unstored`).
 
-The log says what is to be; the record store, what is. The difference is made pending, as operations would have left it,
-before anything is served, and stored with the first commit. What is not restored is as the store has it:
+The log has the last state in memory; the record store, the stored one. The restorer makes the difference pending, as
+operations would have left it, before the daemon serves anything; the first commit stores it. Some stays as stored:
 
-* an inode with bytes that the log had no room for. A new one is not there, and what would have its name has it still;
-* what the log says of slots that are no longer free. Then something else has written to the volume since;
-* bytes for which there is no room in the volume any more;
-* everything, where the log cannot be read.
+* an inode with bytes for which the log had no room. A new one does not exist, and its name keeps its former inode;
+* chunks whose slots are no longer free. Then something else has written to the volume since;
+* bytes for which the volume has no room any more;
+* everything, if the log cannot be read.
 
-Who has such a file open for writing hears so once (`Handover.miss`).
+A handle that has such a file open for writing gets an error once (`Handover.miss`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from kvfuse.volume.store import schema
 log = logging.getLogger(__name__)
 
 NAME = "volume/unstored"
+"""the keeper's name of the log"""
 FAILED = "volume/failed"
-"""a daemon failed to restore what is kept by that name; see `kept.keeper`"""
-"""what the keeper knows the log by"""
+"""the keeper's name of a mark: a daemon failed to restore the log; see `kept.keeper`"""
 KEYS_AT_ONCE = 1000
 
 Place = tuple[int, bytes]
 
 
 class LogLost(Exception):
-    """What was not stored is lost."""
+    """The log cannot be read: changes that were not stored are lost."""
 
 
 @dataclass
 class KeptChanges:
-    """What a log says, all frames together."""
+    """The contents of a log, all frames together."""
 
     kept: KeptLogReader
     nodes: dict[int, NodeState] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class KeptChanges:
     times: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     attributes: dict[bytes, bytes | None] = field(default_factory=dict)
 
-    def add(self, frame: Frame) -> None:
+    def add_frame(self, frame: Frame) -> None:
         for ino in frame.no_nodes:
             self.nodes.pop(ino, None)
             self.chunks.pop(ino, None)
@@ -84,8 +84,8 @@ class KeptChanges:
         self.attributes.update(frame.attributes)
 
 
-def find_left(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
-    """What the daemon before this one left of this volume; None for nothing. LogLost: it cannot be read."""
+def find_kept_changes(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
+    """The changes that a former daemon left of this volume; None for none. LogLost: they cannot be read."""
     kept = keeper.take(NAME)
     if kept is None:
         return None
@@ -98,13 +98,13 @@ def find_left(keeper: Keeper, volume_id: bytes) -> KeptChanges | None:
             raise ValueError("it is another volume's")
         left = KeptChanges(found)
         for frame in found.read_frames():
-            left.add(decode_frame(frame))
+            left.add_frame(decode_frame(frame))
     except (ValueError, msgspec.DecodeError) as error:
         is_missed = not found.is_stored
         found.close()
         if is_missed:
             raise LogLost(str(error)) from error
-        log.warning("what the daemon before this one left of files without names is lost: %s", error)
+        log.warning("files without names, left by the last daemon, are lost: %s", error)
         return None
     return left
 
@@ -114,13 +114,13 @@ class _Stored(NamedTuple):
 
     record: schema.InodeRecord
     place: Place | None
-    """of its name, if its record is the name's"""
+    """its name's place, if the name's record has the inode"""
     is_orphan: bool = False
 
 
 @dataclass
 class Restorer:
-    """Restores once, before anything runs. ``left``: from `find_left`."""
+    """Restores once, before anything runs. ``left``: from `find_kept_changes`."""
 
     core: Core
     journal: Journal
@@ -135,25 +135,25 @@ class Restorer:
         self._meant: dict[Place, int] = {}
         """name that the log has -> inode that it means in the store"""
         self._extents: dict[tuple[int, int], Sequence[schema.ExtentRecord]] = {}
-        """(inode, index) -> what the store has of a chunk that the log has"""
+        """(inode, index) -> stored extents of a chunk that the log has"""
         self._removed: dict[int, int] = {}
-        """inode that loses its last name -> the one that takes it, or 0"""
+        """inode that loses its last name -> the inode that takes it, or 0"""
         self._lost: set[int] = set()
-        """inodes whose content is as the store has it: whoever wrote it has to hear so"""
+        """inodes whose content stays as stored: their writers have to get an error"""
         self._slots: dict[int, list[Slot]] = {}
-        """inode -> those that were claimed or allocated for it"""
+        """inode -> slots that were claimed or allocated for it"""
         self._staged: dict[tuple[int, int], tuple[bytes, list[Slot]]] = {}
         """(inode, index) -> bytes, and slots for them"""
 
     async def restore(self) -> set[int]:
-        """Have all pending. Returns inodes whose bytes are lost. EngineError: the store cannot be read."""
+        """Make all changes pending. Returns inodes whose bytes are lost. EngineError: the store cannot be read."""
         left = self.left
-        await self._read()
+        await self._read_stored()
         self._lost = {
             ino for ino, chunks in left.chunks.items() if any(one.staged_length == LOST for one in chunks.values())
         }
         wanted = [ino for ino in left.nodes if ino not in self._lost and self._is_wanted(ino)]
-        for take in (self._claim, self._allocate):  # what is claimed is not to be allocated for something else
+        for take in (self._claim_slots, self._allocate_slots):  # claims first: they need certain slots
             for ino in wanted:
                 if ino not in self._lost:
                     try:
@@ -162,7 +162,7 @@ class Restorer:
                         log.error("unstored bytes of inode %d are lost: %s", ino, error)
                         self.core.slabs.cancel(self._slots.pop(ino, ()))
                         self._lost.add(ino)
-        for ino in left.nodes:  # also beyond what was announced, where the store refused commits for long
+        for ino in left.nodes:  # also numbers beyond those announced, if the store refused commits for long
             self.core.inodes.pass_over(ino)
         nodes = {ino: node for ino in left.nodes if (node := await self._restore_node(ino)) is not None}
         await self._restore_names(nodes)
@@ -172,14 +172,14 @@ class Restorer:
                 self.core.stored_in_cache(node)
         if nodes or left.names:
             log.warning(
-                "restored what the daemon before had not stored: %d inodes, %d names", len(nodes), len(left.names)
+                "restored changes that the last daemon had not stored: %d inodes, %d names", len(nodes), len(left.names)
             )
         left.kept.close()
         return self._lost
 
-    # -- what the store has --------------------------------------------------------------------------
+    # -- stored state --------------------------------------------------------------------------------
 
-    async def _get(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+    async def _get_records(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
         wanted, found = list(dict.fromkeys(keys)), {}
         for start in range(0, len(wanted), KEYS_AT_ONCE):
             some = wanted[start : start + KEYS_AT_ONCE]
@@ -187,14 +187,14 @@ class Restorer:
             found.update({key: row.value for key, row in zip(some, rows, strict=True) if row is not None})
         return found
 
-    async def _read(self) -> None:
-        """Everything that the log's names and inodes are in the store."""
+    async def _read_stored(self) -> None:
+        """Read the stored state of the log's names and inodes."""
         left = self.left
         places = dict.fromkeys([*left.names, *[(one.parent, one.name) for one in left.nodes.values() if one.name]])
         keys = [schema.entry_key(*place) for place in places]
         keys += [schema.inode_key(ino) for ino in left.nodes]
         keys += [schema.orphan_key(ino) for ino, one in left.nodes.items() if not one.nlink]
-        rows = await self._get(keys)
+        rows = await self._get_records(keys)
         references: set[int] = set()
         for place in places:
             value = rows.get(schema.entry_key(*place))
@@ -206,13 +206,13 @@ class Restorer:
                 references.add(entry)
             if place in left.names:
                 self._meant[place] = entry
-        rows |= await self._get([schema.inode_key(ino) for ino in references - left.nodes.keys()])
+        rows |= await self._get_records([schema.inode_key(ino) for ino in references - left.nodes.keys()])
         for key, value in rows.items():
             if key[:1] in (b"i", b"o"):
                 ino = schema.key_inode(key)
                 self._stored[ino] = _Stored(schema.decode_inode(value), None, key[:1] == b"o")
         far = [(ino, index) for ino, chunks in left.chunks.items() for index in chunks]
-        values = await self._get(
+        values = await self._get_records(
             [schema.chunk_key(*one) for one in far if one[1] >= schema.INLINE_CHUNKS and one[0] in self._stored]
         )
         for ino, index in far:
@@ -222,8 +222,8 @@ class Restorer:
             elif (value := values.get(schema.chunk_key(ino, index))) is not None:
                 self._extents[ino, index] = schema.decode_chunk(value)
 
-    def _claim(self, ino: int) -> None:
-        """Have the slots that no record names. ValueError: they are not free."""
+    def _claim_slots(self, ino: int) -> None:
+        """Claim the slots that no record names. ValueError: they are not free."""
         claimed = self._slots.setdefault(ino, [])
         for index, chunk in self.left.chunks.get(ino, {}).items():
             known = {(one.addr, one.generation) for one in self._extents.get((ino, index), ())}
@@ -234,8 +234,8 @@ class Restorer:
                 self.core.slabs.claim(slot)
                 claimed.append(slot)
 
-    def _allocate(self, ino: int) -> None:
-        """Have bytes that no slot has, and slots for them. NoSpace; ValueError: the log lacks them."""
+    def _allocate_slots(self, ino: int) -> None:
+        """Read bytes that no slot has, and allocate slots for them. NoSpace; ValueError: the log lacks them."""
         taken = self._slots[ino]
         for index, chunk in self.left.chunks.get(ino, {}).items():
             if chunk.staged_length > 0:
@@ -245,7 +245,7 @@ class Restorer:
                 self._staged[ino, index] = data, slots
 
     def _is_wanted(self, ino: int) -> bool:
-        """There is something to restore of the inode."""
+        """The log has changes to restore of the inode."""
         state, stored = self.left.nodes[ino], self._stored.get(ino)
         is_open = ino in self.core.nodes.handover.still_open
         if stored is None:
@@ -255,14 +255,14 @@ class Restorer:
     # -- inodes --------------------------------------------------------------------------------------
 
     async def _restore_node(self, ino: int) -> Node | None:
-        """The inode as it is to be, but for its names. None: it is not there."""
+        """Make the inode's node, in the log's state but for its names. None: the inode does not exist."""
         state, stored = self.left.nodes[ino], self._stored.get(ino)
         if not self._is_wanted(ino):
             return None
         if stored is None:
             node = Node(ino, state.mode, state.uid, state.gid, state.chunk_size)
         else:
-            node = self._as_stored(stored)
+            node = self._make_stored(stored)
         self.core.nodes.add(node)
         if ino not in self._lost:
             node.size, node.far_blocks = state.size, state.far_blocks
@@ -273,7 +273,7 @@ class Restorer:
         for index, chunk in self.left.chunks.get(ino, {}).items() if ino not in self._lost else ():
             await self._restore_chunk(node, index, chunk)
         if state.nlink or (stored is not None and not stored.is_orphan):
-            node.nlink = max(1, state.nlink)  # what has no names loses the last one below
+            node.nlink = max(1, state.nlink)  # one without names loses the last one below
             self.journal.pending.touch(node, forced=True)
         else:
             node.nlink = 0
@@ -281,7 +281,7 @@ class Restorer:
             self.journal.pending.touch(node)
         return node
 
-    def _as_stored(self, stored: _Stored) -> Node:
+    def _make_stored(self, stored: _Stored) -> Node:
         record = stored.record
         node = self.chunks.restore_chunks(Node.from_record(record), record)
         node.own_record = stored.place is None and not stored.is_orphan
@@ -299,7 +299,7 @@ class Restorer:
             core.dentries.directory_made(node.ino)
 
     async def _restore_chunk(self, node: Node, index: int, state: ChunkState) -> None:
-        """Have its extents, and what is staged over them."""
+        """Restore the chunk's extents, and the bytes staged over them."""
         stored = {(one.addr, one.generation): one for one in self._extents.get((node.ino, index), ())}
         before = node.chunks.get(index)
         if before is None and stored:
@@ -333,15 +333,15 @@ class Restorer:
 
     async def _restore_names(self, nodes: dict[int, Node]) -> None:
         meant = set(self.left.names.values())
-        for place, ino in self._names():
+        for place, ino in self._list_names():
             was = self._meant[place]
-            node = await self._node(ino, nodes) if ino else None
+            node = await self._find_node(ino, nodes) if ino else None
             if ino and node is None:
-                log.error("the new name %r in directory %d is lost: inode %d is not there", place[1], place[0], ino)
+                log.error("the new name %r in directory %d is lost: it has no inode %d", place[1], place[0], ino)
                 continue
             moved = None
             if was and was != ino:
-                moved = await self._node(was, nodes)
+                moved = await self._find_node(was, nodes)
                 state = self.left.nodes.get(was)
                 if not state.nlink if state is not None else was not in meant:
                     self._removed[was] = ino
@@ -350,31 +350,31 @@ class Restorer:
             stored = bool(was)
             self.journal.pending.set_name(*place, node, stored, moved if node is None else None)
         for was, ino in self._removed.items():
-            await self._remove(was, nodes.get(ino))
+            await self._remove_inode(was, nodes.get(ino))
 
-    def _names(self) -> Iterator[tuple[Place, int]]:
-        """Names and what they are to mean, without those of what is lost."""
+    def _list_names(self) -> Iterator[tuple[Place, int]]:
+        """Yield names and the inodes that they are to mean, without lost inodes."""
         for place, ino in self.left.names.items():
             if not (ino in self._lost and ino not in self._stored):
                 yield place, ino
             elif (was := self._meant[place]) and (state := self.left.nodes.get(was)) is not None and state.nlink:
-                yield place, 0  # it went elsewhere before
+                yield place, 0  # its former inode had been renamed before
 
-    async def _node(self, ino: int, nodes: dict[int, Node]) -> Node | None:
-        """An inode, which may not have changed itself."""
+    async def _find_node(self, ino: int, nodes: dict[int, Node]) -> Node | None:
+        """The node of an inode that may not have changed itself."""
         node = nodes.get(ino) or self.core.nodes.get(ino)
         if node is None and (stored := self._stored.get(ino)) is not None and not stored.is_orphan:
-            node = self.core.nodes.add(self._as_stored(stored))
+            node = self.core.nodes.add(self._make_stored(stored))
         return node
 
-    async def _remove(self, ino: int, heir: Node | None) -> None:
-        """An inode that the store has under a name has none any more."""
+    async def _remove_inode(self, ino: int, heir: Node | None) -> None:
+        """Remove an inode that the store has under a name, and that has none any more."""
         node = self.core.nodes.get(ino)
         if node is None:
             return
         await self.nameless.load(node)
         node.nlink = 0
-        self.nameless.removed(node, heir if heir is not node else None)
+        self.nameless.note_removed(node, heir if heir is not node else None)
 
     # -- the rest ------------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class Restorer:
             if ino in self._removed:
                 continue
             try:
-                directory = await self.lookup.directory(ino)
+                directory = await self.lookup.find_directory(ino)
             except (errors.Stale, errors.NotADirectory):
                 continue
             if directory.nlink:
@@ -393,7 +393,7 @@ class Restorer:
             ino = schema.key_inode(key)
             node, state = self.core.nodes.get(ino), self.left.nodes.get(ino)
             if ino in self._removed or (state is not None and not state.nlink):
-                if node is not None and not node.nlink:  # whoever has it open sees them
+                if node is not None and not node.nlink:  # its handles see them
                     node.unstored_attributes = {key: value, **node.unstored_attributes}
                 continue
             self.journal.pending.loose.put(key, value)

@@ -1,11 +1,12 @@
-"""Writes bytes again, to other slots, that no sync vouches for since one failed (`inodes.doubt`).
+"""Rewrites, to other slots, bytes that no sync vouches for since one failed (`inodes.doubt`).
 
-The bytes are read back and verified: what the kernel still has in its cache is right, whether it is on the disk or not.
-They are staged as if a writer had written the file anew, so they get other slots, and the next commit frees the former
-ones. An fsync does so with its file before it commits; the rest follows in the background. What cannot be read back is
-lost: whoever has the file open for writing hears so once, as on Linux; a descriptor whose fsync failed has heard it.
+It reads the bytes back and verifies them: the kernel's cache of them is right, whether they are on the disk or not. It
+stages them as if a writer had written the file anew, so they get other slots, and the next commit frees the former
+ones. An fsync does so with its file before it commits; a background task does the rest. Bytes that cannot be read back
+are lost: each handle that has the file open for writing gets the error once, as on Linux; a descriptor whose fsync
+failed has had it.
 
-Files of caches are left out of the background's work: nobody was promised that they stay.
+The background task skips files of caches: no caller was promised that they persist.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Rewriter:
-    """Rewrites what is in doubt. One of each membership."""
+    """Rewrites bytes in doubt. One per membership."""
 
     core: Core
     journal: Journal
@@ -47,11 +48,8 @@ class Rewriter:
     staging: Staging
     space: RoomFinder
 
-    async def rewrite(self, node: Node) -> None:
-        """Have the bytes of a file that are in doubt staged again: the next commit of it has them.
-
-        EngineError, NoSpace: they are not.
-        """
+    async def rewrite_file(self, node: Node) -> None:
+        """Stage a file's bytes in doubt again: its next commit has them. EngineError, NoSpace: not all are staged."""
         doubt = self.core.doubt
         if not (doubt.is_any and node.is_file):
             return
@@ -62,7 +60,7 @@ class Rewriter:
             doubt.renewed(node.ino)
 
     async def _rewrite_chunk(self, node: Node, index: int) -> None:
-        """With the node's lock. Between two awaits its bytes may be staged anew, cut or dropped."""
+        """Rewrite a chunk; the caller has the node's lock. At each await writers may stage, cut or drop its bytes."""
         wait: RoomWait | None = None
         while (chunk := node.chunks.get(index)) is not None and chunk.staged is None:
             extents = chunk.extents
@@ -79,14 +77,14 @@ class Rewriter:
             if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
                 continue
             try:
-                self._stage(node, index, chunk, buffer)
+                self._stage_copy(node, index, chunk, buffer)
             except errors.NoSpace as error:
                 wait = await self.space.wait_for_room(wait, error.namespace)
                 if wait is None:
                     raise
 
     def _is_lost(self, extents: Sequence[Extent]) -> bool:
-        """It was found out before, and told."""
+        """The loss was found before, and reported."""
         return any(extent.generation in self.core.doubt.lost for extent in extents)
 
     async def _read_back(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
@@ -94,20 +92,20 @@ class Rewriter:
             extent.verified = 0
         await self.reader.read_chunk(node, index, chunk, 0, buffer)
 
-    def _stage(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
-        """NoSpace."""
+    def _stage_copy(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
+        """Stage the bytes that were read back. NoSpace."""
         is_sealed = all(extent.checksums for extent in chunk.extents)
         node.changing(index)
         self.staging.stage_copy(node, chunk, buffer)
         self.journal.pending.touch(node, forced=True)
-        if not is_sealed:  # nothing says whether these are the bytes that were written last
+        if not is_sealed:  # no checksum says whether these bytes were written last
             error = errors.MediumError(f"inode {node.ino}: a sync failed, bytes written in place may be lost")
             self.core.doubt.lose(node, error)
 
     # -- in the background ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Rewrite all that comes in doubt, until cancelled."""
+        """Rewrite all bytes that fall into doubt, until cancelled."""
         pause = PAUSE_MIN
         while True:
             await self.core.doubt.arose.wait()
@@ -115,7 +113,7 @@ class Rewriter:
                 await self.rewrite_all()
                 pause = PAUSE_MIN
             except (errors.EngineError, errors.OperationError) as error:
-                log.warning("what a failed sync left in doubt is not yet written again: %s", error)
+                log.warning("bytes that a failed sync left in doubt are not yet written again: %s", error)
                 await trio.sleep(pause)
                 pause = min(2 * pause, PAUSE_MAX)
 
@@ -126,28 +124,28 @@ class Rewriter:
             return
         doubted, inodes = doubt.all, 0
         await self._rewrite_headers()
-        async for parent, name in self._doubtful_names():
-            node = (await self.lookup.find(parent, name)).node
+        async for parent, name in self._find_doubtful_names():
+            node = (await self.lookup.find_name(parent, name)).node
             if node is not None and node.namespace not in self.core.caches:
-                await self.rewrite(node)
+                await self.rewrite_file(node)
                 inodes += 1
         for node in list(self.core.nodes):
             if node.nlink and node.namespace not in self.core.caches:
-                await self.rewrite(node)
+                await self.rewrite_file(node)
         await self.journal.sync()
         if doubt.settled(doubted, are_kept=bool(self.core.caches)):
             self.core.health.worked(SYNC)
             self.core.segments.drop_cache()
-            log.warning("what a failed sync left in doubt was written again, and is synced: of %d files", inodes)
+            log.warning("bytes of %d files that a failed sync left in doubt were written again, and are synced", inodes)
 
     async def _rewrite_headers(self) -> None:
-        """Of segments: they may have been made since the sync before, and a mount needs them."""
+        """Rewrite headers of segments that may have been made since the last good sync: a mount needs them."""
         made = {info.segment for info in await self.core.segments.list()} & set(range(self.core.geometry.segment_count))
         self.core.made_segments -= made
         await self.core.make_segments(made)
 
-    async def _doubtful_names(self) -> AsyncIterator[tuple[int, bytes]]:
-        """(directory, name) of files that may have bytes in doubt, as the store has them."""
+    async def _find_doubtful_names(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield (directory, name) of stored files that may have bytes in doubt."""
         references: dict[int, tuple[int, bytes]] = {}
         async for rows, _ in ScanPages(self.core.records, b"d"):
             for row in rows:
@@ -164,7 +162,7 @@ class Rewriter:
                     yield references[record.ino]
 
     def _is_doubtful(self, record: schema.InodeRecord) -> bool:
-        """Chunks with records of their own are looked at one by one, later."""
+        """The file may have bytes in doubt. Chunks with records of their own are checked one by one, later."""
         rows = [row for chunk in record.chunks for row in chunk]
         extents = [Extent(row.addr, 0, row.length, row.generation, row.checksums, COMMITTED) for row in rows]
         return bool(record.flags & schema.FLAG_CHUNK_RECORDS) or self.core.doubt.covers(record.ino, [Chunk(extents)])

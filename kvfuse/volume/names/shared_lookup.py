@@ -1,9 +1,9 @@
-"""Lookups in shared volumes, where other hosts change names, too.
+"""Finds inodes in shared volumes, where other hosts change names, too.
 
-The newer of two states is known by its version. Lookups in strict folders ask the store, so an open here
-sees what other hosts have closed. Lookups in relaxed folders use the table of names, which a watch keeps current
-(`coherence`); so do, in strict folders, lookups of directories, and of files that this client changed last: the
-next read of the store checks these (`path_beliefs`). While the store does not answer, the table of names is used.
+The version tells the newer of two states. Lookups in strict folders read the store, so an open here sees files that
+other hosts have closed. Lookups in relaxed folders use the dentry table, which a watch keeps current (`coherence`); so
+do, in strict folders, lookups of directories, and of files that this client changed last: the next read of the store
+checks these (`path_beliefs`). While the store does not answer, lookups use the dentry table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvfuse.volume.api import NAME_MAX
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.lookup import Found, Lookup, but_cleared, check_uncleared
+from kvfuse.volume.names.lookup import Found, Lookup, check_uncleared, hide_cleared
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
 from kvfuse.volume.names.path_beliefs import Paths, PathStep
 from kvfuse.volume.names.synced import Synced
@@ -37,11 +37,11 @@ PATH_SHARE = 4
 class NotCaughtUp(errors.EngineError):
     """Another host has changed an inode that has uncommitted changes here, and these cannot be committed now.
 
-    So its state is unknown, and the lookup fails, instead of using the table of names.
+    So its state is unknown, and the lookup fails, instead of using the dentry table.
     """
 
 
-class Told(NamedTuple):
+class InodeRow(NamedTuple):
     """A stored record of an inode, with the arguments of `Refresher.take`."""
 
     record: schema.InodeRecord
@@ -51,7 +51,7 @@ class Told(NamedTuple):
 
 
 def expected_names_max(limits: RecordLimits) -> int:
-    """Names of a path that one commit expects."""
+    """Most names of a path that one commit expects."""
     return max(1, limits.commit_operations_max // PATH_SHARE)
 
 
@@ -65,39 +65,39 @@ class SharedLookup(Lookup):
 
     def __post_init__(self) -> None:
         self.paths, self.shelf = Paths(self.core), Shelf(self.core, self.refresher)
-        self.learning = Learning(self.core, self.journal, LEARN_ROWS_MAX, self.shelf.keep)
+        self.learning = Learning(self.core, self.journal, LEARN_ROWS_MAX, self.shelf.keep_records)
         self.is_watched = False
-        """the watch reports changes of other hosts to it"""
+        """a watch delivers changes of other hosts"""
 
-    def asks(self, parent: int) -> bool:
+    def must_ask(self, parent: int) -> bool:
         directory = self.core.nodes.get(parent)
         return directory is None or not self.is_watched or self.is_strict(directory)
 
-    # -- what the kernel asks for --------------------------------------------------------------------
+    # -- for the kernel ------------------------------------------------------------------------------
 
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:
         check_name(name)
         asked_at = trio.current_time()
-        with suppress(errors.EngineError):  # what is known is told all the same
-            directory = await self.directory(parent)  # which says whether to ask
+        with suppress(errors.EngineError):  # memory answers all the same
+            directory = await self.find_directory(parent)  # `must_ask` depends on it
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {parent} was removed")
-        found, asks = self.known(parent, name), self.asks(parent)
+        found, asks = self.find_known(parent, name), self.must_ask(parent)
         if found is not None and not found.change and not asks and not await self.synced.is_sure():
             found = await self.find_shared(parent, name, is_fresh=True)
-        is_believed = asks and found is not None and not found.change and self._believes(parent, name, found)
+        is_believed = asks and found is not None and not found.change and self._is_believed(parent, name, found)
         if found is None or (asks and not found.change and not is_believed):
-            above = self.paths.above(parent) if asks else ()
+            above = self.paths.list_above(parent) if asks else ()
             found = await self.find_shared(parent, name, is_fresh=asks, above=above)
         if found.node is not None:
             self.paths.note_found(found.node, parent, name, asked_at=None if is_believed else asked_at)
         return found
 
-    def _believes(self, parent: int, name: bytes, found: Found) -> bool:
-        """A name in a strict folder is told as it is known here: who acts upon it checks it.
+    def _is_believed(self, parent: int, name: bytes, found: Found) -> bool:
+        """Memory may answer for a name in a strict folder: the call that acts upon it checks it.
 
-        Of other hosts' files the kernel would only ask one question more for each open. A file that is open here cannot
-        be checked later: the kernel asks for attributes of descriptors in the same way, which do not go by names.
+        For other hosts' files that would cost one request of the kernel more at each open. A file that is open here
+        cannot be checked later: the kernel asks for attributes of descriptors in the same way, and these have no name.
         """
         node = found.node
         if node is None or not self.is_watched or self.paths.is_contested(parent, name):
@@ -107,80 +107,78 @@ class SharedLookup(Lookup):
         return not node.handles and self.records.made(found.version)
 
     def is_doubtful(self, ino: int) -> bool:
-        return self.paths.doubt(ino) is not None
+        return self.paths.find_doubt(ino) is not None
 
-    async def current(self, ino: int) -> Node:
-        doubt = self.paths.doubt(ino)
+    async def find_current(self, ino: int) -> Node:
+        doubt = self.paths.find_doubt(ino)
         if doubt is not None:
-            await self._check(doubt)
-        node = await self.node(ino)
+            await self._check_doubt(doubt)
+        node = await self.find_node(ino)
         if self.core.namespaces.cleared:
             check_uncleared(self.core, node)
         return node
 
-    async def _check(self, doubt: PathStep) -> None:
-        """Bring a file up to what the store says, if it says something. NotCaughtUp; Moved, where the name does not
-        mean the file any more.
-        """
-        links = [doubt, *self.paths.above(doubt.parent)]
+    async def _check_doubt(self, doubt: PathStep) -> None:
+        """Bring a file up to the store, if the store answers. NotCaughtUp; Moved: the name means another file."""
+        links = [doubt, *self.paths.list_above(doubt.parent)]
         keys = [link.key for link in links] + [schema.inode_key(doubt.ino), schema.times_key(doubt.ino)]
-        keys += _clear_keys(self.core, doubt.parent)
+        keys += _list_clear_keys(self.core, doubt.parent)
         asked_at = trio.current_time()
         try:
             rows = dict(zip(keys, await self.core.records.get(keys), strict=True))
         except errors.Corrupt:
             raise
         except errors.EngineError:
-            return  # what is known is told all the same, and checked the next time
-        _hear_clears(self.core, rows)
+            return  # memory answers all the same, and the next call checks
+        _note_clears(self.core, rows)
         try:
             self.paths.check(links, rows, asked_at)
         except errors.Stale:
             node = self.core.nodes.get(doubt.ino)
             if node is None or not node.handles:
                 raise
-            return  # it was opened meanwhile: a descriptor goes with the inode, whatever its names are
+            return  # it was opened meanwhile: a descriptor means the inode, whatever its names are
         named, own = rows[doubt.key], rows[schema.inode_key(doubt.ino)]
         assert named is not None, "a name that means something has a record"
         entry = schema.decode_entry(named.value)
         place = (doubt.parent, doubt.name)
         if isinstance(entry, schema.InodeRecord):
-            await self._catch_up(Told(entry, named.version, place, own=False))
+            await self._catch_up(InodeRow(entry, named.version, place, own=False))
         elif own is not None:
-            await self._catch_up(Told(schema.decode_inode(own.value), own.version, place, own=True))
-        self.paths.settle(doubt)
+            await self._catch_up(InodeRow(schema.decode_inode(own.value), own.version, place, own=True))
+        self.paths.settle_doubt(doubt)
 
-    async def _catch_up(self, told: Told) -> Node:
+    async def _catch_up(self, newest: InodeRow) -> Node:
         """Bring an inode up to a record. One that is changed here, too, has both changes when this returns.
 
-        Its commit finds that the record has moved, and puts both together. One that was under way may have come before
-        the record; then it is taken over afterwards, or put together with what was changed meanwhile. In relaxed
-        folders that is not waited for. NotCaughtUp: what was changed here cannot be committed now.
+        Its commit conflicts with the record, and merges both. A commit in flight may have preceded the record; then the
+        record is taken afterwards, or merged with changes made meanwhile. In relaxed folders this does not wait for
+        that. NotCaughtUp: the changes here cannot be committed now.
         """
-        node = self.refresher.take(told.record, told.version, told.place, own=told.own)
-        directory = self.core.nodes.get(told.place[0])
+        node = self.refresher.take(newest.record, newest.version, newest.place, own=newest.own)
+        directory = self.core.nodes.get(newest.place[0])
         is_awaited = directory is None or self.is_strict(directory)
         for _ in range(CATCH_UP_COMMITS if is_awaited else 0):
-            if node.version >= told.version or not node.nlink:
+            if node.version >= newest.version or not node.nlink:
                 return node
             if not (node.changed or node.committing):
-                self.journal.pending.touch(node)  # somebody began to write, and has not changed anything yet
+                self.journal.pending.touch(node)  # a writer has begun, and has not changed anything yet
             try:
                 await self.journal.commit(node)
             except errors.EngineError as error:
                 raise NotCaughtUp(f"inode {node.ino} was changed by another host, and here: {error}") from error
-            if node.version < told.version:
-                node = self.refresher.take(told.record, told.version, told.place, own=told.own)
+            if node.version < newest.version:
+                node = self.refresher.take(newest.record, newest.version, newest.place, own=newest.own)
         return node
 
-    async def current_directory(self, ino: int) -> Node:
-        above = self.paths.above(ino)
+    async def find_current_directory(self, ino: int) -> Node:
+        above = self.paths.list_above(ino)
         known = self.core.nodes.get(ino)
-        is_removed = known is not None and known.nlink == 0  # no path leads to it, whoever is in it came before
-        if not is_removed and any(self.asks(link.parent) for link in above):
-            with suppress(errors.EngineError):  # what is known is told all the same
+        is_removed = known is not None and known.nlink == 0  # no path leads to it: processes in it entered before
+        if not is_removed and any(self.must_ask(link.parent) for link in above):
+            with suppress(errors.EngineError):  # memory answers all the same
                 await self.check_path(above)
-        return await self.directory(ino)
+        return await self.find_directory(ino)
 
     async def check_path(self, above: Sequence[PathStep]) -> None:
         """Check names that were used unchecked. Moved: one of them has another inode."""
@@ -188,45 +186,45 @@ class SharedLookup(Lookup):
         asked_at = trio.current_time()
         self.paths.check(above, dict(zip(keys, await self.core.records.get(keys), strict=True)), asked_at)
 
-    async def path_versions(self, directory: int, is_fresh: bool) -> dict[bytes, int]:
-        """What a change in a directory expects of the names above: they lead there when it is made. Key -> version.
+    async def find_path_versions(self, directory: int, is_fresh: bool) -> dict[bytes, int]:
+        """Versions, by key, that a change in a directory expects of the names above: they lead there when it is made.
 
-        The kernel may have been told otherwise (Moved). Who only puts a name into a directory need not expect it: the
-        kernel has looked for that name, and so it was asked for, with all names above.
+        The kernel may have used other names (Moved). A change that only adds a name need not expect them: the kernel
+        has looked that name up, and the read for it had all names above.
 
-        Of a long path a commit can expect a part. The names above that one are asked for in this call: whoever moves
-        one of them after that has not been answered yet.
+        A commit can expect a part of a long path. This call reads the names above that part: a host that moves one of
+        them after that has no answer yet.
         """
-        above = self.paths.above(directory)
+        above = self.paths.list_above(directory)
         most = expected_names_max(self.core.records.limits)
         if len(above) > most:
             await self.check_path(above[most:])
             above = above[:most]
-        if is_fresh or (versions := self.paths.expected(above)) is None:
+        if is_fresh or (versions := self.paths.find_versions(above)) is None:
             await self.check_path(above)
-            versions = self.paths.expected(above)
+            versions = self.paths.find_versions(above)
         return versions or {}
 
     def forget(self, ino: int) -> None:
         self.paths.forget(ino)
 
-    def take(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
+    def take_record(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         return self.refresher.take(record, version, place, own=own)
 
     # -- finding -------------------------------------------------------------------------------------
 
-    async def find(self, parent: int, name: bytes) -> Found:
+    async def find_name(self, parent: int, name: bytes) -> Found:
         check_name(name)
-        with suppress(errors.EngineError):  # what is known is told all the same
-            await self.directory(parent)  # which says whether to ask
-        return await self.find_shared(parent, name, is_fresh=self.asks(parent))
+        with suppress(errors.EngineError):  # memory answers all the same
+            await self.find_directory(parent)  # `must_ask` depends on it
+        return await self.find_shared(parent, name, is_fresh=self.must_ask(parent))
 
-    def known(self, parent: int, name: bytes) -> Found | None:
-        """The inode of the name from the table of names; None: it has to be asked."""
-        found = self._in_table(parent, name)
-        return but_cleared(self.core, found) if found is not None and self.core.namespaces.cleared else found
+    def find_known(self, parent: int, name: bytes) -> Found | None:
+        """The inode of the name from the dentry table; None: the caller has to read the store."""
+        found = self._find_in_table(parent, name)
+        return hide_cleared(self.core, found) if found is not None and self.core.namespaces.cleared else found
 
-    def _in_table(self, parent: int, name: bytes) -> Found | None:
+    def _find_in_table(self, parent: int, name: bytes) -> Found | None:
         dentry, epoch = self.core.dentries.find(parent, name), self.journal.pending.epoch
         if dentry is None:
             return None
@@ -238,41 +236,41 @@ class SharedLookup(Lookup):
         if node is None:
             return None
         if not node.own_record and (node.parent, node.name) != (parent, name):
-            return None  # it was renamed elsewhere, and the news of this name are still to come
+            return None  # it was renamed elsewhere, and the watch has yet to deliver that of this name
         return Found(node, True, None, epoch, dentry.version if node.own_record else node.version)
 
     async def find_shared(self, parent: int, name: bytes, *, is_fresh: bool, above: Sequence[PathStep] = ()) -> Found:
-        """As `find`. ``is_fresh``: ask the store, whatever is known; what is known counts where it does not answer.
+        """As `find_name`. ``is_fresh``: read the store, whatever memory has; memory answers where the store does not.
 
-        A name that was changed here while the store was asked is looked for again. ``above``: names that the answer
-        depends on. EngineError, NotCaughtUp; Moved.
+        A name that was changed here during the read is looked up again. ``above``: names on which the answer depends.
+        EngineError, NotCaughtUp; Moved.
         """
         may_learn = not is_fresh
         while True:
-            found = self.known(parent, name)
+            found = self.find_known(parent, name)
             if found is not None and (found.change or not is_fresh):
                 return found
-            if not is_fresh and (node := self.shelf.take(parent, name)) is not None:
-                return but_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, node.version))
+            if not is_fresh and (node := self.shelf.take_record(parent, name)) is not None:
+                return hide_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, node.version))
             try:
-                if may_learn and self.shelf.pays(parent):
+                if may_learn and self.shelf.is_worth_reading(parent):
                     may_learn = False
                     await self.learning.read_page(parent)
                     continue
-                asked = await self._ask(parent, name, above)
+                asked = await self._ask_store(parent, name, above)
             except (NotCaughtUp, errors.Corrupt):
                 raise
             except errors.EngineError:
-                if (found := self.known(parent, name)) is None:
+                if (found := self.find_known(parent, name)) is None:
                     raise
                 return found
             if asked is not None:
                 return asked
 
-    async def _ask(self, parent: int, name: bytes, above: Sequence[PathStep]) -> Found | None:
-        """The inode of a name in the store; None if it was changed here meanwhile, or between two reads.
+    async def _ask_store(self, parent: int, name: bytes, above: Sequence[PathStep]) -> Found | None:
+        """The inode of a name in the store; None: it was changed here meanwhile, or between two reads.
 
-        An inode with a record of its own costs a second question, unless it is known which one it is.
+        An inode with a record of its own costs a second read, unless memory has its number.
         """
         dentries = self.core.dentries
         before, guess = dentries.get(parent, name).version, dentries.get(parent, name).ino
@@ -280,10 +278,10 @@ class SharedLookup(Lookup):
         keys = [key, *[link.key for link in above]]
         if guess:
             keys += [schema.inode_key(guess), schema.times_key(guess)]
-        keys += _clear_keys(self.core, parent) if self.asks(parent) else ()
+        keys += _list_clear_keys(self.core, parent) if self.must_ask(parent) else ()
         asked_at = trio.current_time()
         rows = dict(zip(keys, await self.records.get(keys), strict=True))
-        _hear_clears(self.core, rows)
+        _note_clears(self.core, rows)
         entry = rows[key]
         record = schema.decode_entry(entry.value) if entry is not None else None
         meant = record.ino if isinstance(record, schema.InodeRecord) else record or guess
@@ -295,43 +293,43 @@ class SharedLookup(Lookup):
             return None
         if record is None:
             dentries.forget(parent, name)
-            if not self.asks(parent):  # more is read, so that the next name need not be asked for
+            if not self.must_ask(parent):  # read more, so that the next name needs no read
                 await self.learning.read_page(parent)
             dentry = dentries.get(parent, name)
             is_absent = dentry.change is None and not dentry.ino
             return Found(None, False, None, self.journal.pending.epoch) if is_absent else None
         if isinstance(record, int) and record != guess:
-            dentries.note(parent, name, record)  # the next answer has both, as they are at one moment
+            dentries.note(parent, name, record)  # the next read has both, as of one moment
             return None
         if isinstance(record, schema.InodeRecord):
-            told = Told(record, version, (parent, name), own=False)
+            newest = InodeRow(record, version, (parent, name), own=False)
         elif (own := rows[schema.inode_key(record)]) is not None:
-            told = Told(schema.decode_inode(own.value), own.version, (parent, name), own=True)
+            newest = InodeRow(schema.decode_inode(own.value), own.version, (parent, name), own=True)
         else:
             raise errors.Stale(f"{name!r} in directory {parent} means inode {record}, which has no record")
-        node = self.refresher.take(told.record, told.version, told.place, own=told.own)
-        if told.own and (times := rows[schema.times_key(guess)]) is not None:
+        node = self.refresher.take(newest.record, newest.version, newest.place, own=newest.own)
+        if newest.own and (times := rows[schema.times_key(guess)]) is not None:
             self.refresher.take_times(node, times.value, times.version)
         if not node.own_record and node.version > version:
             return None  # it has left the name since
         dentries.note(parent, name, node.ino, version)
-        if node.version < told.version:  # it is changed here, too
-            node = await self._catch_up(told)
+        if node.version < newest.version:  # it is changed here, too
+            node = await self._catch_up(newest)
             dentry = dentries.get(parent, name)
             if dentry.change is not None or dentry.ino != node.ino:
                 return None
         version = version if node.own_record else node.version
-        return but_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, version))
+        return hide_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, version))
 
 
-def _clear_keys(core: Core, directory: int) -> list[bytes]:
-    """Of records that say whether what is found in a directory was cleared."""
+def _list_clear_keys(core: Core, directory: int) -> list[bytes]:
+    """Keys of the records that say whether files of a directory were cleared."""
     node = core.nodes.get(directory)
     return [schema.cleared_key(node.namespace)] if node is not None and node.namespace in core.caches else []
 
 
-def _hear_clears(core: Core, rows: Mapping[bytes, Versioned | None]) -> None:
-    """Take over what these records say of clears: the watch may not have told yet."""
+def _note_clears(core: Core, rows: Mapping[bytes, Versioned | None]) -> None:
+    """Apply these records of clears: the watch may not have delivered them yet."""
     for key, row in rows.items():
         if key[:1] == schema.CLEARED_PREFIX and row is not None:
             core.namespaces.cleared.hear(schema.key_inode(key), row.value, row.version)

@@ -1,11 +1,11 @@
-"""What other hosts synced is seen at the next open, also in relaxed folders of a shared volume.
+"""Makes synced files visible to other hosts at their next open, also in relaxed folders of a shared volume.
 
-In relaxed folders an open uses what is known here, which a watch keeps true, a moment late. To ask the store at each
-open would take a round trip for each block that is read. So a host that syncs a file puts one record more, the *stamp*
-of the volume, after the commit, and returns when no host is sure any more of what it knew before (`WAIT_SECONDS`). A
-host is sure for `SURE_SECONDS` after it asked which stamp there is, if the watch had told of that one: then it has told
-of all that was committed before. All opens of that time share one question. Where the watch is behind, the file itself
-is asked for. A host that is alone neither asks nor waits.
+In relaxed folders an open uses memory, which a watch keeps current, a moment late. Reading the store at each open would
+take a round trip for each block that is read. So a host that syncs a file puts one record more, the *stamp* of the
+volume, after the commit, and returns when no host relies on older state any more (`WAIT_SECONDS`). A host relies on its
+memory for `SURE_SECONDS` after it sent a read of the stamp, if the watch had delivered that stamp: then the watch has
+delivered all earlier commits. All opens of that time share one read. Where the watch is behind, an open reads the file
+itself. A host that is alone neither reads nor waits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.store import schema
 
 SURE_SECONDS = 0.01
-"""for which a host may use what it knew when it asked"""
+"""time for which a host relies on its memory after it sent the read"""
 ASK_SECONDS = 1.0
-"""for which an open waits for the answer: what is known here is used where the store is away"""
+"""limit of an open's wait for the answer: it uses memory while the store is away"""
 PAUSE_SECONDS = 2.0
-"""from one question without an answer to the next"""
+"""pause after a read without an answer"""
 WAIT_SECONDS = 1.25 * SURE_SECONDS
 """Wait after a stamp: longer, because clocks of hosts differ in rate."""
 
@@ -34,30 +34,30 @@ log = logging.getLogger(__name__)
 
 
 class Synced:
-    """The stamp, as this host puts it and has heard of it. One of each membership. Event loop only."""
+    """The stamp, as this host puts it and the watch delivers it. One per membership. Event loop only."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._heard = 0
-        """version up to which the watch has told all"""
+        """version up to which the watch has delivered all"""
         self._sure_until = -math.inf
         self._putting = trio.Lock()
         self.asked = 0
-        """questions which stamp there is"""
+        """reads of the stamp"""
         self._puts = 0
         """stamps that were put, or failed"""
 
-    def heard(self, change: Change) -> None:
-        """The watch tells of a change: of all commits before it, it has told everything."""
+    def note_change(self, change: Change) -> None:
+        """Note a change that the watch delivers: it has delivered all commits before that one."""
         is_stamp = change.key == schema.COUNTER_SYNCED
         self._heard = max(self._heard, change.version - (not is_stamp))
 
-    def lost_track(self) -> None:
-        """The watch begins anew: what was cached before it is not known to be true."""
+    def forget_heard(self) -> None:
+        """Forget all when the watch restarts: state cached before it may be stale."""
         self._heard, self._sure_until = 0, -math.inf
 
     async def is_sure(self) -> bool:
-        """What is known here has all that was synced before this call, or the store does not say by and by."""
+        """Memory has all that was synced before this call, or the store does not answer in time."""
         if trio.current_time() < self._sure_until or self._core.is_alone():
             return True
         asked_at = trio.current_time()
@@ -72,20 +72,20 @@ class Synced:
         return True
 
     async def publish(self) -> None:
-        """Return when each host sees at its next open what is in the store now. Those who wait share stamps."""
+        """Return when each host's next open sees the store's present state. Waiting callers share stamps."""
         if self._core.is_alone():
             return
-        wanted = self._puts + 1 + self._putting.locked()  # a stamp under way may be older than what is to be seen
+        wanted = self._puts + 1 + self._putting.locked()  # a stamp in flight may be older than the commit
         while self._puts < wanted:
             async with self._putting:
                 if self._puts < wanted:
-                    await self._put()
+                    await self._put_stamp()
         await trio.sleep(WAIT_SECONDS)
 
-    async def _put(self) -> None:
+    async def _put_stamp(self) -> None:
         try:
             await self._core.records.commit({schema.COUNTER_SYNCED: schema.encode_u64(self._core.client)})
-        except EngineError as error:  # it is stored all the same, which is what a sync is about
+        except EngineError as error:  # the file is stored all the same, as a sync promises
             log.warning("other hosts may see what was synced a moment late: %s", error)
         finally:
             self._puts += 1

@@ -196,7 +196,7 @@ class Granting:
             return
         elsewhere = sum([max(use.size, 0) for use in self._book.stored_uses(number).values()])
         lack = max(wanted.size, -(-wanted.files * size // max(count, 1)))
-        mine = -(-lack * size // (size + elsewhere)) - self.journal.refusals.to_free.size_in(self._inner(number))
+        mine = -(-lack * size // (size + elsewhere)) - self.journal.refusals.to_free.count_size_in(self._inner(number))
         if mine > 0:
             await self.evictor.evict_some(mine, number)
 

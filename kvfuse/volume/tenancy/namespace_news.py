@@ -57,7 +57,7 @@ class NamespaceNews:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.clearing.run)
             while True:
-                await self.folders.find()
+                await self.folders.find_all()
                 await self._has_unfound.wait()
                 self._has_unfound = trio.Event()
 
@@ -143,8 +143,8 @@ class NamespaceNews:
         """The namespace that a namespace is in. Stale: its folder is gone."""
         if number == ROOT:
             return ROOT
-        folder = await self.lookup.node(number)
-        return (await self.lookup.directory(folder.parent or ROOT_INODE)).namespace
+        folder = await self.lookup.find_node(number)
+        return (await self.lookup.find_directory(folder.parent or ROOT_INODE)).namespace
 
     def _take_settings(self, number: int, value: bytes | None, above: int) -> None:
         namespaces = self.core.namespaces
@@ -157,7 +157,7 @@ class NamespaceNews:
         is_new = number not in namespaces.all
         namespaces.put(number, settings, above if is_new else None)
         self.grants.settle(number)
-        if is_new and self.folders.hold(number) is None:
+        if is_new and self.folders.hold_path(number) is None:
             self._has_unfound.set()
 
     def _remove(self, number: int) -> None:

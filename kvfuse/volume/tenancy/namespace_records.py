@@ -20,7 +20,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import ATTEMPTS_MAX, PAUSE_SECONDS, CommitFirst
-from kvfuse.volume.names.folders import closed, end_access, end_namespace, has_other_token, number_of
+from kvfuse.volume.names.folders import close_mode, end_access, end_namespace, has_other_token, number_of
 from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
@@ -126,10 +126,10 @@ class OwnNamespaceRecords(NamespaceRecords):
         core = self.names.core
         if has_other_token(core, number, settings):
             end_access(core, node)
-            node.mode = closed(node.mode) if settings.token else node.mode
+            node.mode = close_mode(node.mode) if settings.token else node.mode
             self.names.lookup.refresher.news.attributes(node.ino)
         core.namespaces.put(number, settings, above)
-        self.names.folders.hold(number)
+        self.names.folders.hold_path(number)
         node.extra[schema.namespace_key(number)] = encode_settings(settings)
         self._touch(node)
 
@@ -137,7 +137,7 @@ class OwnNamespaceRecords(NamespaceRecords):
         """The namespace that a folder is in."""
         if node.ino == ROOT_INODE:
             return ROOT
-        return (await self.names.lookup.node(node.parent or ROOT_INODE)).namespace
+        return (await self.names.lookup.find_node(node.parent or ROOT_INODE)).namespace
 
     async def _check_empty(self, node: Node, reason: str) -> None:
         """Nothing has changed since until the next await. NotEmpty, Stale."""
@@ -173,7 +173,7 @@ class _Change:
 class SharedNamespaceRecords(NamespaceRecords):
     """In a shared volume: transactions, which expect the settings of all namespaces as they were looked at.
 
-    A folder becomes a namespace, or ceases to be one, as an empty directory is removed (`CommitFirst.have_left`): no
+    A folder becomes a namespace, or ceases to be one, as an empty directory is removed (`CommitFirst.mark_empty`): no
     name enters meanwhile.
     """
 
@@ -187,7 +187,7 @@ class SharedNamespaceRecords(NamespaceRecords):
             if number_of(node) is not None:
                 raise errors.Exists("another host has just made the folder a namespace")
             above = node.namespace
-            await self.executor.have_left(node)
+            await self.executor.mark_empty(node)
             settings = decide(above)
             change = self._change(node, node.ino, settings, above)
             change.records.update(first_grants(node.ino, settings))
@@ -241,7 +241,7 @@ class SharedNamespaceRecords(NamespaceRecords):
             if number_of(node) is None:
                 raise errors.NoAttribute("the folder is no namespace any more")
             above = await self.news.above(number)
-            await self.executor.have_left(node)
+            await self.executor.mark_empty(node)
             if any(accounts.use_of_hosts(number)):
                 raise still_open()
             draft = self._draft(node, namespace=above)
@@ -273,12 +273,12 @@ class SharedNamespaceRecords(NamespaceRecords):
         """
         for attempt in range(ATTEMPTS_MAX):
             count, version = await self.news.read_settings()
-            await self.executor.renew(node)
+            await self.executor.renew_node(node)
             check_there(node)
             change = await plan(version)
             change.draft.expect_all({schema.COUNTER_NAMESPACES: version})
             change.draft.store({**change.records, schema.COUNTER_NAMESPACES: schema.encode_u64(count + 1)})
-            transaction = change.draft.transaction(partial(self._applied, change))
+            transaction = change.draft.make_transaction(partial(self._applied, change))
             if not change.draft.is_stale and await self.names.journal.transact(transaction):
                 node.ctime = clock.now()
                 self.names.journal.pending.touch_times(node)
@@ -292,8 +292,8 @@ class SharedNamespaceRecords(NamespaceRecords):
         change.records[schema.namespace_key(number)] = encode_settings(settings)
         if settings.token and has_other_token(self.names.core, number, settings):
             change.is_closing = True
-            folder = change.draft.change(node)
-            folder.set(mode=closed(folder.record.mode))
+            folder = change.draft.change_inode(node)
+            folder.set_fields(mode=close_mode(folder.record.mode))
         return change
 
     async def _clear(self, change: _Change, number: int) -> None:
@@ -318,13 +318,13 @@ class SharedNamespaceRecords(NamespaceRecords):
 
     def _draft(self, node: Node, namespace: int) -> PlanDraft:
         draft = PlanDraft(self.names.core.client, self.names.core.namespaces.cleared.versions)
-        change = draft.change(node)
-        change.set(namespace=namespace, flags=change.record.flags & ~schema.FLAG_LEAVING)
+        change = draft.change_inode(node)
+        change.set_fields(namespace=namespace, flags=change.record.flags & ~schema.FLAG_LEAVING)
         return draft
 
     def _applied(self, change: _Change, version: int) -> None:
         for folder in change.draft.inodes.values() if change.is_closing else ():
-            folder.node.mode = closed(folder.node.mode)
+            folder.node.mode = close_mode(folder.node.mode)
             self.names.lookup.refresher.news.attributes(folder.node.ino)
         numbers = self.names.core.inodes
         if change.numbers is not None and isinstance(numbers, SharedNumberRange):

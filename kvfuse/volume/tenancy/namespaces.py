@@ -200,7 +200,7 @@ class NamespaceEditor:
         """QuotaExceeded, if the volume, or the user, may have no more namespaces."""
         if len(self.names.core.namespaces.all) > NAMESPACES_MAX:
             raise errors.QuotaExceeded(f"a volume has at most {NAMESPACES_MAX} namespaces: delete some")
-        if uid and self.names.folders.count_of(uid) >= USER_NAMESPACES_MAX:
+        if uid and self.names.folders.count_owned_by(uid) >= USER_NAMESPACES_MAX:
             raise errors.QuotaExceeded(f"user {uid} has {USER_NAMESPACES_MAX} namespaces, and may have no more")
 
     def _check_limits(self, number: int, above: int, settings: Settings) -> None:

@@ -116,7 +116,7 @@ class Xattrs:
 
     async def get(self, ino: int, name: bytes) -> bytes:
         _check_name(name)
-        node = await self.lookups.current(ino)
+        node = await self.lookups.find_current(ino)
         setting = SETTINGS.get(name)
         if setting is not None:
             found = setting.get(self.core, node) if node.is_directory else None
@@ -142,7 +142,7 @@ class Xattrs:
     async def set(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> Node:
         """``caller``: None for this program itself, which may set all."""
         _check_name(name)
-        node = await self.lookups.current(ino)
+        node = await self.lookups.find_current(ino)
         if len(name) > XATTR_NAME_MAX or len(value) > XATTR_VALUE_MAX:
             raise errors.AttributeTooLarge(
                 f"attribute {name!r} of {len(value)} bytes:"
@@ -190,10 +190,10 @@ class Xattrs:
 
     def _is_unseen(self, node: Node, key: bytes) -> bool:
         """Existence and size of the stored attribute are not known here."""
-        return bool(node.flags & schema.FLAG_XATTRS and node.nlink and not self.journal.pending.loose.pending_puts(key))
+        return bool(node.flags & schema.FLAG_XATTRS and node.nlink and not self.journal.pending.loose.list_pending(key))
 
     async def list(self, ino: int) -> list[bytes]:
-        node = await self.lookups.current(ino)
+        node = await self.lookups.find_current(ino)
         names: set[bytes] = set()
         if node.is_directory:
             names.update(name for name, setting in SETTINGS.items() if setting.get(self.core, node) is not None)
@@ -209,19 +209,19 @@ class Xattrs:
     async def remove(self, ino: int, name: bytes, caller: Caller | None = None) -> Node:
         if name in SETTINGS:
             await self.get(ino, name)
-            node = await self.lookups.node(ino)
+            node = await self.lookups.find_node(ino)
             SETTINGS[name].clear(self.core, node)
         elif is_about_namespaces(name):
-            node = await self.lookups.current(ino)
+            node = await self.lookups.find_current(ino)
             await self.namespaces.remove(node, name, caller)
             return node
         else:
             _check_name(name)
-            node = await self.lookups.current(ino)
+            node = await self.lookups.find_current(ino)
             found, stored = await self._look(node, name)
             if found is None:
                 raise errors.NoAttribute(f"inode {ino} has no attribute {name!r}")
-            node = await self.lookups.node(ino)
+            node = await self.lookups.find_node(ino)
             self._put(node, schema.xattr_key(ino, name), None, stored)
         return self._changed(node)
 
@@ -252,7 +252,7 @@ class Xattrs:
 
     def _not_stored(self, node: Node, prefix: bytes) -> dict[bytes, bytes | None]:
         """Changes, not stored yet, of records whose keys begin with ``prefix``; value None: removed."""
-        changes = self.journal.pending.loose.pending_puts(prefix)
+        changes = self.journal.pending.loose.list_pending(prefix)
         if not node.nlink:
             changes |= {key: value for key, value in node.unstored_attributes.items() if key.startswith(prefix)}
         return changes

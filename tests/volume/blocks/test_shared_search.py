@@ -107,7 +107,7 @@ async def test_what_an_answer_of_the_store_has_before_the_watch_told_is_not_abse
     chaos = [Chaos(random.Random(rng.random())) for _ in range(2)]
     if page == "of some names":
         monkeypatch.setattr(blocks, "LEARN_ROWS", 1)
-        monkeypatch.setattr(Shelf, "pays", lambda shelf, directory: False)
+        monkeypatch.setattr(Shelf, "is_worth_reading", lambda shelf, directory: False)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
         for number in range(8):
             await put(one, b"%d" % number)
@@ -161,7 +161,7 @@ async def test_no_absent_name_is_known_in_a_strict_folder(
         other = both[setter == "this host"]
         await other.inodes.set_xattr(folder, PUBLISH, b"strict")
         await other.sync()
-        await until(lambda: inside.lookups(two).asks(folder))
+        await until(lambda: inside.lookups(two).must_ask(folder))
         assert searcher.index is None
         await searcher.look()
         assert searcher.index is not None
@@ -187,10 +187,10 @@ async def test_a_folder_that_is_changed_here_is_made_strict_by_another_host(
         await two.inodes.set_xattr(folder, b"user.kvfuse.chunk_size", b"65536")
         await one.inodes.set_xattr(folder, PUBLISH, b"strict")
         await quiet(one)
-        assert not inside.lookups(two).asks(folder)
+        assert not inside.lookups(two).must_ask(folder)
         chaos[1].stalled_commits.set()
         await quiet(two)
-        assert inside.lookups(two).asks(folder)
+        assert inside.lookups(two).must_ask(folder)
         assert searcher.index is None
 
 
@@ -225,7 +225,7 @@ async def test_while_the_watch_is_broken_no_absent_name_is_known(
         chaos[1].cut = trio.Event()  # so that it cannot be read anew
         for watch in list(disk.watches):
             watch.break_off()
-        await until(lambda: inside.lookups(two).asks(ROOT_INODE))
+        await until(lambda: inside.lookups(two).must_ask(ROOT_INODE))
         assert not searcher.is_complete
         await searcher.look()
         assert not searcher.is_complete
@@ -259,7 +259,7 @@ async def test_names_are_not_all_read_while_the_watch_breaks(
             chaos[1].stalled = trio.Event()
             for watch in list(disk.watches):
                 watch.break_off()
-            await until(lambda: inside.lookups(two).asks(ROOT_INODE))
+            await until(lambda: inside.lookups(two).must_ask(ROOT_INODE))
             await put(one, b"!")  # before the pages that were read
             await one.sync()
             chaos[1].stalled.set()
@@ -320,8 +320,8 @@ async def test_what_a_lookup_finds_is_never_absent(
             while not is_over.is_set():
                 await trio.sleep(rng.random() * 0.003)
                 key = rng.choice(KEYS)
-                assert not (searcher.is_complete and inside.lookups(volume).asks(folder))
-                found = inside.lookups(volume).known(folder, key)
+                assert not (searcher.is_complete and inside.lookups(volume).must_ask(folder))
+                found = inside.lookups(volume).find_known(folder, key)
                 assert found is None or found.node is None or not searcher.lacks(key)
                 known[number] += searcher.lacks(key)
                 if rng.random() < 0.2:

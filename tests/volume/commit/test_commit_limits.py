@@ -179,7 +179,7 @@ def test_each_part_has_room_for_the_records_of_the_lease_and_frees_come_last() -
     names = {schema.entry_key(ROOT_INODE, b"%d" % number): b"inode" for number in range(20)}
     batch = Batch(puts={**freed, **names}, deletes={schema.orphan_key(7)}, uses={1: Counts(1, 1), 2: Counts(1, 1)})
     batch.draft.expect = {schema.cleared_key(number): 1 for number in range(3)}
-    parts = list(batch.parts(SHARED_LIMITS))
+    parts = list(batch.split(SHARED_LIMITS))
     room = SHARED_LIMITS.commit_operations_max - RESERVED_OPERATIONS
     assert all(len(part.puts) + len(part.deletes) + len(part.expect) + len(part.uses) <= room for part in parts)
     assert parts[-1].uses == batch.uses

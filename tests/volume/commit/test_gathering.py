@@ -18,8 +18,8 @@ class Waiters:
     def __init__(self, served: int, seconds: float = COMMIT) -> None:
         self.count = 1
         self.is_coming = False
-        self.gathering = Gathering((self,), coming=lambda: self.is_coming)
-        self.gathering.served(served, seconds)
+        self.gathering = Gathering((self,), is_coming=lambda: self.is_coming)
+        self.gathering.note_served(served, seconds)
 
     def __len__(self) -> int:
         return self.count
@@ -32,7 +32,7 @@ class Waiters:
     async def meet(self) -> float:
         """How long it took."""
         began = trio.current_time()
-        await self.gathering.meet()
+        await self.gathering.await_callers()
         return trio.current_time() - began
 
 
@@ -86,14 +86,14 @@ async def test_those_who_stay_away_are_soon_forgotten(autojump_clock: trio.testi
     waiters = Waiters(64)
     waits = 0
     while await waiters.meet():
-        waiters.gathering.served(1, COMMIT)
+        waiters.gathering.note_served(1, COMMIT)
         waits += 1
     assert 0 < waits <= 6
 
 
 async def test_a_commit_that_nobody_waited_for_says_nothing(autojump_clock: trio.testing.MockClock) -> None:
     waiters = Waiters(2)
-    waiters.gathering.served(0, SECONDS_MAX)
+    waiters.gathering.note_served(0, SECONDS_MAX)
     assert await waiters.meet() == pytest.approx(COMMIT)
 
 

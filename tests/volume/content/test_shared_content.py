@@ -238,7 +238,7 @@ async def test_a_slot_that_another_host_freed_goes_with_the_record_that_says_so(
         core.dead += extents
         for extent in extents:
             journal.put(schema.freed_key(slab, extent.addr, extent.generation), None)
-        pieces = list(Planner(journal.pending, journal.terms)._loose(Draft(), set()))
+        pieces = list(Planner(journal.pending, journal.terms)._split_loose(Draft(), set()))
         assert [(piece.dead, piece.deletes) for piece in pieces] == [
             ([extent], {schema.freed_key(slab, extent.addr, extent.generation)}) for extent in extents
         ]

@@ -47,7 +47,7 @@ async def file_in_pieces(
     options = lab_options(strict=True, chunk=CHUNK)
     disk = Disk.format(options, shared=True)
     Audit.attach(disk)
-    monkeypatch.setattr(Batch, "parts", None)
+    monkeypatch.setattr(Batch, "split", None)
     monkeypatch.setattr(SizeClasses, "plan", lambda classes, length: (PIECE,) * -(-length // PIECE))
     async with volumes(disk, options, 2, rng) as (one, two):
         await write(one, b"pieces", rng.randbytes(size))

@@ -93,7 +93,7 @@ async def test_the_kernel_hears_of_what_others_change_and_of_nothing_else(
     async with volumes(disk, options, 2, rng) as (one, two):
         kernels = (HearingKernel(), HearingKernel())
         for volume, kernel in zip((one, two), kernels, strict=True):
-            volume.tell(kernel)
+            volume.connect_kernel(kernel)
         folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await until(two, b"folder", True)
         await one.tree.make_symlink(folder, b"link", b"target", CALLER)
@@ -127,7 +127,7 @@ async def test_the_kernel_hears_of_names_that_may_be_in_a_listing(
             two.tree.forget((await two.tree.lookup(ROOT_INODE, b"link")).ino, 1)
             inside.nodes(two).drop(inside.nodes(two).get(ino))
         kernel = HearingKernel()
-        two.tell(kernel)
+        two.connect_kernel(kernel)
         if change == "removed":
             await one.tree.unlink(ROOT_INODE, b"link")
         else:

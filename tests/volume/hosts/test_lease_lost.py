@@ -399,10 +399,10 @@ async def test_what_the_kernel_cached_is_dropped(
     async with hosts(rng, 2, chaos) as (one, two):
         await put(one, b"file", OLD)
         kernel = HearingKernel()
-        one.tell(kernel)
+        one.connect_kernel(kernel)
         (entry,) = await one.tree.list_directory(ROOT_INODE, 0, 1)
         ino = entry.attributes.ino
-        while one.kernel_knows(ino):
+        while one.is_known_to_kernel(ino):
             one.tree.forget(ino, 1)
         one.tree.remember(ROOT_INODE, entry)
         async with frozen(chaos[0], one, two):
@@ -410,4 +410,4 @@ async def test_what_the_kernel_cached_is_dropped(
         await until(lambda: ino in kernel.contents and (ROOT_INODE, b"file") in kernel.names)
         assert (await one.inodes.attributes(ino)).size == len(OLD)
         one.tree.forget(ino, 1)
-        assert not one.kernel_knows(ino)
+        assert not one.is_known_to_kernel(ino)

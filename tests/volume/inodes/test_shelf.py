@@ -142,7 +142,7 @@ async def test_who_waits_for_a_page_hears_that_it_did_not_come(
 async def is_relaxed(volume: Volume) -> bool:
     """Names in the root are told as the watch says."""
     await volume.inodes.attributes(ROOT_INODE)
-    return not inside.lookups(volume).asks(ROOT_INODE)
+    return not inside.lookups(volume).must_ask(ROOT_INODE)
 
 
 async def test_what_others_did_to_a_name_counts_not_what_was_shelved(

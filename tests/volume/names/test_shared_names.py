@@ -410,7 +410,7 @@ async def test_a_file_that_comes_into_a_folder_while_its_path_is_checked_stays(
         await two.tree.lookup(ROOT_INODE, b"folder")
         lookups = inside.lookups(one)
         assert isinstance(lookups, SharedLookup)
-        check_path = lookups.path_versions
+        check_path = lookups.find_path_versions
 
         async def check_slowly(directory: int, is_fresh: bool) -> dict[bytes, int]:
             found = await check_path(directory, is_fresh)
@@ -419,7 +419,7 @@ async def test_a_file_that_comes_into_a_folder_while_its_path_is_checked_stays(
                 await quiet(two, one)
             return found
 
-        monkeypatch.setattr(lookups, "path_versions", check_slowly)
+        monkeypatch.setattr(lookups, "find_path_versions", check_slowly)
         with pytest.raises(errors.NotEmpty):
             await one.tree.remove_directory(ROOT_INODE, b"folder")
         assert await names_in(one, folder) == [b"file"]

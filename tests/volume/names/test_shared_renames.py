@@ -57,14 +57,14 @@ async def test_changes_follow_a_file_that_is_renamed_to_and_fro(
     rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chaos = [Chaos(random.Random(0)) for _ in range(2)]
-    follow = Conflicts._follow
+    follow = Conflicts._find_renamed
 
     async def follow_late(conflicts: Conflicts, node: Node) -> None:
         await one.tree.rename(ROOT_INODE, b"other", ROOT_INODE, b"name", 0)
         await one.sync()
         await follow(conflicts, node)
 
-    monkeypatch.setattr(Conflicts, "_follow", follow_late)
+    monkeypatch.setattr(Conflicts, "_find_renamed", follow_late)
     async with hosts(rng, 2, chaos, strict=False) as (one, two):
         await put(one, b"name", b"before")
         await quiet(one, two)
