@@ -65,7 +65,7 @@ class Audience:
         self._waiting: dict[int, tuple[trio.Event, float]] = {}
         """by descriptor: what is set when its message is next, and what the message costs"""
 
-    async def turn(self, stream: trio.socket.SocketType, cost: float = 1) -> None:
+    async def wait_turn(self, stream: trio.socket.SocketType, cost: float = 1) -> None:
         """Wait until the socket has a message, or its end, and has its turn among its user's."""
         descriptor, came = stream.fileno(), trio.Event()
         self._waiting[descriptor] = came, cost
@@ -79,7 +79,7 @@ class Audience:
 
     async def pause(self, cost: float) -> None:
         """Wait for the user's turn for work of this cost, in calls."""
-        await self._call_queue.turn(self._key, cost)
+        await self._call_queue.wait_turn(self._key, cost)
 
     async def run(self) -> None:
         """Give turns to sockets, until ``scope`` is cancelled."""
@@ -99,7 +99,7 @@ class Audience:
             came, cost = self._waiting.pop(found[0][0])
             ready.append(came)
             total += cost
-        await self._call_queue.turn(self._key, total)
+        await self._call_queue.wait_turn(self._key, total)
         for came in ready:
             came.set()
 
@@ -115,7 +115,7 @@ class Audiences:
         """of users without connections"""
 
     @asynccontextmanager
-    async def of(self, user: Hashable) -> AsyncIterator[Audience]:
+    async def join(self, user: Hashable) -> AsyncIterator[Audience]:
         """The audience of a user, for one of its connections."""
         audience = self._audiences.get(user)
         if audience is None:

@@ -39,10 +39,10 @@ class BlockFeed:
 
     async def check(self) -> None:
         """PermissionDenied unless the peer may list the directory; InvalidArgument where it is in no cache; Stale."""
-        directory = await self.admission.directory(self.namespace)
+        directory = await self.admission.read_directory(self.namespace)
         if self.namespace.is_absent:
             raise errors.Stale(f"inode {self.namespace.ino} was removed")
-        if not self.admission.may(self.namespace, directory, 5):
+        if not self.admission.may_access(self.namespace, directory, 5):
             raise errors.PermissionDenied("the mode of the directory does not allow the client's user to list it")
         if self.volume.blocks.terms(self.namespace.ino)[1] is None:
             raise errors.InvalidArgument("the directory is in no cache: only blocks of caches are followed")

@@ -106,7 +106,7 @@ class Call:
     async def attempt(self, attempt: Callable[[Call], Completion | None]) -> bool:
         """Have the ring's thread try ``attempt``; see `Completions.attempt`. True as for `try_again`."""
         completions = self.ring.completions
-        return await self.ring.jobs.ask(partial(completions.attempt, self, attempt)) or completions.stopped
+        return await self.ring.jobs.ask_thread(partial(completions.attempt, self, attempt)) or completions.stopped
 
 
 class Done(NamedTuple):
@@ -196,19 +196,19 @@ class Completions:
             if pin := int(self._queue.place(position)["pin"]):
                 self._unpin(pin)
 
-    def go_on(self) -> tuple[Entries, npt.NDArray[np.float64]]:
+    def restore(self) -> tuple[Entries, npt.NDArray[np.float64]]:
         """Go on where the daemon before this one ended: (entries under way, the oldest first, when each was taken).
 
         Completions that it posted in its last moment are seen by the client from here on, which is woken.
         """
         with self._lock:
-            journal, (taken, given) = self._journal, self._journal.positions()
+            journal, (taken, given) = self._journal, self._journal.read_positions()
             self._taken.position, self._queue.position = taken, given
-            left = journal.left()
+            left = journal.read_state()
             for pin in left.pins:
                 self._unpin(pin)
             self._drop_pins(left.uncommitted)
-            journal.go_on(left.rows)
+            journal.restart(left.rows)
             self._under_way = len(left.rows)
             self._taken.take(0)
             self._queue.publish(0)
@@ -217,7 +217,7 @@ class Completions:
 
     # -- entries -------------------------------------------------------------------------------------
 
-    def claims(self) -> tuple[int, int]:
+    def count_claims(self) -> tuple[int, int]:
         """(unread completions, entries in flight) at one moment: places of the queue that are not free."""
         with self._lock:  # a completion that another thread posts moves from one to the other
             under_way = len(self._queue) if self._paused else self._under_way
@@ -227,7 +227,7 @@ class Completions:
         """Take the next entries of the submission queue, of which ``packed`` are copies, and give them places."""
         with self._lock:
             sq, count = self._taken, len(packed) // SQE.itemsize
-            self._journal.enter(packed, taken_at, sq.position)
+            self._journal.enter_entries(packed, taken_at, sq.position)
             self._journal.commit(sq.position + count, self._queue.position)
             sq.take(count)
             self._under_way += count
@@ -250,7 +250,7 @@ class Completions:
                 queue.publish(1)
                 self._bell.ring()
 
-    def release(self, place: int) -> None:
+    def forget_entry(self, place: int) -> None:
         """An entry that has no completion is done."""
         with self._lock:
             self._journal.forget(place)
@@ -265,9 +265,9 @@ class Completions:
             if self.stopped:
                 return
             if place is None:
-                self._journal.pin_lone(self._taken.position, pin)
+                self._journal.set_lone_pin(self._taken.position, pin)
             else:
-                self._journal.pin(place, pin)
+                self._journal.set_pin(place, pin)
 
     def find(self, user_data: int, before: int) -> int:
         """See `RingJournal.find`."""
@@ -294,7 +294,7 @@ class Completions:
             elif len(answers) == 1:
                 self._publish_one(*answers[0])
             else:
-                packed = b"".join([self._journal.packed(place, answer) for place, answer in answers])
+                packed = b"".join([self._journal.pack_completion(place, answer) for place, answer in answers])
                 self._publish(packed, [place for place, _ in answers], len(answers))
 
     def _publish(self, packed: bytes, places: Places | list[int], count: int) -> None:
@@ -309,7 +309,7 @@ class Completions:
     def _publish_one(self, place: int, answer: Completion) -> None:
         """`_publish` of one."""
         queue = self._queue
-        queue.write_packed(self._journal.packed(place, answer))
+        queue.write_packed(self._journal.pack_completion(place, answer))
         self._journal.finish_one(place, self._taken.position, queue.position + 1)
         queue.publish(1)
         self._under_way -= 1
@@ -335,7 +335,10 @@ class Completions:
             for call, _ in rows:
                 call.ended = True
             places = [call.entry.user_data for call, _ in rows]
-            packed = [self._journal.packed(place, Completion(row[1])) for place, row in zip(places, rows, strict=True)]
+            packed = [
+                self._journal.pack_completion(place, Completion(row[1]))
+                for place, row in zip(places, rows, strict=True)
+            ]
             self._publish(b"".join(packed), places, len(rows))
 
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
@@ -357,18 +360,18 @@ class Completions:
         start, end = entry.offset, entry.offset + len(call.names)
         are_keys_there = start < entry.key_offset + entry.key_length and entry.key_offset < end  # they are read again
         with self._lock:
-            if _is_for_nobody(call) or are_keys_there:
+            if _is_answered(call) or are_keys_there:
                 return bytes(len(call.names))
             if self._journal.has_begun(call.entry.user_data):
                 return self._aux[start:end].tobytes()
             self._aux[start:end] = 0
-            self._journal.begin(call.entry.user_data)
+            self._journal.mark_begun(call.entry.user_data)
             return bytes(len(call.names))
 
     def note_found(self, call: Call, number: int) -> None:
         """The key of this number was found, and what makes that untrue may happen when this returns. EngineError."""
         with self._lock:
-            if not _is_for_nobody(call) and self._journal.has_begun(call.entry.user_data):
+            if not _is_answered(call) and self._journal.has_begun(call.entry.user_data):
                 self._aux[call.entry.offset + number] = 1
 
     def answer_keys(self, call: Call, found: Sequence[bool] | bytearray) -> None:
@@ -387,7 +390,7 @@ class Completions:
 
         True: the call is completed, or the ring has stopped.
         """
-        if not self.hold(call):
+        if not self.hold_call(call):
             return True
         answer = None
         try:
@@ -395,10 +398,10 @@ class Completions:
         except OSError as error:
             answer = Completion(-(error.errno or errno.EIO))
         finally:
-            self.let_go(call, answer)
+            self.release_call(call, answer)
         return answer is not None
 
-    def hold(self, call: Call) -> bool:
+    def hold_call(self, call: Call) -> bool:
         """Keep others from completing a call until `let_go`. False: it is completed, or the ring has stopped."""
         with self._lock:
             if call.ended or self.stopped:
@@ -406,7 +409,7 @@ class Completions:
             call.busy = True
             return True
 
-    def let_go(self, call: Call, answer: Completion | None) -> None:
+    def release_call(self, call: Call, answer: Completion | None) -> None:
         """Complete a held call; None: others will. Then it is given up, if somebody wanted that meanwhile."""
         try:
             if answer is not None and not self.complete(call, *answer) and answer.pin:
@@ -419,7 +422,7 @@ class Completions:
                 doom()
 
 
-def _is_for_nobody(call: Call) -> bool:
+def _is_answered(call: Call) -> bool:
     """It was answered already. EngineError: its ring has stopped, and the next daemon does the call."""
     if not call.ended and call.ring.completions.stopped:
         raise EngineError("the ring has stopped")

@@ -25,7 +25,7 @@ class SharedPool:
         self._held: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
 
-    def held(self, user: Hashable) -> int:
+    def count_held(self, user: Hashable) -> int:
         """How much a user holds now."""
         return self._held[user]
 
@@ -125,7 +125,7 @@ class Share:
     @property
     def user_size(self) -> int:
         """How much all connections of the user have taken of the pool; 0 for one without a limit."""
-        return self._pool.held(self._user)
+        return self._pool.count_held(self._user)
 
     def take(self, size: int, weight: int = 0, wake: Callable[[], object] | None = None) -> bool:
         """False where there is less left in the pool, or its user has had its part; see `UnderWay.take`."""

@@ -121,9 +121,9 @@ class CallQueue:
 
     def put(self, user: Hashable, calls: list[Call], do: Callable[[list[Call]], None]) -> None:
         """Have the event loop call ``do`` with these calls of one ring, some at a time, in this order."""
-        self._put(user, calls[0].ring, [_Job(_cost_of(piece), do, piece) for piece in _pieces(calls)])
+        self._put(user, calls[0].ring, [_Job(_cost_of(piece), do, piece) for piece in _cut_pieces(calls)])
 
-    async def turn(self, user: Hashable, cost: float) -> None:
+    async def wait_turn(self, user: Hashable, cost: float) -> None:
         """Wait for the user's turn for work of this cost, in calls. Event loop only."""
         came = trio.Event()
         self._put(user, None, [_Job(cost, lambda _: came.set())])
@@ -139,7 +139,7 @@ class CallQueue:
                 return
             self._is_called = True
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
-            self._token.run_sync_soon(self._begin)
+            self._token.run_sync_soon(self._serve_first_pass)
 
     async def run(self) -> None:
         """Serve jobs that do not fit into one pass, until cancelled."""
@@ -149,7 +149,7 @@ class CallQueue:
             while self._serve_some():
                 await trio.lowlevel.checkpoint()
 
-    def calls_of(self, ring: ServedRing) -> Iterator[Call]:
+    def list_calls(self, ring: ServedRing) -> Iterator[Call]:
         """The waiting calls of a ring."""
         with self._lock:
             jobs = [job for line in self._lines.values() for job in line.rings.get(ring, ())]
@@ -161,7 +161,7 @@ class CallQueue:
             for line in self._lines.values():
                 line.drop(rings)
 
-    def _begin(self) -> None:
+    def _serve_first_pass(self) -> None:
         if self._serve_some():
             self._more.set()
 
@@ -170,14 +170,14 @@ class CallQueue:
         cost = 0.0
         while cost < PASS_COST:
             with self._lock:
-                job = self._next()
+                job = self._take_job()
             if job is None:
                 return False
             cost += job.cost
             job.do(job.calls)
         return True
 
-    def _next(self) -> _Job | None:
+    def _take_job(self) -> _Job | None:
         """With the lock: the next job; None for none, then `put` must schedule `_begin`."""
         while self._lines:
             user, line = min(self._lines.items(), key=lambda item: item[1].cost)
@@ -211,7 +211,7 @@ def _measures_of(call: Call) -> Measures | None:
     return of.measures if of is not None else None
 
 
-def _pieces(calls: list[Call]) -> list[list[Call]]:
+def _cut_pieces(calls: list[Call]) -> list[list[Call]]:
     """Calls of one ring in order, cut where they are of another namespace, and after `PIECE`."""
     if len(calls) == 1:
         return [calls]

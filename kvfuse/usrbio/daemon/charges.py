@@ -59,14 +59,14 @@ class MemoryId(NamedTuple):
     handle: bytes
 
     @classmethod
-    def of(cls, descriptor: int) -> MemoryId:
+    def from_descriptor(cls, descriptor: int) -> MemoryId:
         """OSError."""
         found, mount = _Handle(size=128), ctypes.c_int()
         if _libc.name_to_handle_at(descriptor, b"", ctypes.byref(found), ctypes.byref(mount), _AT_EMPTY_PATH):
             raise OSError(ctypes.get_errno(), "no handle of the memory")
         return cls(os.fstat(descriptor).st_dev, found.kind, bytes(found.data[: found.size]))
 
-    def size_there(self, base: int) -> int:
+    def read_size(self, base: int) -> int:
         """Bytes that are there; 0 when nobody has it any more. ``base``: a descriptor of its file system. OSError."""
         found = _Handle(size=len(self.handle), kind=self.kind)
         ctypes.memmove(found.data, self.handle, len(self.handle))
@@ -82,7 +82,7 @@ class MemoryId(NamedTuple):
 
 
 @contextmanager
-def _bases() -> Iterator[dict[int, int]]:
+def _open_bases() -> Iterator[dict[int, int]]:
     """Device number -> a descriptor of the file system: of memfds, and of /dev/shm."""
     with ExitStack() as undo:
         descriptors = [os.memfd_create("kvfuse-base", os.MFD_CLOEXEC)]
@@ -132,19 +132,19 @@ class Charge:
         """
         if not self._charges.is_counting:
             return
-        memory = MemoryId.of(descriptor)
+        memory = MemoryId.from_descriptor(descriptor)
         if memory.device not in self._charges.devices:
             if self._limit < inf:  # when it is gone is not to be known
                 raise OSError(errno.EDQUOT, "absent pages of an iov in a tmpfs of the client's own: touch them before")
             return
         if self._take(memory, size):
             return
-        self.look_again(at_once=at_once)
+        self.recount(at_once=at_once)
         if self._take(memory, size):
             return
         if self._held + size > self._limit:
             raise OSError(errno.EDQUOT, f"{self._held} bytes are charged to the daemon: {remedy}")
-        self._charges.look_again()
+        self._charges.recount()
         if not self._take(memory, size):
             raise OSError(errno.ENOMEM, f"all users have too much charged to the daemon: {remedy}")
 
@@ -163,7 +163,7 @@ class Charge:
         self._charges.holders.add(self)
 
     @contextmanager
-    def having_ring(self, descriptor: int, size: int, *, is_left: bool) -> Iterator[None]:
+    def hold_ring(self, descriptor: int, size: int, *, is_left: bool) -> Iterator[None]:
         """The daemon has the memory of a ring until the end of the body. OSError EDQUOT, ENOMEM: with those that ended,
         and that clients go on to hold, that is too much.
 
@@ -172,7 +172,7 @@ class Charge:
         if not self._charges.is_counting:
             yield
             return
-        memory = MemoryId.of(descriptor)
+        memory = MemoryId.from_descriptor(descriptor)
         if is_left:
             with self._lock:
                 self._charges.pool.force(size)
@@ -185,14 +185,14 @@ class Charge:
         finally:
             self._rings.remove(memory)
 
-    def look_again(self, *, at_once: bool = False) -> None:
+    def recount(self, *, at_once: bool = False) -> None:
         """Give back what is gone: some memories in turn, as this may be the thread that all wait for."""
-        with self._lock, _bases() as bases:
+        with self._lock, _open_bases() as bases:
             if time.monotonic() < self._next_look and not at_once:
                 return
             for memory in list(islice((memory for memory in self._sizes if memory not in self._rings), LOOKS)):
                 size = self._sizes.pop(memory)
-                there = memory.size_there(bases[memory.device])
+                there = memory.read_size(bases[memory.device])
                 left = min(size, max(there, CHARGE_MIN)) if there else 0
                 if left:
                     self._sizes[memory] = left
@@ -221,10 +221,10 @@ class Charges:
         self.group: OwnGroup | None = None
         with suppress(OSError, StopIteration):  # no group of our own, or not root
             self.group = OwnGroup()
-        with _bases() as bases:
+        with _open_bases() as bases:
             self.devices = frozenset(bases)
             try:
-                self.is_counting = all(MemoryId.of(base).size_there(base) >= 0 for base in bases.values())
+                self.is_counting = all(MemoryId.from_descriptor(base).read_size(base) >= 0 for base in bases.values())
             except OSError:  # not root, or a kernel without handles of tmpfs
                 self.is_counting = False
                 log.info("clients' memory charged to the daemon is not limited: the daemon lacks CAP_DAC_READ_SEARCH")
@@ -234,9 +234,9 @@ class Charges:
         """Bytes of all users: no less than what is still there."""
         return self._size - self.pool.free
 
-    def of(self, peer: ClientProcess) -> Charge:
+    def get_charge(self, peer: ClientProcess) -> Charge:
         """Of the user that a client is. For root with its capabilities only the limit of all holds."""
-        is_outside = self.group is not None and not self.group.has(peer.pid)
+        is_outside = self.group is not None and not self.group.has_process(peer.pid)
         key = (peer.uid, peer.is_unlimited, is_outside)
         charge = self._users.get(key)
         if charge is None:
@@ -261,6 +261,6 @@ class Charges:
             self._is_alarmed = self.group.shared_size() > self._own_size() + self.size + self._limit
         return self._is_alarmed
 
-    def look_again(self) -> None:
+    def recount(self) -> None:
         for charge in list(self.holders):
-            charge.look_again()
+            charge.recount()

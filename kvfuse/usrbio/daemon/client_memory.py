@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.usrbio.daemon.charges import Charge
-from kvfuse.usrbio.daemon.page_owners import faults
+from kvfuse.usrbio.daemon.page_owners import count_faults
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ class MappedIov:
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy ``len(target)`` bytes from ``offset`` out of it. OSError EFAULT, if the memory went away."""
-        if self.is_sealed and (self.holds_lock or len(target) > TINY) and self.is_there(len(target)):
+        if self.is_sealed and (self.holds_lock or len(target) > TINY) and self.is_present(len(target)):
             np.copyto(target, self.bytes[offset : offset + len(target)])
         elif os.preadv(self.descriptor, [target.data], offset) != len(target):  # brings no page into being
             raise OSError(errno.EFAULT, "the memory was truncated")
@@ -129,12 +129,12 @@ class MappedIov:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `filling`."""
-        if self.is_there(len(data)):
+        if self.is_present(len(data)):
             self._put(offset, data)
             return
         for position in range(0, len(data), LOOK_BYTES):
             part = data[position : position + LOOK_BYTES]
-            with self.filling(offset + position, len(part)):
+            with self.charging(offset + position, len(part)):
                 self._put(offset + position, part)
 
     def _put(self, offset: int, data: memoryview) -> None:
@@ -159,7 +159,7 @@ class MappedIov:
             number = ctypes.get_errno() if count < 0 else errno.EFAULT
             raise OSError(number, f"the memory was truncated: {os.strerror(number)}")
 
-    def is_there(self, length: int) -> bool:
+    def is_present(self, length: int) -> bool:
         """Whether all of the memory is there, before ``length`` bytes of it are copied. As of some copies ago."""
         self._known_bytes -= length
         if self._known_bytes < 0:
@@ -171,31 +171,31 @@ class MappedIov:
         return True
 
     @contextmanager
-    def filling(self, offset: int, length: int) -> Iterator[None]:
+    def charging(self, offset: int, length: int) -> Iterator[None]:
         """Charge the user for absent pages of a range that the body copies into. OSError EDQUOT, ENOMEM.
 
         While more is charged to the daemon than was counted, also for those that the client punched out meanwhile.
         """
-        holes = sum(int(np.count_nonzero(holes)) for _, holes in self._holes(offset, length))
+        holes = sum(int(np.count_nonzero(holes)) for _, holes in self._find_holes(offset, length))
         if holes:
             self._charge.take(self.descriptor, holes * PAGE)
         if not self._charge.is_watched:
             yield
             return
-        before = faults()
+        before = count_faults()
         yield
-        if (more := faults() - before - holes) > 0:
+        if (more := count_faults() - before - holes) > 0:
             start = offset - offset % PAGE
             own = self._charge.count_own(self.bytes.ctypes.data + start, offset + length - start) - holes
             if own > 0:
                 self._charge.take(self.descriptor, min(more, own) * PAGE)
 
-    def fill_many(self, offsets: Numbers, lengths: Numbers) -> bool:
+    def charge_many(self, offsets: Numbers, lengths: Numbers) -> bool:
         """Charge the user for absent pages of many ranges, as `filling`. False: the caller fills them one by one."""
         first, last = int(offsets.min()), int((offsets + lengths).max())
         if self._charge.is_watched or last - first > 4 * int(lengths.sum()):
             return False
-        before = np.cumsum(np.concatenate([[False], *(holes for _, holes in self._holes(first, last - first))]))
+        before = np.cumsum(np.concatenate([[False], *(holes for _, holes in self._find_holes(first, last - first))]))
         starts, ends = offsets // PAGE - first // PAGE, -(-(offsets + lengths) // PAGE) - first // PAGE
         if count := int((before[ends] - before[starts]).sum()):
             self._charge.take(self.descriptor, count * PAGE)
@@ -203,22 +203,22 @@ class MappedIov:
 
     def clear(self, offset: int, length: int) -> None:
         """Write zeros to a range; absent pages stay absent. OSError EFAULT, if the memory went away."""
-        if self.is_there(length):
+        if self.is_present(length):
             self._put_zeros(offset, offset + length)
             return
         if not self.is_sealed and os.fstat(self.descriptor).st_size < offset + length:
             raise OSError(errno.EFAULT, "the memory was truncated")
-        for position, holes in self._holes(offset, length):
+        for position, holes in self._find_holes(offset, length):
             edges = np.flatnonzero(np.diff(np.concatenate(([True], holes, [True])))) * PAGE + position
             for start, end in edges.reshape(-1, 2).tolist():
-                with self.filling(start, end - start):
+                with self.charging(start, end - start):
                     self._put_zeros(max(start, offset), min(end, offset + length))
 
     def _put_zeros(self, start: int, end: int) -> None:
         for position in range(start, end, len(ZEROS)):
             self._put(position, ZEROS[: end - position])
 
-    def _holes(self, offset: int, length: int) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
+    def _find_holes(self, offset: int, length: int) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
         """Pieces of a range: (where its first page begins, for each page: it is neither there nor swapped out)."""
         last = offset + length
         for start in range(offset - offset % PAGE, last, LOOK_BYTES):
@@ -228,13 +228,13 @@ class MappedIov:
             page = 0
             while holes[page:].any():  # or swapped out, for all that mincore(2) says
                 page += int(holes[page:].argmax())
-                page = self._next_data(start + page * PAGE, start) // PAGE
+                page = self._find_data(start + page * PAGE, start) // PAGE
                 if page >= len(holes):
                     break
                 holes[page] = False
             yield start, holes
 
-    def _next_data(self, position: int, start: int) -> int:
+    def _find_data(self, position: int, start: int) -> int:
         """Bytes from ``start`` to the first present page at or after ``position``; the size of the memory if none."""
         try:
             return os.lseek(self.descriptor, position, os.SEEK_DATA) - start

@@ -54,7 +54,7 @@ class Powers:
     gids: tuple[range, ...] = ()
 
     @classmethod
-    def of(cls, pid: int) -> Self:
+    def from_pid(cls, pid: int) -> Self:
         """Of a process of effective uid 0. Reads files of /proc. OSError; of any other process: none.
 
         Capabilities first, then the namespace: in between a process may enter a child namespace, never a parent.
@@ -66,10 +66,10 @@ class Powers:
             is_ours = shares_user_namespace(pid)
         except PermissionError:  # the daemon is not root
             is_ours = False
-        uids, gids = (_mapped(Path(f"/proc/{pid}", name).read_text()) for name in ("uid_map", "gid_map"))
+        uids, gids = (_parse_id_map(Path(f"/proc/{pid}", name).read_text()) for name in ("uid_map", "gid_map"))
         return cls(int(fields["CapEff"], 16), is_ours, uids, gids)
 
-    def has(self, capability: Capability, inode: Owned | None = None) -> bool:
+    def has_capability(self, capability: Capability, inode: Owned | None = None) -> bool:
         """Whether it counts for the inode; None: for all that the daemon has."""
         if not self.capabilities >> capability & 1:
             return False
@@ -78,13 +78,13 @@ class Powers:
         return any(inode.uid in ids for ids in self.uids) and any(inode.gid in ids for ids in self.gids)
 
 
-def _mapped(table: str) -> tuple[range, ...]:
+def _parse_id_map(table: str) -> tuple[range, ...]:
     """The ids that a uid_map or gid_map maps, as the reader's user namespace numbers them."""
     rows = [[int(word) for word in line.split()] for line in table.splitlines()]
     return tuple(range(outside, outside + count) for _, outside, count in rows)
 
 
-def credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int, int]:
+def read_credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int, int]:
     """(pid, uid, gid) of the process that connected."""
     pid, uid, gid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid, gid
@@ -101,9 +101,9 @@ class ClientProcess:
     powers: Powers = Powers()
 
     @classmethod
-    async def of(cls, connection: trio.socket.SocketType, limiter: trio.CapacityLimiter | None = None) -> Self:
+    async def from_socket(cls, connection: trio.socket.SocketType, limiter: trio.CapacityLimiter | None = None) -> Self:
         """``limiter``: of threads that look at processes of uid 0."""
-        pid, uid, gid = credentials(connection)
+        pid, uid, gid = read_credentials(connection)
         try:
             raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_MAX)
         except OSError:
@@ -111,20 +111,22 @@ class ClientProcess:
         groups = frozenset(struct.unpack(f"{len(raw) // 4}I", raw))
         powers = Powers()
         if uid == 0 and pid > 0:
-            powers = await trio.to_thread.run_sync(_proven_powers, connection.fileno(), pid, limiter=limiter)
+            powers = await trio.to_thread.run_sync(_prove_powers, connection.fileno(), pid, limiter=limiter)
         return cls(pid, uid, gid, groups, powers)
 
     @property
     def is_unlimited(self) -> bool:
         """It could end the daemon, so limits of users would not hold it back."""
         if self.uid == 0:
-            return self.powers.has(Capability.SYS_ADMIN) or self.powers.has(Capability.SYS_RESOURCE)
+            return self.powers.has_capability(Capability.SYS_ADMIN) or self.powers.has_capability(
+                Capability.SYS_RESOURCE
+            )
         return self.uid == os.geteuid()
 
-    def caller(self) -> Caller:
-        return Caller(self.uid, self.gid, self.pid, self.powers.has(Capability.FSETID), self.groups)
+    def make_caller(self) -> Caller:
+        return Caller(self.uid, self.gid, self.pid, self.powers.has_capability(Capability.FSETID), self.groups)
 
-    def may(self, inode: Owned, wanted: int) -> bool:
+    def may_access(self, inode: Owned, wanted: int) -> bool:
         """Whether the kernel would grant the permission bits ``wanted`` (4 read, 2 write, 1 search)."""
         if self.uid == inode.uid:
             granted = inode.mode >> 6
@@ -138,27 +140,27 @@ class ClientProcess:
         """As the kernel's ``generic_permission`` after the permission bits refused."""
         is_directory = stat.S_ISDIR(inode.mode)
         reads = not wanted & 2 if is_directory else wanted == 4
-        if reads and self.powers.has(Capability.DAC_READ_SEARCH, inode):
+        if reads and self.powers.has_capability(Capability.DAC_READ_SEARCH, inode):
             return True
         executes = wanted & 1 and not is_directory
-        return (not executes or inode.mode & 0o111 != 0) and self.powers.has(Capability.DAC_OVERRIDE, inode)
+        return (not executes or inode.mode & 0o111 != 0) and self.powers.has_capability(Capability.DAC_OVERRIDE, inode)
 
     def may_take_name(self, directory: Attributes, inode: Attributes) -> bool:
         """Whether the sticky bit of the directory lets it remove or replace a name of the inode."""
         return (
             not directory.mode & stat.S_ISVTX
             or self.uid in (directory.uid, inode.uid)
-            or self.powers.has(Capability.FOWNER, inode)
+            or self.powers.has_capability(Capability.FOWNER, inode)
         )
 
 
-def _proven_powers(connection: int, pid: int) -> Powers:
+def _prove_powers(connection: int, pid: int) -> Powers:
     """Of the process that connected a socket; none where it has ended, or the kernel cannot prove that it has not."""
     try:
         with socket.socket(fileno=os.dup(connection)) as peer:
             pidfd = struct.unpack("i", peer.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
         try:
-            powers = Powers.of(pid)
+            powers = Powers.from_pid(pid)
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             return Powers() if poll.poll(0) else powers

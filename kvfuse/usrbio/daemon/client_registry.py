@@ -47,22 +47,22 @@ class ClientRegistry:
     ) -> None:  # fmt: skip
         """``left``: the connection, by the daemon before this one."""
         keeping = self.keeping = ConnectionKeeping(limits.keeper, left, limits.kept_files)
-        self.files = HandleMap("file", THINGS_MAX, keeping, account, "user_files", keep=kept_records.file)
-        self.iovs = HandleMap("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.iov)
+        self.files = HandleMap("file", THINGS_MAX, keeping, account, "user_files", keep=kept_records.pack_file)
+        self.iovs = HandleMap("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.pack_iov)
         self.devices = HandleMap(
-            "device", MEMORIES_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.device
+            "device", MEMORIES_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.pack_device
         )
         self.namespaces = HandleMap(
-            "namespace", THINGS_MAX, keeping, account, "user_files", keep=kept_records.namespace
+            "namespace", THINGS_MAX, keeping, account, "user_files", keep=kept_records.pack_namespace
         )
         self.rings: HandleMap[Any] = HandleMap(
-            "ring", RINGS_MAX, keeping, account, "user_rings", "user_ring_size", lambda ring: ring.kept()
+            "ring", RINGS_MAX, keeping, account, "user_rings", "user_ring_size", lambda ring: ring.describe()
         )
         pins_max = THINGS_MAX if limits.volume.tier.may_show(is_unlimited=peer.is_unlimited) else 0
         self.pins = Pins(pins_max, limits.pinned, account.key, keeping, left.pins if left else None)
         self.share = share
         self._user_key: Hashable = (peer.uid, peer.is_unlimited)
-        self.user = limits.bell_watcher.interpreter.user(self._user_key)
+        self.user = limits.bell_watcher.interpreter.get_user(self._user_key)
         self._peer = peer
         self._limits = limits
         self._calls = calls
@@ -89,7 +89,7 @@ class ClientRegistry:
         """In the event loop: end the call that ``call`` wants to cancel."""
         self._limits.call_queue.put(self._user_key, [call], self._calls.cancel)
 
-    def in_loop(self, function: Callable[[], object]) -> None:
+    def run_in_loop(self, function: Callable[[], object]) -> None:
         """Call it in the event loop soon, unless that ends."""
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
             self._token.run_sync_soon(function)
@@ -114,12 +114,12 @@ class ClientRegistry:
             return [None] * len(sizes)
         return blocks
 
-    def failed(self, reason: str) -> None:
+    def disconnect(self, reason: str) -> None:
         """The client broke its ring: disconnect it."""
         log.info("disconnecting a client: %s", reason)
-        self.in_loop(self._fail)
+        self.run_in_loop(self._fail)
 
-    def counts(self) -> dict[str, int]:
+    def count_things(self) -> dict[str, int]:
         """How much of what is registered."""
         counts = {name: len(getattr(self, name)) for name in ("files", "iovs", "namespaces", "rings", "pins")}
         counts["iovs"] += len(self.devices)

@@ -67,14 +67,14 @@ class ConnectionOwner(msgspec.Struct):
     protocol: int = 1
 
     @classmethod
-    def of(cls, peer: ClientProcess) -> ConnectionOwner:
+    def from_process(cls, peer: ClientProcess) -> ConnectionOwner:
         powers = peer.powers
         uids, gids = ([(ids.start, ids.stop) for ids in mapped] for mapped in (powers.uids, powers.gids))
         groups = sorted(peer.groups)
         known = peer.pid, peer.uid, peer.gid, groups, powers.capabilities, powers.is_ours, uids, gids
         return cls(*known, FORM, VERSION)
 
-    def peer(self) -> ClientProcess:
+    def to_process(self) -> ClientProcess:
         """ValueError where what is kept is of another version."""
         if (self.form, self.protocol) != (FORM, VERSION):
             raise ValueError(f"form {self.form} and protocol {self.protocol} are of another version")
@@ -156,10 +156,10 @@ class KeptFiles:
         if not self._rows[ino]:
             del self._rows[ino]
 
-    def moved(self, ino: int, parent: int, name: bytes) -> None:
+    def note_move(self, ino: int, parent: int, name: bytes) -> None:
         """A file has another name, and perhaps is still stored under the former one."""
         for keeping, handle in self._rows.get(ino, ()):
-            keeping.move(handle, (parent, name))
+            keeping.move_file(handle, (parent, name))
 
 
 class Page:
@@ -169,7 +169,7 @@ class Page:
         self._mapping = mmap.mmap(descriptor, PAGE_SIZE)
         self.words = memoryview(self._mapping)[:PAGE].cast("Q")
         self._rows = memoryview(self._mapping)[PAGE:].cast("Q")
-        self._kept_end = _data_end(descriptor) - PAGE
+        self._kept_end = _find_data_end(descriptor) - PAGE
         """bytes of rows that a daemon before this one may have used"""
         self._places: dict[int, int] = {}
         """pin -> first word of its row"""
@@ -189,7 +189,7 @@ class Page:
     def last_pin(self) -> int:
         return self.words[_LAST_PIN]
 
-    def hold(self, pin: int, block: TierBlock) -> None:
+    def add_pin(self, pin: int, block: TierBlock) -> None:
         """The client has this pin. Under the lock of `Pins`, as the next one."""
         if self._free:
             place = self._free.pop()
@@ -201,7 +201,7 @@ class Page:
         rows[place] = pin
         self._places[pin] = place
 
-    def let_go(self, pin: int) -> None:
+    def remove_pin(self, pin: int) -> None:
         place = self._places.pop(pin)
         self._rows[place] = 0
         self._free.append(place)
@@ -219,13 +219,13 @@ class Page:
             self._places[pin] = row * _PIN_WORDS
             block = tier.adopt_pin(*where)
             if block is None:  # nobody writes there; the client's mapping keeps its bytes
-                self.let_go(pin)
+                self.remove_pin(pin)
             else:
                 found[pin] = block
         return found
 
 
-def _data_end(descriptor: int) -> int:
+def _find_data_end(descriptor: int) -> int:
     """Where the memory behind the page's words ends that exists: rows are used from the first one on."""
     try:
         if os.lseek(descriptor, PAGE, os.SEEK_DATA) == PAGE:
@@ -267,7 +267,7 @@ class ConnectionKeeping:
 
     # -- the connection ------------------------------------------------------------------------------
 
-    def greet(self, stream: Any, peer: ClientProcess) -> None:
+    def keep_connection(self, stream: Any, peer: ClientProcess) -> None:
         """From here on the connection outlives the daemon. ``stream``: its socket. OSError."""
         if not self._keeper.outlives or self.page is not None:
             return
@@ -277,16 +277,16 @@ class ConnectionKeeping:
             page = Page(descriptor)
             self._name = self._name or os.urandom(8).hex()
             page.words[_LAST_HANDLE] = self._handle
-            self._keep(_SOCKET, ConnectionOwner.of(peer), [stream.fileno(), descriptor])
+            self._keep(_SOCKET, ConnectionOwner.from_process(peer), [stream.fileno(), descriptor])
             self.page = page
         finally:
             os.close(descriptor)
 
-    def arrived(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         """Its socket is kept under this name since it was accepted."""
         self._name = name
 
-    def learn(self, *, token: str = "", follows: int = 0, by_path: bool = False) -> None:
+    def keep_words(self, *, token: str = "", follows: int = 0, by_path: bool = False) -> None:
         """The client has shown a token, or follows a directory."""
         if self.page is None:
             return
@@ -296,7 +296,7 @@ class ConnectionKeeping:
             self._said.follows, self._said.by_path = follows, by_path
         self._keep(_SAID, self._said, [])
 
-    def failed_again(self) -> bool:
+    def note_failure(self) -> bool:
         """A mistake of ours kept the connection from being taken over. False: for the first time."""
         before, self._said.failed = self._said.failed, True
         self._keep(_SAID, self._said, [])
@@ -308,12 +308,12 @@ class ConnectionKeeping:
         for name in [*names, *self._names]:
             self._keeper.drop(name)
         self._names.clear()
-        self.leave()
+        self.forget_files()
         if self.page is not None:
             self.page.close()
             self.page = None
 
-    def leave(self) -> None:
+    def forget_files(self) -> None:
         """All stays as it is, for the next daemon."""
         for handle, row in self._files.items():
             self._all_files.remove(row.ino, self, handle)
@@ -326,22 +326,22 @@ class ConnectionKeeping:
         if self.page is not None:
             self.page.words[_ADDED] = handle
             if isinstance(content, KeptFile):
-                self.go_on(handle, content)
+                self.add_file(handle, content)
             self._keep(f"{kind}/{handle}", content, descriptors)
 
-    def go_on(self, handle: int, row: KeptFile) -> None:
+    def add_file(self, handle: int, row: KeptFile) -> None:
         """A file is registered, and kept, here or by the daemon before this one."""
         self._files[handle] = row
         self._all_files.add(row.ino, self, handle)
 
-    def move(self, handle: int, place: tuple[int, bytes]) -> None:
+    def move_file(self, handle: int, place: tuple[int, bytes]) -> None:
         """A registered file has this name now."""
         row = self._files[handle]
         if row.places[:1] != [place]:
             row.places = [place, *row.places][:2]
             self._keep(f"file/{handle}", row, [])
 
-    def told(self, handle: int) -> None:
+    def clear_cut(self, handle: int) -> None:
         """The client knows that bytes of a file may be lost."""
         row = self._files.get(handle)
         if row is not None:
@@ -370,7 +370,7 @@ class ConnectionKeeping:
         """What the daemon before this one kept under one of `left_names`."""
         return self._keeper.take(name)
 
-    def left_names(self) -> list[tuple[str, str, int]]:
+    def list_kept(self) -> list[tuple[str, str, int]]:
         """(name, kind, handle) of all that was registered, in that order."""
         rows = [(name, *name.split("/")[2:]) for name in self._names if not name.endswith((_SOCKET, _SAID))]
         return sorted([(row[0], row[1], int(row[2])) for row in rows], key=lambda row: row[2])
@@ -382,25 +382,25 @@ class ConnectionKeeping:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def taking(self, request: int, number: int) -> None:
+    def begin_request(self, request: int, number: int) -> None:
         """A request is about to be taken out of the socket, before it is answered."""
         if self.page is not None:
             words = self.page.words
             words[_ADDED] = 0
             words[_REQUEST] = request << 32 | number
 
-    def answering(self) -> None:
+    def begin_reply(self) -> None:
         """The reply is about to be sent: from here on the client may know of what was registered."""
         if self.page is not None:
             self.page.words[_ADDED] = 0
 
-    def answered(self) -> None:
+    def end_reply(self) -> None:
         """The reply was sent."""
         if self.page is not None:
             words = self.page.words
             words[_REQUEST] = words[_ADDED] = words[_DROPPED] = 0
 
-    def unanswered(self) -> tuple[int, int, int]:
+    def read_unanswered(self) -> tuple[int, int, int]:
         """(request, number, handle) of the one that the daemon before this one took and did not answer; 0: none.
 
         ``handle``: of what it registered, perhaps also for a request that is still in the socket.
@@ -415,7 +415,7 @@ def _client_of(name: str) -> str:
     return name.split("/", 2)[1]
 
 
-def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[list[KeptConnection], list[Arrival]]:
+def find_kept(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[list[KeptConnection], list[Arrival]]:
     """The connections that a daemon before this one left. What they hold of the tier is held when this returns.
 
     ``files``: names of registered files that the volume counts as open.
@@ -436,7 +436,7 @@ def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[l
             continue
         (page_descriptor,) = pages
         try:
-            peer, page = msgspec.json.decode(kept.content, type=ConnectionOwner).peer(), Page(page_descriptor)
+            peer, page = msgspec.json.decode(kept.content, type=ConnectionOwner).to_process(), Page(page_descriptor)
             words = keeper.take(f"{PREFIX}{client}/{_SAID}")
             said = KeptWords() if words is None else msgspec.json.decode(words.content, type=KeptWords)
         except (OSError, ValueError, msgspec.MsgspecError) as error:

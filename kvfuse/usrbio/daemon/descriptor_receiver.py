@@ -134,7 +134,7 @@ class DescriptorReceivers:
         if self.is_apart:
             self._theirs.close()
 
-    def of(self, user: Hashable, stream: trio.socket.SocketType) -> DescriptorReceiver:
+    def make_receiver(self, user: Hashable, stream: trio.socket.SocketType) -> DescriptorReceiver:
         """The receiver of one connection of ``user``, whose socket is ``stream``."""
         return DescriptorReceiver(self, self._users.setdefault(user, _UserThreads()), stream)
 
@@ -164,7 +164,7 @@ class DescriptorReceivers:
         user.turns.release()
         self._freed.unpark_all()
 
-    async def do(self, user: _UserThreads, stream: trio.socket.SocketType, call: _PassingCall[Any]) -> None:
+    async def run_call(self, user: _UserThreads, stream: trio.socket.SocketType, call: _PassingCall[Any]) -> None:
         """Have a thread do a call; return when the thread's table is closed. The user's turn ends with that.
 
         NotTaken where no thread began in time; TimeoutError where it did not end: it goes on.
@@ -233,10 +233,10 @@ class DescriptorReceivers:
                 os.open(os.devnull, os.O_RDWR)
         ready.set()
         while self._wanted.acquire() and not self._closed:
-            while not _start_thread(self._attend, channel):
+            while not _start_thread(self._do_call, channel):
                 time.sleep(RETRY_SECONDS)  # this thread only starts others, and there is no event for a free one
 
-    def _attend(self, channel: int) -> None:
+    def _do_call(self, channel: int) -> None:
         """Do one call. With a table of its own the thread closes nothing by itself: see the module."""
         while self.is_apart and _libc.unshare(CLONE_FILES) != 0:  # the machine has no memory now
             time.sleep(RETRY_SECONDS)  # its user alone waits for this thread
@@ -276,18 +276,18 @@ class DescriptorReceiver:
         self._last: _PassingCall[Any] | None = None
         """the last call that takes a message"""
 
-    async def look(self) -> bytes:
+    async def peek_message(self) -> bytes:
         """Peek at the next message, which stays in the socket; empty where the client is gone."""
         data, _, flags, _ = await self._stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK)
         self.has_descriptors, self._is_taken = bool(flags & socket.MSG_CTRUNC), False
         return data
 
-    async def take(self) -> None:
+    async def take_message(self) -> None:
         """Take the message that `look` returned out of the socket, unless it was taken with its descriptor."""
         if self._is_taken:
             return
         if self.has_descriptors:
-            await self.drop()
+            await self.drop_message()
         else:
             await self._stream.recv(1)
 
@@ -301,13 +301,13 @@ class DescriptorReceiver:
         await self._do_in_time(call)
         return _answer(call)
 
-    async def memory(self, check: Callable[[int], None] | None = None) -> int:
+    async def take_memory(self, check: Callable[[int], None] | None = None) -> int:
         """The descriptor of memory of the next message, after ``check`` of it. As `inspect`.
 
         None: it has to be shared memory, OSError EINVAL for others, and keeps its size from now on, where it can.
         """
         call: _PassingCall[None] = _PassingCall(
-            lambda own, end: self._inspect(own, partial(_pass_on, end, check or _check_shared))
+            lambda own, end: self._inspect(own, partial(_send_memory, end, check or _check_shared))
         )
         try:
             await self._do_in_time(call)
@@ -319,7 +319,7 @@ class DescriptorReceiver:
             raise
         return call.memory
 
-    async def empty(self) -> None:
+    async def empty_socket(self) -> None:
         """Shut the socket down and drop all that it received, so that its close waits for nothing. `drop` may wait.
 
         After a cancellation a receiver has the rest, with the socket itself.
@@ -336,7 +336,7 @@ class DescriptorReceiver:
                 if not ancillary:
                     return
                 if flags & socket.MSG_CTRUNC:  # there are descriptors, too
-                    await self.drop()
+                    await self.drop_message()
                 else:
                     await self._stream.recv(1)
         except trio.Cancelled:
@@ -349,7 +349,7 @@ class DescriptorReceiver:
         if call.memory is not None:
             await self.run(os.close, call.memory)
 
-    async def settled(self) -> None:
+    async def wait_for_thread(self) -> None:
         """Return when no thread is about to take a message: the next daemon is to find what is in the socket."""
         if self._last is not None:
             with trio.move_on_after(SETTLE_SECONDS):
@@ -359,13 +359,13 @@ class DescriptorReceiver:
         """Run a long job in a thread with the table of the process: ``USER_THREADS_MAX`` of a user at a time."""
         return await trio.to_thread.run_sync(job, *arguments, limiter=self._user.threads)
 
-    async def drop(self) -> None:
+    async def drop_message(self) -> None:
         """Take the next message, and close all that it carries. Waits for a receiver of the user."""
         while True:
             await self._receivers.take_turn(self._user)
             try:
-                await self._receivers.do(
-                    self._user, self._stream, _PassingCall(lambda own, _: self._close_taken(_take(own)))
+                await self._receivers.run_call(
+                    self._user, self._stream, _PassingCall(lambda own, _: self._close_taken(_take_descriptors(own)))
                 )
             except NotTaken:
                 continue
@@ -389,13 +389,13 @@ class DescriptorReceiver:
         self._is_taken = True
         self._last = call
         try:
-            await self._receivers.do(self._user, self._stream, call)
+            await self._receivers.run_call(self._user, self._stream, call)
         except NotTaken:
             self._is_taken = False
             raise
 
     def _inspect(self, stream: int, check: Callable[[int], T]) -> T:
-        descriptors = _take(stream)
+        descriptors = _take_descriptors(stream)
         try:
             if len(descriptors) != 1:
                 raise InvalidArgument(f"one descriptor belongs to this request, not {len(descriptors)}")
@@ -408,7 +408,7 @@ class DescriptorReceiver:
             close_all(descriptors)
 
 
-def turn_away(client: socket.socket) -> bool:
+def close_refused(client: socket.socket) -> bool:
     """Close a socket at once. False, and it is only shut down, where it may carry descriptors: see
     `DescriptorReceiver.empty`."""
     with suppress(OSError):  # the client did
@@ -435,7 +435,7 @@ def _check_shared(descriptor: int) -> None:
     seal_memory(descriptor)
 
 
-def _pass_on(end: int, check: Callable[[int], None], descriptor: int) -> None:
+def _send_memory(end: int, check: Callable[[int], None], descriptor: int) -> None:
     check(descriptor)
     with socket.socket(fileno=os.dup(end)) as sender:
         socket.send_fds(sender, [b"m"], [descriptor])
@@ -447,7 +447,7 @@ def _answer(call: _PassingCall[T]) -> T:
     return call.results[0]
 
 
-def _take(stream: int) -> list[int]:
+def _take_descriptors(stream: int) -> list[int]:
     """The descriptors of the next message of a socket."""
     with socket.socket(fileno=os.dup(stream)) as own:
         _, ancillary, _, _ = own.recvmsg(

@@ -128,7 +128,7 @@ class DeviceCalls:
         """Answer a call with bytes of a file, by way of staging memory."""
         done, is_end = 0, False
         while done < length and not is_end:
-            async with self.staging.part() as (memory, start):
+            async with self.staging.take_part() as (memory, start):
                 size = min(length - done, STAGING_PART)
                 count = await self.volume.files.read_into(handle, offset + done, memory[start : start + size].data)
                 piece = DevicePiece(memory, start, count, call.entry.iov_offset + done)
@@ -155,7 +155,7 @@ class DeviceCalls:
             await ended.wait()
         return outcomes[0]
 
-    async def settled(self) -> None:
+    async def wait_for_lists(self) -> None:
         """Return when the present lists have ended: later ones have no calls of rings that have stopped."""
         for queue in list(self._queues.values()):
             await queue.list_ended.wait()
@@ -178,7 +178,7 @@ class DeviceCalls:
         try:
             await trio.lowlevel.checkpoint()  # those that come in this pass of the event loop go together
             while queue.waiting:
-                await _fill_list(iov, _take(queue.waiting))
+                await _fill_list(iov, _take_list(queue.waiting))
                 queue.list_ended.set()
                 queue.list_ended = trio.Event()
         finally:
@@ -196,17 +196,17 @@ async def _fill_list(iov: DeviceIov, fillings: list[_Filling]) -> None:
             is_filled = await iov.memory.fill([one.piece for one in fillings], _seconds_for(fillings))
     finally:
         for one in fillings:
-            one.call.ring.completions.let_go(one.call, one.answer if is_filled else Completion(-errno.EIO))
+            one.call.ring.completions.release_call(one.call, one.answer if is_filled else Completion(-errno.EIO))
             one.done(is_filled)
 
 
-def _take(queue: deque[_Filling]) -> list[_Filling]:
+def _take_list(queue: deque[_Filling]) -> list[_Filling]:
     """Hold the calls of the next list. Those that were completed meanwhile are left out."""
     taken: list[_Filling] = []
     size = 0
     while queue and size < LIST_SIZE and len(taken) < LIST_MAX:
         one = queue.popleft()
-        if one.call.ring.completions.hold(one.call):
+        if one.call.ring.completions.hold_call(one.call):
             taken.append(one)
             size += one.piece.size
         else:

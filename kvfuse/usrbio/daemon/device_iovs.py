@@ -33,7 +33,7 @@ class DeviceIov:
         self.idle.set()
 
 
-async def add(
+async def add_iov(
     memories: DeviceMemories, table: HandleMap[DeviceIov], receiver: DescriptorReceiver, offset: int, size: int
 ) -> int:
     """Register the memory whose descriptor comes with the next message: its handle. KvfuseError, OSError."""
@@ -42,7 +42,7 @@ async def add(
     if lacks := memories.lacks:
         raise errors.Unsupported(lacks)
     with table.taking(size):
-        descriptor = await receiver.memory(memories.check)
+        descriptor = await receiver.take_memory(memories.check)
         with trio.CancelScope(shield=True):  # else what is registered would be nobody's
             try:
                 iov = DeviceIov(await memories.add(descriptor, offset, size), size, offset, descriptor)
@@ -52,7 +52,7 @@ async def add(
     return handle
 
 
-async def let_go(*iovs: DeviceIov) -> None:
+async def close_iovs(*iovs: DeviceIov) -> None:
     """Of memory that entries do not find any more. Nothing is written to it from then on."""
     with trio.CancelScope(shield=True):
         for iov in iovs:

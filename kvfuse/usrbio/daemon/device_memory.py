@@ -95,7 +95,7 @@ class DeviceStaging:
         self._turns = trio.Semaphore(STAGING_PARTS)
 
     @asynccontextmanager
-    async def part(self) -> AsyncIterator[tuple[Bytes, int]]:
+    async def take_part(self) -> AsyncIterator[tuple[Bytes, int]]:
         """(memory, where a part begins in it) for the body."""
         async with self._turns:
             if self._memory is None:

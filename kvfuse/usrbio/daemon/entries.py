@@ -78,7 +78,7 @@ def _measure(served: dict[Histogram, int], seconds: float) -> None:
     served.clear()
 
 
-def _part(aux: Bytes, offset: int, length: int) -> Bytes:
+def _cut_aux(aux: Bytes, offset: int, length: int) -> Bytes:
     if length > len(aux) or offset > len(aux) - length:
         raise RefusedEntry(errno.EINVAL)
     return aux[offset : offset + length]
@@ -134,11 +134,11 @@ class EntryServer:
         if len(rows) > 1 or rows["op"][0] == Op.WRITE:
             rows = self._batches.serve(rows, taken_at, in_place=in_place)
         if len(rows) >= COLUMNS_MIN:
-            rows = self._without_overlaps(rows)
+            rows = self._refuse_overlaps(rows)
             if self._op_mask >> Op.READ & 1:
                 rows = self._columns.serve(rows, taken_at)
         elif len(rows) > 1 and may_overlap(rows):
-            rows = self._without_overlaps(rows)
+            rows = self._refuse_overlaps(rows)
         calls: list[Call] = []
         done: list[tuple[int, Completion]] = []
         waiting: list[int] = []
@@ -162,11 +162,11 @@ class EntryServer:
             is_wanted = self._turns.is_wanted(self._ring.seat)
             is_put = entry.op == Op.PUT
             if kept_size >= PUTS_SIZE or (not is_put and (is_wanted or entry.length >= LARGE)):
-                self._pass_on(done, calls)
+                self._publish_and_start(done, calls)
                 done, calls, kept_size = [], [], 0
             if is_wanted:
                 self._turns.pause(self._ring.seat)
-        self._pass_on(done, calls)
+        self._publish_and_start(done, calls)
         if self._served:
             _measure(self._served, time.monotonic() - taken_at)
         if self._asked:
@@ -202,13 +202,13 @@ class EntryServer:
             _note_uses(self._asked)
         return True
 
-    def _pass_on(self, done: list[tuple[int, Completion]], calls: list[Call]) -> None:
+    def _publish_and_start(self, done: list[tuple[int, Completion]], calls: list[Call]) -> None:
         if done:
             self._completions.publish(done)
         if calls:
             self._registered.start(calls)
 
-    def _without_overlaps(self, rows: Entries) -> Entries:
+    def _refuse_overlaps(self, rows: Entries) -> Entries:
         """Refuse entries whose bytes would land where those of another one of this batch do."""
         refused = find_overlaps(rows, self._registered.iovs)
         if not len(refused):
@@ -234,7 +234,7 @@ class EntryServer:
         if op == Op.RELEASE:
             self._registered.pins.give(entry.offset)
             if not self._is_lone:
-                self._completions.release(entry.user_data)
+                self._completions.forget_entry(entry.user_data)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
             raise RefusedEntry(errno.EINVAL)
@@ -251,7 +251,7 @@ class EntryServer:
             return self._serve_file(entry, deadline, calls)
         if op == Op.CANCEL:
             return self._cancel(entry, deadline)
-        calls.append(self._call_of_put(entry, deadline) if op == Op.PUT else self._call_of_keys(entry, deadline))
+        calls.append(self._make_put(entry, deadline) if op == Op.PUT else self._make_keys_call(entry, deadline))
         return None
 
     # files
@@ -266,12 +266,12 @@ class EntryServer:
                 raise RefusedEntry(errno.EINVAL)
             device = self._registered.devices.get(entry.iov) if entry.op == Op.READ else None
             if device is not None and file.readable:
-                return self._to_device(call, device, calls)
-            iov = call.iov = self._range(entry)
+                return self._read_to_device(call, device, calls)
+            iov = call.iov = self._find_iov(entry)
             if not (file.readable if entry.op == Op.READ else file.writable):
                 raise RefusedEntry(errno.EBADF)
             if entry.op == Op.WRITE:
-                with self._reserved(call, entry.length):
+                with self._reserving(call, entry.length):
                     self._copy(call, np.empty(entry.length, np.uint8), iov, iov.read)
             else:
                 if not iov.writable:
@@ -309,7 +309,7 @@ class EntryServer:
         file.measures.read_bytes += result
         return Completion(result)
 
-    def _range(self, entry: Entry) -> MappedIov:
+    def _find_iov(self, entry: Entry) -> MappedIov:
         """The iov of an entry, whose range lies in it."""
         iov = self._registered.iovs.get(entry.iov)
         if iov is None or entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
@@ -327,7 +327,7 @@ class EntryServer:
         call.size, call.weight = size, weight
 
     @contextmanager
-    def _reserved(self, call: Call, size: int) -> Iterator[None]:
+    def _reserving(self, call: Call, size: int) -> Iterator[None]:
         """As `_reserve`; given back where the body fails."""
         self._reserve(call, size)
         try:
@@ -351,31 +351,31 @@ class EntryServer:
 
     # keys
 
-    def _namespace(self, entry: Entry) -> NamespaceHandle:
+    def _find_namespace(self, entry: Entry) -> NamespaceHandle:
         namespace = self._registered.namespaces.get(entry.handle)
         if namespace is None:
             raise RefusedEntry(errno.EBADF)
         return namespace
 
-    def _name(self, entry: Entry) -> bytes:
+    def _read_name(self, entry: Entry) -> bytes:
         """The file name of the one key of an entry."""
         if not 1 <= entry.key_length <= KEY_SIZE_MAX or entry.flags & ~_VIEW:
             raise RefusedEntry(errno.EINVAL)
-        return file_name(_part(self._aux_area, entry.key_offset, entry.key_length).tobytes())
+        return file_name(_cut_aux(self._aux_area, entry.key_offset, entry.key_length).tobytes())
 
-    def _call_of_put(self, entry: Entry, deadline: float) -> Call:
+    def _make_put(self, entry: Entry, deadline: float) -> Call:
         """With a copy of the bytes, unless the event loop has to allow it before. Refused, Short, OSError."""
-        namespace = self._namespace(entry)
-        name = self._name(entry)
-        iov = self._range(entry)
+        namespace = self._find_namespace(entry)
+        name = self._read_name(entry)
+        iov = self._find_iov(entry)
         call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
         if namespace.read_only:
             raise RefusedEntry(errno.EROFS)
         if namespace.may_copy:
-            with self._reserved(call, entry.length):
+            with self._reserving(call, entry.length):
                 self._copy_put(call)
         else:
-            call.again = self._copy_now
+            call.again = self._copy_allowed
             self._reserve(call, 0)
         return call
 
@@ -391,21 +391,21 @@ class EntryServer:
             block.checksums, call.data = checksums, block
 
     def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Completion | None:
-        namespace = self._namespace(entry)
-        name = self._name(entry)
+        namespace = self._find_namespace(entry)
+        name = self._read_name(entry)
         device = self._registered.devices.get(entry.iov)
-        iov = self._range(entry) if entry.length and device is None else None
+        iov = self._find_iov(entry) if entry.length and device is None else None
         if iov is not None and not iov.writable:
             raise RefusedEntry(errno.EACCES)
         if namespace.uses is not None:
             self._asked.setdefault(namespace, []).append(name)
         if device is not None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), again=find_block)
-            return self._to_device(call, device, calls)
-        answer = self._get(entry, namespace, name, iov) if not namespace.measures.limiters else None
+            return self._read_to_device(call, device, calls)
+        answer = self._try_get(entry, namespace, name, iov) if not namespace.measures.limiters else None
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
-            call.again = lambda call: self._get(call.entry, namespace, name, iov)
+            call.again = lambda call: self._try_get(call.entry, namespace, name, iov)
             self._reserve(call, min(entry.length, PIECE))
             calls.append(call)
         else:
@@ -413,7 +413,7 @@ class EntryServer:
             self._served[times] = self._served.get(times, 0) + 1
         return answer
 
-    def _to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Completion | None:
+    def _read_to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Completion | None:
         """The answer to a GET or READ whose bytes are to go there, or None: it is in ``calls``. Refused, Short."""
         check_range(call.entry, device)
         call.device = device
@@ -425,7 +425,9 @@ class EntryServer:
         calls.append(call)
         return None
 
-    def _get(self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None) -> Completion | None:
+    def _try_get(
+        self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None
+    ) -> Completion | None:
         """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
         binding = namespace.bindings.get(name)
         if binding is None or not binding.valid or not namespace.is_checked:
@@ -460,21 +462,21 @@ class EntryServer:
             self._registered.pins.give(pin)
         return None
 
-    def _copy_now(self, call: Call) -> None:
+    def _copy_allowed(self, call: Call) -> None:
         """Copy the bytes of a put that the event loop allowed. OSError, also ENOMEM."""
         if not self._registered.share.take(call.entry.length):
             raise OSError(errno.ENOMEM, "calls that are under way hold all memory")
         call.size += call.entry.length
         self._copy_put(call)
 
-    def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
-        namespace = self._namespace(entry)
+    def _make_keys_call(self, entry: Entry, deadline: float) -> Call:
+        namespace = self._find_namespace(entry)
         if entry.flags & ~_OF_KEYS or entry.length > min(entry.key_length, KEYS_MAX):
             raise RefusedEntry(errno.EINVAL)
-        _part(self._aux_area, entry.offset, entry.length)
-        packed = _part(self._aux_area, entry.key_offset, entry.key_length)
+        _cut_aux(self._aux_area, entry.offset, entry.length)
+        packed = _cut_aux(self._aux_area, entry.key_offset, entry.key_length)
         call = Call(self._ring, entry, deadline, namespace=namespace)
-        with self._reserved(call, len(packed) + entry.length * KEY_SIZE):
+        with self._reserving(call, len(packed) + entry.length * KEY_SIZE):
             try:
                 keys = unpack_keys(packed.tobytes(), entry.length)
             except ValueError:

@@ -52,7 +52,7 @@ class Indexes:
         await self._check(namespace)
         if namespace.measures.limiters:
             raise errors.Unsupported("the speed of this namespace is limited: its blocks are got through rings")
-        readers = self._read_class(namespace, number)
+        readers = self._find_read_class(namespace, number)
         for former in [own for own, touches in self._opened.items() if own == readers or touches.index.has_ended]:
             self.volume.tier.residents.leave(self._opened.pop(former))
             account.give("user_indexes")
@@ -94,11 +94,11 @@ class Indexes:
         self._opened.clear()
 
     async def _check(self, namespace: NamespaceHandle) -> None:
-        directory = await self.admission.directory(namespace)
-        if namespace.is_absent or not (namespace.has_token or self.peer.may(directory, 5)):
+        directory = await self.admission.read_directory(namespace)
+        if namespace.is_absent or not (namespace.has_token or self.peer.may_access(directory, 5)):
             raise errors.PermissionDenied("the client's user may not list this folder")
 
-    def _read_class(self, namespace: NamespaceHandle, number: int) -> ReadClass:
+    def _find_read_class(self, namespace: NamespaceHandle, number: int) -> ReadClass:
         own = ReadClass(namespace.ino, self.peer.uid, namespace.group.gid, namespace.mode & 0o444)
         if not number:
             readers = [own]
@@ -111,7 +111,7 @@ class Indexes:
         return readers[number]
 
     def _may_read(self, readers: ReadClass) -> bool:
-        return self.peer.may(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
+        return self.peer.may_access(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
 
 
 class _Readable(NamedTuple):

@@ -43,7 +43,7 @@ class Jobs:
             os.eventfd_write(self.wake, 1)
             return True
 
-    async def ask(self, job: Callable[[], bool]) -> bool:
+    async def ask_thread(self, job: Callable[[], bool]) -> bool:
         """The result of ``job``, called by the ring's thread in its turn; False if that has ended. Event loop only."""
         done = trio.Event()
         token = trio.lowlevel.current_trio_token()

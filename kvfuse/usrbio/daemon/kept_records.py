@@ -38,19 +38,19 @@ class KeptRing(msgspec.Struct):
     """-1: all operations"""
 
 
-def file(thing: OpenFile) -> Kept:
+def pack_file(thing: OpenFile) -> Kept:
     place = thing.handle.place
     return KeptFile(thing.ino, thing.readable, thing.writable, [place] if place[1] else []), []
 
 
-def iov(thing: MappedIov) -> Kept:
+def pack_iov(thing: MappedIov) -> Kept:
     return KeptIov(thing.size), [thing.descriptor]
 
 
-def device(thing: DeviceIov) -> Kept:
+def pack_device(thing: DeviceIov) -> Kept:
     return KeptIov(thing.size, thing.offset), [thing.descriptor]
 
 
-def namespace(thing: NamespaceHandle) -> Kept:
+def pack_namespace(thing: NamespaceHandle) -> Kept:
     row = KeptNamespace(thing.ino, thing.mode, thing.group.gid, thing.read_only, thing.descriptor, thing.by_path)
     return row, []

@@ -23,12 +23,17 @@ from kvfuse.usrbio.daemon import restored_connection
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
 from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_process import ClientProcess, credentials
+from kvfuse.usrbio.daemon.client_process import ClientProcess, read_credentials
 from kvfuse.usrbio.daemon.connection import Connection
-from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping, KeptConnection, find_left
-from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver, DescriptorReceivers, open_receivers, turn_away
+from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping, KeptConnection, find_kept
+from kvfuse.usrbio.daemon.descriptor_receiver import (
+    DescriptorReceiver,
+    DescriptorReceivers,
+    close_refused,
+    open_receivers,
+)
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
-from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
+from kvfuse.usrbio.daemon.interpreter import Interpreter, watch_loop
 from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
 from kvfuse.usrbio.daemon.ring_thread import THREAD_NAME
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
@@ -70,25 +75,25 @@ async def serve_rings(
     clients; then it returns.
     """
     turns = Interpreter()
-    with listener.dup() as accepting, BellWatcher(turns) as bell_watcher, watched_loop(turns), ExitStack() as undo:
+    with listener.dup() as accepting, BellWatcher(turns) as bell_watcher, watch_loop(turns), ExitStack() as undo:
         accepting.setblocking(False)
         limits = Limits(volume, kernel, device, bell_watcher, options or UsrbioOptions(), device_memories, keeper)
         files, movers = volume.left_open.ring_files, volume.left_open.movers
-        left, arrivals = find_left(keeper, volume.tier, files)
+        left, arrivals = find_kept(keeper, volume.tier, files)
         restored_connection.give_up_files(volume, set(files).difference(*[one.files for one in left]))
-        movers.add(limits.kept_files.moved)
-        undo.callback(movers.discard, limits.kept_files.moved)
+        movers.add(limits.kept_files.note_move)
+        undo.callback(movers.discard, limits.kept_files.note_move)
         async with open_receivers() as receivers, limits.device_memories.serving(), trio.open_nursery() as nursery:
             clients = Clients(limits, receivers, nursery)
             nursery.start_soon(failing.vital_task, limits.call_queue.run)
             if handing_over is not None:
                 nursery.start_soon(failing.vital_task, clients.hand_over, handing_over)
             for one in left:
-                clients.go_on(one)
+                clients.restore_client(one)
             for arrival in arrivals:
                 stream = socket.socket(fileno=arrival.socket)
                 stream.setblocking(False)
-                clients.receive(stream, arrival.name)
+                clients.receive_client(stream, arrival.name)
             volume.sections["rings"] = clients.statistics
             volume.sections["ring_users"] = limits.accounts.statistics
             volume.user_sections["rings"] = clients.statistics_of
@@ -102,7 +107,7 @@ async def _accept(listener: socket.socket, clients: Clients) -> None:
     while True:
         await trio.lowlevel.wait_readable(listener)
         try:
-            clients.receive(listener.accept()[0])  # one in a pass of the event loop: others wait for that long
+            clients.receive_client(listener.accept()[0])  # one in a pass of the event loop: others wait for that long
         except BlockingIOError:
             pass
         except OSError as error:
@@ -127,26 +132,26 @@ class Clients:
         self._connections: set[Connection] = set()
         self._arrivals = Arrivals(limits.keeper)
 
-    def receive(self, client: socket.socket, name: str = "") -> None:
+    def receive_client(self, client: socket.socket, name: str = "") -> None:
         """Somebody has connected. One that is too many of its user is gone at once: to be cheap where many come.
 
         ``name``: under which the daemon before this one has kept it.
         """
-        uid = credentials(client)[1]
+        uid = read_credentials(client)[1]
         try:
             if uid:
                 self.limits.accounts.check_connections(uid)
             elif self._unproven >= UNPROVEN_MAX:
                 raise errors.QuotaExceeded(f"{UNPROVEN_MAX} processes of uid 0 have connected at once")
         except errors.QuotaExceeded as error:
-            if turn_away(client):
+            if close_refused(client):
                 self._arrivals.drop(name)
                 self._warn(error)
                 return
         name = self._arrivals.keep(client, name)
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client), None, name)
 
-    def go_on(self, left: KeptConnection) -> None:
+    def restore_client(self, left: KeptConnection) -> None:
         """Serve a client of the daemon before this one."""
         stream = socket.socket(fileno=left.socket)
         stream.setblocking(False)
@@ -172,23 +177,23 @@ class Clients:
     async def _find_peer(self, stream: trio.socket.SocketType) -> ClientProcess:
         self._unproven += 1
         try:
-            return await ClientProcess.of(stream, self._unproven_threads)
+            return await ClientProcess.from_socket(stream, self._unproven_threads)
         finally:
             self._unproven -= 1
 
     async def _serve(self, stream: trio.socket.SocketType, left: KeptConnection | None = None, name: str = "") -> None:
         """One client, until it is gone and its socket is closed. It counts for its user until then."""
-        with stream, self._kept(name):
+        with stream, self._dropping_arrival(name):
             try:
                 peer = await self._find_peer(stream) if left is None else left.peer
                 user = (peer.uid, peer.is_unlimited)
-                receiver = self._receivers.of(user, stream)
+                receiver = self._receivers.make_receiver(user, stream)
                 with closing(self.limits.accounts.open(peer)) as account:
                     try:
                         account.take("user_connections")
-                        async with self._audiences.of(user) as audience:
+                        async with self._audiences.join(user) as audience:
                             if left is None:
-                                await audience.turn(stream, CONNECT_COST)
+                                await audience.wait_turn(stream, CONNECT_COST)
                             await self._serve_peer(stream, peer, account, audience, receiver, left, name)
                     finally:
                         if not self.limits.hands_over:
@@ -197,7 +202,7 @@ class Clients:
                                 restored_connection.give_up_files(self.limits.volume, left.files)
                                 if not left.page.is_closed:
                                     ConnectionKeeping(self.limits.keeper, left).close()
-                            await receiver.empty()
+                            await receiver.empty_socket()
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
                 self._warn(group.exceptions[0])
             except* OSError as group:
@@ -207,7 +212,7 @@ class Clients:
                 log.error("serving a client failed", exc_info=group)
 
     @contextmanager
-    def _kept(self, name: str) -> Iterator[None]:
+    def _dropping_arrival(self, name: str) -> Iterator[None]:
         """Until the end of the body, unless that is for the next daemon."""
         try:
             yield
@@ -225,7 +230,7 @@ class Clients:
             async with trio.open_nursery() as nursery:
                 connection = Connection(self.limits, stream, peer, account, audience, receiver, nursery, share, left)
                 if name:
-                    connection.registered.keeping.arrived(name)
+                    connection.registered.keeping.set_name(name)
                 self._connections.add(connection)
                 try:
                     await connection.run(left)
@@ -235,20 +240,20 @@ class Clients:
 
     def statistics(self) -> dict[str, int]:
         """Counts of all that clients have registered now."""
-        counts = _counts(self._connections)
+        counts = _count_things(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
         with suppress(OSError):  # no descriptor is free
-            self.limits.charges.look_again()  # of those that have ended, too, what is still there
+            self.limits.charges.recount()  # of those that have ended, too, what is still there
         sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
 
     def statistics_of(self, uid: int) -> dict[str, int]:
         """The counts of one user's clients."""
-        return dict(_counts([connection for connection in self._connections if connection.peer.uid == uid]))
+        return dict(_count_things([connection for connection in self._connections if connection.peer.uid == uid]))
 
 
-def _counts(connections: Collection[Connection]) -> Counter[str]:
+def _count_things(connections: Collection[Connection]) -> Counter[str]:
     counts = Counter(connections=len(connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
     for connection in connections:
-        counts.update(connection.registered.counts())
+        counts.update(connection.registered.count_things())
     return counts

@@ -40,7 +40,7 @@ class NamespaceAccess:
     peer: ClientProcess
     _tokens: list[str] = field(default_factory=list)
 
-    def show(self, token: str) -> None:
+    def add_token(self, token: str) -> None:
         """The client has this token. InvalidArgument: it is none, or one too many."""
         if not is_token(token):
             raise errors.InvalidArgument("this is no token of a namespace")
@@ -50,30 +50,30 @@ class NamespaceAccess:
             raise errors.InvalidArgument(f"a connection shows at most {TOKENS_MAX} tokens")
         self._tokens.append(token)
 
-    async def check(self, ino: int) -> bool:
+    async def check_access(self, ino: int) -> bool:
         """Whether the client has shown the token for an inode's namespace. Stale: it needs one, and has not."""
         gate = await self.volume.inodes.gate(ino)
         if gate is None or not gate.lock:
             return False
         has_token = self._has_token(gate)
-        if not has_token and not await self._is_let_in(gate):
+        if not has_token and not await self._may_enter(gate):
             self.volume.inodes.measures(ino).failures["token"] += 1
             raise errors.Stale(f"inode {ino} was removed")
         return has_token
 
-    async def reaches(self, directory: int) -> bool:
+    async def may_reach(self, directory: int) -> bool:
         """The client's user may search all directories above one. Stale: it was removed."""
         _, above = await self.volume.search.ancestors(directory)
-        return all(self.peer.may(one, 1) for one in above)
+        return all(self.peer.may_access(one, 1) for one in above)
 
-    async def group_in(self, directory: int) -> Group:
+    async def find_group(self, directory: int) -> Group:
         """The group that the client's new blocks in a directory have. Stale: it was removed."""
         ancestors, _ = await self.volume.search.ancestors(directory)
         changes = ancestors.changes
         found = await self.volume.inodes.attributes(directory)
         return Group(found.gid if found.mode & stat.S_ISGID else self.peer.gid, ancestors, changes)
 
-    async def directory(self, namespace: NamespaceHandle) -> Attributes:
+    async def read_directory(self, namespace: NamespaceHandle) -> Attributes:
         """A registered directory as it is now. What the namespace says of the client's rights is as of now, too.
 
         PermissionDenied: the client's user may not go there any more. Where it is absent for the client, it says so.
@@ -95,9 +95,9 @@ class NamespaceAccess:
         try:
             namespace.ancestors, above = await self.volume.search.ancestors(namespace.ino)
             namespace.changes = namespace.ancestors.changes
-            namespace.group = await self.group_in(namespace.ino)
-            is_cut_off = namespace.by_path and not all(self.peer.may(one, 1) for one in above)
-            namespace.has_token = await self.check(namespace.ino)
+            namespace.group = await self.find_group(namespace.ino)
+            is_cut_off = namespace.by_path and not all(self.peer.may_access(one, 1) for one in above)
+            namespace.has_token = await self.check_access(namespace.ino)
             namespace.is_absent = await self._has_other_descriptor(namespace)
             namespace.is_cut_off = is_cut_off and not namespace.has_token
         except errors.Stale:
@@ -108,8 +108,8 @@ class NamespaceAccess:
 
     async def describe(self, namespace: NamespaceHandle, descriptor: str) -> None:
         """The client says what its blocks are. Exists: they are something else in this namespace. Stale."""
-        namespace.has_token = await self.check(namespace.ino)
-        may_pin = self.may(namespace, await self.volume.inodes.attributes(namespace.ino), 3)
+        namespace.has_token = await self.check_access(namespace.ino)
+        may_pin = self.may_access(namespace, await self.volume.inodes.attributes(namespace.ino), 3)
         may_pin &= not namespace.read_only
         try:
             namespace.descriptor = await self.volume.inodes.describe(namespace.ino, descriptor, may_pin=may_pin)
@@ -124,17 +124,17 @@ class NamespaceAccess:
         gate = await self.volume.inodes.gate(namespace.ino)
         return gate is not None and gate.descriptor not in ("", namespace.descriptor)
 
-    def may(self, namespace: NamespaceHandle, inode: Attributes | Binding, wanted: int) -> bool:
+    def may_access(self, namespace: NamespaceHandle, inode: Attributes | Binding, wanted: int) -> bool:
         """`ClientProcess.may`, of an inode in a namespace; who has shown its token may all."""
-        return namespace.has_token or self.peer.may(inode, wanted)
+        return namespace.has_token or self.peer.may_access(inode, wanted)
 
     def _has_token(self, gate: Gate) -> bool:
         return True in [fits(gate.lock, token) for token in self._tokens]  # in the same time, whichever it is
 
-    async def _is_let_in(self, gate: Gate) -> bool:
-        return self.peer.may(await self.volume.inodes.attributes(gate.folder), 1)
+    async def _may_enter(self, gate: Gate) -> bool:
+        return self.peer.may_access(await self.volume.inodes.attributes(gate.folder), 1)
 
 
-def blind(count: int) -> list[bytes]:
+def make_blind_names(count: int) -> list[bytes]:
     """New names, of files that are not there."""
     return [_UNKNOWN + b"%d" % next(_numbers) for _ in range(count)]

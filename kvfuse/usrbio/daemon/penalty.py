@@ -50,7 +50,7 @@ class Penalty:
         if self.excess <= FREE:
             self.seconds = 0.0
 
-    def ring_for_nothing(self) -> None:
+    def count_idle_ring(self) -> None:
         """The client rang, and there was nothing to do. Costs rests, but breaks no ring."""
         if self.excess < BOUND:
             self.judge(1, 1)

@@ -105,7 +105,7 @@ class Pins:
             self._last = number
             self._blocks[number] = block
             if self._keeping is not None and self._keeping.page is not None:
-                self._keeping.page.hold(number, block)
+                self._keeping.page.add_pin(number, block)
             self.arenas.add(block.arena)
             return number
 
@@ -115,10 +115,10 @@ class Pins:
             block = self._blocks.pop(pin, None)
             if block is not None:
                 if self._keeping is not None and self._keeping.page is not None:
-                    self._keeping.page.let_go(pin)
+                    self._keeping.page.remove_pin(pin)
                 self._pinned.give(self._user, block.home)
 
-    def blocks(self) -> list[TierBlock]:
+    def list_blocks(self) -> list[TierBlock]:
         """All that are held."""
         with self._lock:
             return list(self._blocks.values())

@@ -53,14 +53,14 @@ class PutBatch(Call):
     def __post_init__(self) -> None:
         self.done = [False] * len(self.rows)
 
-    def left(self) -> list[int]:
+    def list_left(self) -> list[int]:
         """Numbers of those that are not done."""
         return [number for number, is_done in enumerate(self.done) if not is_done]
 
-    def calls(self) -> list[Call]:
+    def make_calls(self) -> list[Call]:
         """Those that are not done, as calls that take over their part of the memory."""
         found = []
-        for number in self.left():
+        for number in self.list_left():
             entry = Entry._make(SQE_STRUCT.unpack(self.rows[number : number + 1].tobytes()))
             deadline = self.taken_at + entry.timeout_us / 1e6 if entry.timeout_us else float("inf")
             call = Call(self.ring, entry, deadline, namespace=self.namespace, names=(self.names[number],))
@@ -86,17 +86,17 @@ class PutBatches:
     _waiting: set[PutBatch] = field(default_factory=set)
 
     def start(self, batch: PutBatch) -> None:
-        rest = self._put(batch, batch.left())
+        rest = self._put(batch, batch.list_left())
         if rest or self._may_wait(batch):
             self._waiting.add(batch)
-            self.nursery.start_soon(self._go_on, batch, rest)
+            self.nursery.start_soon(self._put_rest, batch, rest)
         else:
-            self._end(batch)
+            self._end_batch(batch)
 
     def cancel(self, call: Call) -> bool:
         """Have the put that ``call`` names cancelled, and the call completed. False: it is in no batch that waits."""
         for batch in self._waiting:
-            for number in batch.left() if batch.ring is call.ring else ():
+            for number in batch.list_left() if batch.ring is call.ring else ():
                 if batch.rows["user_data"][number] == call.entry.offset:
                     batch.done[number] = True
                     batch.ring.completions.post([call.entry.offset], [-errno.ECANCELED])
@@ -135,7 +135,7 @@ class PutBatches:
         """Some are left because too many changes of the user wait for a commit; and they have the time."""
         return batch.deadline == float("inf") and False in batch.done and self.blocks.is_crowded()
 
-    async def _go_on(self, batch: PutBatch, rest: Sequence[int]) -> None:
+    async def _put_rest(self, batch: PutBatch, rest: Sequence[int]) -> None:
         """Do ``rest`` in turns between which others have theirs; and after a commit what had to wait for one."""
         try:
             before = -1
@@ -146,18 +146,18 @@ class PutBatches:
                 if batch.done.count(True) == before or batch.ring.completions.stopped or not self._may_wait(batch):
                     break
                 before = batch.done.count(True)
-                await self.blocks.settled()
-                rest = batch.left()
+                await self.blocks.wait_for_commit()
+                rest = batch.list_left()
         except KvfuseError as error:  # each is done alone, and answered with what becomes of it
             log.debug("puts do not wait for a commit together: %s", error)
         finally:
             self._waiting.discard(batch)
-        self._end(batch)
+        self._end_batch(batch)
 
-    def _end(self, batch: PutBatch) -> None:
+    def _end_batch(self, batch: PutBatch) -> None:
         """What is not done is done alone."""
         if False in batch.done:
-            self.start_calls(batch.calls())
+            self.start_calls(batch.make_calls())
         batch.blocks = []
         self.share.give(batch.size, batch.weight)
 

@@ -38,7 +38,7 @@ class PutFinder:
         """Let go of the ring's memory."""
         self._aux = self._aux[:0].copy()
 
-    def begin(self, rows: Entries, taken_at: float) -> int:
+    def start_batches(self, rows: Entries, taken_at: float) -> int:
         """Start batches of entries of one op, handle and iov. How many of the first ones are taken care of."""
         entry = Entry._make(SQE_STRUCT.unpack(rows[:1].tobytes()))
         namespace, iov = self._registered.namespaces.get(entry.handle), self._registered.iovs.get(entry.iov)
@@ -57,19 +57,19 @@ class PutFinder:
                 while end < len(rows) and end - start < PUTS_MAX and (end == start or size + lengths[end] <= PUTS_SIZE):
                     size += lengths[end]
                     end += 1
-                taken = self._make(rows[start:end], size, taken_at, namespace, iov, batches)
+                taken = self._make_batch(rows[start:end], size, taken_at, namespace, iov, batches)
                 start += taken
                 kept_size += size
                 if start < end:
                     break
                 if kept_size >= PUTS_SIZE:
-                    kept_size = self._pass_on(batches)
+                    kept_size = self._start_kept(batches)
                 self._ring.turns.pause(self._ring.seat)
         finally:
-            self._pass_on(batches)
+            self._start_kept(batches)
         return start
 
-    def _pass_on(self, batches: list[PutBatch]) -> int:
+    def _start_kept(self, batches: list[PutBatch]) -> int:
         """Nothing is kept then."""
         for batch in batches:
             self._registered.start_puts(batch)
@@ -98,7 +98,7 @@ class PutFinder:
             and int(words[:, 7].max()) <= TIMEOUT_US_MAX
         )
 
-    def _make(
+    def _make_batch(
         self,
         rows: Entries,
         size: int,
@@ -117,7 +117,7 @@ class PutFinder:
             return 0
         copied: list[Bytes | TierBlock] = []
         try:
-            names = self._names(rows)
+            names = self._read_names(rows)
             self._copy(rows, namespace, iov, copied)
         except OSError:  # of the one behind those that were copied: it is served alone, and answered with the error
             rows = rows[: len(copied)]
@@ -137,7 +137,7 @@ class PutFinder:
             )  # fmt: skip
         return len(copied)
 
-    def _names(self, rows: Entries) -> list[bytes]:
+    def _read_names(self, rows: Entries) -> list[bytes]:
         """The file names of their keys, which the client may change from now on."""
         starts, lengths = rows["key_offset"].tolist(), rows["key_length"].tolist()
         first, last = min(starts), max([start + length for start, length in zip(starts, lengths, strict=True)])
@@ -156,7 +156,7 @@ class PutFinder:
             np.empty(length, np.uint8) if block is None else block
             for block, length in zip(blocks, lengths, strict=True)
         ]
-        if iov.is_sealed and iov.is_there(sum(lengths)):
+        if iov.is_sealed and iov.is_present(sum(lengths)):
             self._copy_together(iov, offsets, targets, lengths)
             copied += targets
             return

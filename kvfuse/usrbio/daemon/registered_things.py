@@ -187,7 +187,7 @@ class HandleMap(dict[int, T]):
         self[handle] = thing
         return handle
 
-    def is_gone(self, handle: int) -> bool:
+    def is_dropped(self, handle: int) -> bool:
         """The daemon before this one dropped it, for a request that is asked again, as it was not answered."""
         return handle not in self and self.handles.was_dropped(handle)
 

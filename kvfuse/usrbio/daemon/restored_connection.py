@@ -30,7 +30,7 @@ from kvfuse.usrbio.daemon.client_memory import map_memory
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.connection_keeping import KeptConnection
 from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver
-from kvfuse.usrbio.daemon.device_iovs import DeviceIov, let_go
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov, close_iovs
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
 from kvfuse.usrbio.daemon.kept_records import KeptIov, KeptNamespace, KeptRing
 from kvfuse.usrbio.daemon.loop_calls import Calls
@@ -70,23 +70,23 @@ class _Restoration:
     memories: Memories
     remembered: Remembered
 
-    async def left_file(self, handle: int, row: KeptFile) -> None:
+    async def restore_open_file(self, handle: int, row: KeptFile) -> None:
         """A file that the volume has counted as open since it was opened itself."""
         left_open, opened = self.volume.left_open, None
         try:
             with self.things.files.taking():
                 await left_open.load(row.ino)
-                opened = left_open.take_over(row.ino, _flags(row), self.calls.peer.caller())
+                opened = left_open.take_over(row.ino, _flags_of(row), self.calls.peer.make_caller())
                 await self._add_file(handle, row, opened)
         finally:
             if opened is None:
                 left_open.give_up(row.ino, writable=row.writable)
 
-    async def file(self, handle: int, kept: Kept) -> None:
+    async def restore_file(self, handle: int, kept: Kept) -> None:
         """The same, where the volume is the one that the former door had."""
         row = msgspec.json.decode(kept.content, type=KeptFile)
         with self.things.files.taking():
-            opened = await self.volume.files.open(row.ino, _flags(row), self.calls.peer.caller())
+            opened = await self.volume.files.open(row.ino, _flags_of(row), self.calls.peer.make_caller())
             await self._add_file(handle, row, opened)
 
     async def _add_file(self, handle: int, row: KeptFile, opened: Any) -> None:
@@ -98,36 +98,36 @@ class _Restoration:
             raise
         measures = self.volume.inodes.measures(row.ino)
         file = OpenFile(opened, row.ino, row.readable, row.writable, shown, measures, is_cut=row.is_cut)
-        self.things.keeping.go_on(handle, row)
-        file.when_told = partial(self.things.keeping.told, handle)
+        self.things.keeping.add_file(handle, row)
+        file.when_told = partial(self.things.keeping.clear_cut, handle)
         self.things.files[handle] = file
 
-    async def iov(self, handle: int, kept: Kept) -> None:
+    async def restore_iov(self, handle: int, kept: Kept) -> None:
         row, iovs = msgspec.json.decode(kept.content, type=KeptIov), self.things.iovs
         with iovs.taking(row.size), trio.CancelScope(shield=True):
             descriptor = os.dup(kept.descriptors[0])
             iovs[handle] = await self.memories.receiver.run(map_memory, descriptor, row.size, self.memories.charge)
 
-    async def device(self, handle: int, kept: Kept) -> None:
+    async def restore_device(self, handle: int, kept: Kept) -> None:
         row, devices = msgspec.json.decode(kept.content, type=KeptIov), self.things.devices
         with devices.taking(row.size), trio.CancelScope(shield=True):
             memory = await self.memories.devices.add(kept.descriptors[0], row.offset, row.size)
             devices[handle] = DeviceIov(memory, row.size, row.offset)
 
-    async def namespace(self, handle: int, kept: Kept) -> None:
+    async def restore_namespace(self, handle: int, kept: Kept) -> None:
         row, namespaces = msgspec.json.decode(kept.content, type=KeptNamespace), self.things.namespaces
         has_token = False
         with namespaces.taking():
             with suppress(errors.Stale):  # it may not use it any more: it finds nothing there, as before
-                has_token = await self.calls.admission.check(row.ino)
-            group = await self.calls.admission.group_in(row.ino)
+                has_token = await self.calls.admission.check_access(row.ino)
+            group = await self.calls.admission.find_group(row.ino)
             directory = await self.volume.inodes.attributes(row.ino)
         namespaces[handle] = NamespaceHandle(
             row.ino,
             row.mode,
             group,
             row.read_only,
-            may_put=has_token or self.calls.peer.may(directory, 3),
+            may_put=has_token or self.calls.peer.may_access(directory, 3),
             waits=self.volume.blocks.waits(row.ino),
             by_path=row.by_path,
             measures=self.volume.inodes.measures(row.ino),
@@ -135,20 +135,20 @@ class _Restoration:
             remembered=self.remembered,
         )
 
-    async def ring(self, handle: int, kept: Kept) -> None:
+    async def restore_ring(self, handle: int, kept: Kept) -> None:
         row, rings = msgspec.json.decode(kept.content, type=KeptRing), self.things.rings
         layout = Layout.of(row.entries, row.aux_size)
         memory, journal, bell, client_bell = kept.descriptors
         with rings.taking(layout.size):
             shown = [memory, journal, os.dup(bell), os.dup(client_bell)]
             ring = OwnedRing(self.things, layout, row.op_mask, shown, self.memories.charge, is_left=True)
-            ring.loop.go_on()
+            ring.loop.restore()
             ring.start()
         self.volume.reading_threads.add(ring.loop.jobs)
         rings[handle] = ring
 
 
-async def adopt(
+async def restore(
     left: KeptConnection, things: ClientRegistry, volume: RingApi, calls: Calls, memories: Memories,
     remembered: Remembered, pause: Callable[[float], Awaitable[None]],
 ) -> Message | None:  # fmt: skip
@@ -159,11 +159,11 @@ async def adopt(
     """
     keeping = things.keeping
     for token in left.said.tokens:
-        calls.admission.show(token)
+        calls.admission.add_token(token)
     adoption = _Restoration(things, volume, calls, memories, remembered)
-    request, number, added = keeping.unanswered()
-    is_waiting = request != 0 and _is_next(left.socket, number)
-    rows, owed = keeping.left_names(), CONNECT_COST
+    request, number, added = keeping.read_unanswered()
+    is_waiting = request != 0 and _is_next_message(left.socket, number)
+    rows, owed = keeping.list_kept(), CONNECT_COST
     for rings in (False, True):
         for name, kind, handle in rows:
             if (kind == "ring") is not rings:
@@ -177,9 +177,9 @@ async def adopt(
                 continue
             row = volume.left_open.ring_files.pop(name, None)
             kept = keeping.take(name) or Kept(b"", ())
-            add: Callable[[int, Kept], Awaitable[None]] = getattr(adoption, kind)
+            add: Callable[[int, Kept], Awaitable[None]] = getattr(adoption, f"restore_{kind}")
             try:
-                await (add(handle, kept) if row is None else adoption.left_file(handle, row))
+                await (add(handle, kept) if row is None else adoption.restore_open_file(handle, row))
             except (errors.KvfuseError, OSError, ValueError, msgspec.MsgspecError) as error:
                 log.warning("a client loses %s %d: %s", kind, handle, error)
                 if rings:
@@ -190,7 +190,7 @@ async def adopt(
                     os.close(descriptor)
     if not request or is_waiting:
         return None
-    return _reply_to(request, number, added, things)
+    return _make_reply(request, number, added, things)
 
 
 def give_up_files(volume: RingApi, names: Iterable[str]) -> None:
@@ -201,11 +201,11 @@ def give_up_files(volume: RingApi, names: Iterable[str]) -> None:
             volume.left_open.give_up(file.ino, writable=file.writable)
 
 
-def _flags(row: KeptFile) -> int:
+def _flags_of(row: KeptFile) -> int:
     return os.O_RDWR if row.readable and row.writable else os.O_WRONLY if row.writable else os.O_RDONLY
 
 
-def _is_next(descriptor: int, number: int) -> bool:
+def _is_next_message(descriptor: int, number: int) -> bool:
     """The next message in a socket has this number."""
     with socket.socket(fileno=os.dup(descriptor)) as stream, suppress(BlockingIOError, ValueError):
         data, _, _, _ = stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -213,7 +213,7 @@ def _is_next(descriptor: int, number: int) -> bool:
     return False
 
 
-def _reply_to(request: int, number: int, handle: int, things: ClientRegistry) -> Message:
+def _make_reply(request: int, number: int, handle: int, things: ClientRegistry) -> Message:
     """The reply to a request that the daemon before this one has taken, and carried out if the handle is there."""
     values: tuple[int, ...] | None = None
     if request == Request.ADD_FILE and (file := things.files.get(handle)) is not None:
@@ -229,25 +229,25 @@ def _reply_to(request: int, number: int, handle: int, things: ClientRegistry) ->
     return Message(request, number, 0, values)
 
 
-def hold_on(pins: Pins) -> None:
+def hold_pins(pins: Pins) -> None:
     """The mount ends while a client reads these blocks: they stay as they are."""
-    _held.append(pins.blocks())
+    _held.append(pins.list_blocks())
 
 
-async def leave(things: ClientRegistry, calls: Calls, receiver: DescriptorReceiver) -> None:
+async def leave_connection(things: ClientRegistry, calls: Calls, receiver: DescriptorReceiver) -> None:
     """Leave a connection to the next daemon: its rings stop where they are, and nothing is given back."""
     _held.append(things.pins)
-    things.keeping.leave()
+    things.keeping.forget_files()
     calls.indexes.close()
     for ring in things.rings.values():
         ring.loop.stop()
-    await let_go(*things.devices.values())
-    await receiver.settled()
+    await close_iovs(*things.devices.values())
+    await receiver.wait_for_thread()
     for ring in things.rings.values():
         await receiver.run(ring.loop.thread.join)
         calls.volume.reading_threads.discard(ring.loop.jobs)
-        calls.end(ring.loop)
-        await calls.devices.settled()
+        calls.cancel_ring(ring.loop)
+        await calls.devices.wait_for_lists()
         ring.close(hands_over=True)
     things.rings.clear()
     calls.close()

@@ -112,14 +112,14 @@ class RingJournal:
         words[half], words[half + 1] = taken, given
         words[_HALF] = half
 
-    def positions(self) -> tuple[int, int]:
+    def read_positions(self) -> tuple[int, int]:
         """(taken, given) as of the last `commit`."""
         half = self._words[_HALF]
         return self._words[half], self._words[half + 1]
 
     # -- places --------------------------------------------------------------------------------------
 
-    def enter(self, packed: bytearray, taken_at: float, taken: int) -> None:
+    def enter_entries(self, packed: bytearray, taken_at: float, taken: int) -> None:
         """Give entries places, from the position ``taken`` on. In ``packed`` they have their places' numbers then."""
         count = len(packed) // SQE.itemsize
         first = self._next if self._next + count <= len(self._busy) else 0
@@ -147,7 +147,7 @@ class RingJournal:
         self._next = int(places[-1]) + 1
         rows[:, _USER_DATA] = places
 
-    def user_data(self, place: int) -> int:
+    def get_user_data(self, place: int) -> int:
         """The client's number of the entry at a place."""
         return self._row_words[place * _ROW_WORDS + _USER_DATA]
 
@@ -155,7 +155,7 @@ class RingJournal:
         """`user_data` of many."""
         return self._user_data[places]
 
-    def packed(self, place: int, answer: Sequence[int]) -> bytes:
+    def pack_completion(self, place: int, answer: Sequence[int]) -> bytes:
         """The completion of the entry at a place: `wire.CQE` without its first field is ``answer``."""
         return CQE_STRUCT.pack(self._row_words[place * _ROW_WORDS + _USER_DATA], *answer)
 
@@ -168,7 +168,7 @@ class RingJournal:
         older = [(self._state_words[place] & ~_BEGUN, place) for place in found.tolist()]
         return min([row for row in older if row[0] < self._state_words[before] & ~_BEGUN], default=(0, NO_PLACE))[1]
 
-    def begin(self, place: int) -> None:
+    def mark_begun(self, place: int) -> None:
         """The aux area has answers of the entry at a place from here on, as far as it got."""
         self._state_words[place] |= _BEGUN
 
@@ -176,11 +176,11 @@ class RingJournal:
         """This daemon, or one before it, has called `begin`."""
         return self._state_words[place] & (_KIND | _BEGUN) == _TAKEN | _BEGUN
 
-    def pin(self, place: int, pin: int) -> None:
+    def set_pin(self, place: int, pin: int) -> None:
         """The entry at a place has this pin, until it is done."""
         self._state_words[place] = _PINNED | pin
 
-    def pin_lone(self, taken: int, pin: int) -> None:
+    def set_lone_pin(self, taken: int, pin: int) -> None:
         """The entry at the position ``taken``, which has no place, has this pin."""
         self._words[_LONE] = (taken & _LOW) << 32 | pin
 
@@ -203,9 +203,9 @@ class RingJournal:
 
     # -- the next daemon -----------------------------------------------------------------------------
 
-    def left(self) -> KeptRingState:
+    def read_state(self) -> KeptRingState:
         """What is under way. `go_on` when the pins are given back."""
-        taken, given = self.positions()
+        taken, given = self.read_positions()
         kinds, values = self._states & np.uint64(_KIND), self._states & np.uint64(_VALUE)
         is_pinned, is_done = kinds == _PINNED, (kinds == _DONE) & (values >= given)
         places = np.flatnonzero((kinds == _TAKEN) & (values < taken) | is_pinned | is_done)
@@ -222,7 +222,7 @@ class RingJournal:
             rows.view(SQE).reshape(-1), self._times[places], [pin for pin in pins if pin], range(given, end)
         )
 
-    def go_on(self, rows: Entries) -> None:
+    def restart(self, rows: Entries) -> None:
         """Begin with these entries under way, which `left` returned. A kill meanwhile changes nothing of them."""
         places = rows["user_data"].astype(np.intp)
         self._words[_LONE] = 0

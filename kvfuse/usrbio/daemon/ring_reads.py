@@ -89,12 +89,12 @@ def copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_offs
 
     OSError EFAULT; see `MappedIov.filling`.
     """
-    if iov.is_there(length):
+    if iov.is_present(length):
         return _copy(source, start, length, iov, iov_offset)
     is_copied = True
     for done in range(0, length, LOOK_BYTES):
         part = min(LOOK_BYTES, length - done)
-        with iov.filling(iov_offset + done, part):
+        with iov.charging(iov_offset + done, part):
             is_copied &= _copy(source, start + done, part, iov, iov_offset + done)
     return is_copied
 
@@ -169,7 +169,7 @@ class RingReader:
         self, content: ContentMap, offsets: Numbers, lengths: Numbers, iov: MappedIov, iov_offsets: Numbers
     ) -> Numbers:
         """Results of reads that all lie in ``iov``, as of `read`; ASK also for those that need a closer look."""
-        table = self._table(content)
+        table = self._get_table(content)
         results: Numbers = np.full(len(offsets), ASK, np.int64)
         if table is None or not len(table.starts):
             return results
@@ -216,7 +216,7 @@ class RingReader:
             copied &= _copy_many(source, starts[same], lengths[same], iov, iov_offsets[same])
         return copied
 
-    def _table(self, content: ContentMap) -> _Table | None:
+    def _get_table(self, content: ContentMap) -> _Table | None:
         """The table of a map as it is now. None for a file that is too large, or ended."""
         table = self._tables.get(content)
         if table is None or table.version != content.version:
@@ -232,7 +232,7 @@ class RingReader:
 
 def _copy_many(source: MappedSource, starts: Numbers, lengths: Numbers, iov: MappedIov, iov_offsets: Numbers) -> bool:
     """Copy ranges of one source: at once where all are whole pages, one by one otherwise. As `copy`."""
-    one_by_one = None if iov.is_there(int(lengths.sum())) or iov.fill_many(iov_offsets, lengths) else copy
+    one_by_one = None if iov.is_present(int(lengths.sum())) or iov.charge_many(iov_offsets, lengths) else copy
     pages = (
         one_by_one is None
         and iov.is_sealed

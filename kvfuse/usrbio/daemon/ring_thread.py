@@ -59,7 +59,7 @@ class RingThread:
         self._memory = memory
         self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
         self.completions = Completions(memory, cq_bell, registered.pins.give, journal)
-        self.jobs = Jobs(registered.in_loop)
+        self.jobs = Jobs(registered.run_in_loop)
         self.turns = registered.bell_watcher.interpreter
         self.seat = Seat(registered.user)
         self.server = EntryServer(self, registered, memory.aux, op_mask)
@@ -98,11 +98,11 @@ class RingThread:
         self._poll.close()
         self.jobs.close()
 
-    def go_on(self) -> None:
+    def restore(self) -> None:
         """Before the thread starts: serve again what was under way when the daemon before this one ended."""
-        rows, times = self.completions.go_on()
+        rows, times = self.completions.restore()
         for cancel in np.flatnonzero(rows["op"] == Op.CANCEL).tolist():
-            self._aim(rows, cancel)
+            self._aim_cancel(rows, cancel)
         for taken_at in np.unique(times):  # each has the deadline that it had
             self.server.lines.add(rows[times == taken_at], float(taken_at))
 
@@ -115,10 +115,10 @@ class RingThread:
                     self._drop_turn()
                     self._rest(self._penalty.seconds)
         except Broken as error:
-            self._registered.failed(str(error))
+            self._registered.disconnect(str(error))
         except Exception:  # one client's ring ends with its thread; the daemon and the others go on
             log.exception("a ring's thread failed")
-            self._registered.failed("the ring could not be served")
+            self._registered.disconnect("the ring could not be served")
         finally:
             self.completions.stop()
             self._drop_turn()
@@ -132,7 +132,7 @@ class RingThread:
         if self.seat.has_turn:
             self.seat.has_turn = False
         else:
-            self.turns.take(self.seat)
+            self.turns.take_turn(self.seat)
         try:
             while self._take():
                 self.turns.pause(self.seat)
@@ -143,7 +143,7 @@ class RingThread:
             return has_served
         finally:
             jobs.is_reading = False
-            self.turns.give(self.seat)
+            self.turns.give_turn(self.seat)
 
     def _do_jobs(self) -> None:
         """Do the jobs that the event loop queued: ``here`` without the turn, ``in_turn`` with it."""
@@ -153,7 +153,7 @@ class RingThread:
             jobs.here.popleft()()
         if not jobs.in_turn:
             return
-        self.turns.take(self.seat)
+        self.turns.take_turn(self.seat)
         try:
             jobs.is_reading = True
             while jobs.in_turn:
@@ -161,7 +161,7 @@ class RingThread:
                 self.turns.pause(self.seat)
         finally:
             jobs.is_reading = False
-            self.turns.give(self.seat)
+            self.turns.give_turn(self.seat)
 
     def serve_copied(self, rows: Entries, taken_at: float) -> None:
         """Serve entries again, which were counted before; see `call.ServedRing`."""
@@ -172,7 +172,7 @@ class RingThread:
         """Give back the turn with which the thread woke up, where it has not used it."""
         if self.seat.has_turn:
             self.seat.has_turn = False
-            self.turns.give(self.seat)
+            self.turns.give_turn(self.seat)
 
     def _judge(self) -> None:
         """Give the penalty the counts of entries served since the last call. Broken where too many were malformed."""
@@ -187,7 +187,7 @@ class RingThread:
         given = sq.given - sq.position
         if not given:
             return False
-        unread, under_way = self.completions.claims()
+        unread, under_way = self.completions.count_claims()
         if not 0 <= given <= len(sq) or not 0 <= unread <= capacity or not self._memory.header_is_whole():
             raise Broken("the ring's header or indices were overwritten")
         count = min(given, capacity - unread - under_way, TAKE_ENTRIES)
@@ -201,16 +201,16 @@ class RingThread:
         self.completions.take(packed, now)
         rows = sq.unpacked(packed)
         start = 0
-        for cancel in _cancels(packed):  # at once: it concerns what came before, alone
+        for cancel in _find_cancels(packed):  # at once: it concerns what came before, alone
             lines.add(rows[start:cancel], now)
-            self._aim(rows, cancel)
+            self._aim_cancel(rows, cancel)
             lines.add(self.server.serve(rows[cancel : cancel + 1], now), now)
             start = cancel + 1
             self.turns.pause(self.seat)
         lines.add(rows[start:] if start else rows, now)
         return count < given
 
-    def _aim(self, rows: Entries, cancel: int) -> None:
+    def _aim_cancel(self, rows: Entries, cancel: int) -> None:
         """Let a CANCEL name its target's place."""
         entry = rows[cancel]
         entry["offset"] = self.completions.find(int(entry["offset"]), int(entry["user_data"]))
@@ -231,8 +231,8 @@ class RingThread:
         """Sleep until there is more to do; while submissions follow each other fast, look for more a moment before."""
         started = time.perf_counter()
         if self._rests < 4 * SPIN_SECONDS and self.turns.may_look():
-            has_work = self._look(started)
-            self.turns.looked(self.seat, time.perf_counter() - started)
+            has_work = self._look_for_work(started)
+            self.turns.end_look(self.seat, time.perf_counter() - started)
             if has_work:
                 self._rests = 0.75 * self._rests
                 return
@@ -242,7 +242,7 @@ class RingThread:
         has_slept = self._sleep(self._full_seconds if is_full else None)
         self._own_bell.awake()
         if has_slept and not is_full and not self._has_work():
-            self._penalty.ring_for_nothing()
+            self._penalty.count_idle_ring()
         self._rests = 0.75 * self._rests + 0.25 * (time.perf_counter() - started)
 
     def _sleep(self, seconds: float | None) -> bool:
@@ -255,7 +255,7 @@ class RingThread:
                 self._poll.poll(seconds)
             elif self.turns.may_sleep_alone(self.seat.user):
                 self._poll.poll()
-                self.turns.woke_alone(self.seat.user)
+                self.turns.end_sleep_alone(self.seat.user)
             else:
                 self._registered.bell_watcher.watch(self._poll.fileno(), self.seat)
                 self.turns.sleep(self.seat)
@@ -263,7 +263,7 @@ class RingThread:
             has_slept = True
         return has_slept
 
-    def _look(self, started: float) -> bool:
+    def _look_for_work(self, started: float) -> bool:
         """Look for work for ``SPIN_SECONDS``, as long as no seat has the turn. True: there is some."""
         is_quiet = self.turns.token
         while time.perf_counter() - started < SPIN_SECONDS and is_quiet:
@@ -285,10 +285,10 @@ class RingThread:
         if self.jobs.here or self.jobs.in_turn:
             return True
         sq = self._memory.sq
-        return sq.given != sq.position and sum(self.completions.claims()) < len(self._memory.cq)
+        return sq.given != sq.position and sum(self.completions.count_claims()) < len(self._memory.cq)
 
 
-def _cancels(packed: bytearray) -> list[int]:
+def _find_cancels(packed: bytearray) -> list[int]:
     """Indices of CANCEL entries among packed SQEs."""
     ops = packed[:: SQE.itemsize]
     return [number for number, op in enumerate(ops) if op == Op.CANCEL] if Op.CANCEL in ops else []
@@ -316,7 +316,7 @@ class OwnedRing:
         with ExitStack() as undo:
             undo.callback(os.close, bell)
             undo.callback(os.close, client_bell)
-            undo.enter_context(charge.having_ring(memory_descriptor, layout.size, is_left=is_left))
+            undo.enter_context(charge.hold_ring(memory_descriptor, layout.size, is_left=is_left))
             memory = RingMemory(memory_descriptor, layout)
             memory.sign(own_id())
             journal = RingJournal(journal_descriptor, layout.entries)
@@ -346,7 +346,7 @@ class OwnedRing:
         ring.start()
         return ring
 
-    def kept(self) -> tuple[object, list[int]]:
+    def describe(self) -> tuple[object, list[int]]:
         """What the next daemon needs, while the descriptors are open."""
         layout = self.layout
         return KeptRing(layout.entries, layout.size - layout.aux_offset, self.op_mask), self._shown

@@ -69,7 +69,7 @@ class UserAccount:
                 f"user {self._peer.uid} asks for {amount} more than the {held} it has, and usrbio.{limit} is {allowed}"
             )
         taken: list[tuple[SharedPool, int]] = []
-        for pool, size in self._pools.of(limit, amount):
+        for pool, size in self._pools.list_pools(limit, amount):
             if not pool.take(size, self.key):
                 for other, taken_size in taken:
                     other.give(taken_size, self.key)
@@ -81,7 +81,7 @@ class UserAccount:
         self._held[limit] += amount
 
     def give(self, limit: Limit, amount: int = 1) -> None:
-        for pool, size in self._pools.of(limit, amount):
+        for pool, size in self._pools.list_pools(limit, amount):
             pool.give(size, self.key)
         self._user.held[limit] -= amount
         self._held[limit] -= amount
@@ -113,7 +113,7 @@ class Pools:
             "user_indexes": SharedPool(ALL_INDEXES_MAX),
         }
 
-    def of(self, limit: Limit, amount: int) -> list[tuple[SharedPool, int]]:
+    def list_pools(self, limit: Limit, amount: int) -> list[tuple[SharedPool, int]]:
         """The pools from which ``amount`` of something is taken, and how much of each."""
         found = [(self._descriptors, DESCRIPTORS[limit] * amount)] if limit in DESCRIPTORS else []
         return [*found, (self._things[limit], amount)] if limit in self._things else found

@@ -46,7 +46,7 @@ class WriteBatch(Call):
     cancels: list[Call] = field(default_factory=list)
     """of some of the writes"""
 
-    def columns(self) -> tuple[Numbers, Numbers, Numbers]:
+    def split_columns(self) -> tuple[Numbers, Numbers, Numbers]:
         """(offset in the file, offset in the iov, length) of each."""
         words = self.rows.view(np.int64).reshape(-1, 8)
         return words[:, 2].copy(), words[:, 3], words[:, 4].copy()
@@ -81,7 +81,7 @@ class WriteBatches:
                 return True
         return False
 
-    def let_go(self, ring: ServedRing, iov: MappedIov | None = None) -> None:
+    def cancel_batches(self, ring: ServedRing, iov: MappedIov | None = None) -> None:
         """Cancel batches of a ring that did not begin to write, all or those from ``iov``."""
         for batch in self._under_way:
             if batch.ring is ring and (iov is None or batch.iov is iov):
@@ -92,7 +92,7 @@ class WriteBatches:
         assert batch.file is not None
         if batch.deadline < float("inf"):
             batch.scope.deadline = trio.current_time() + batch.deadline - time.monotonic()
-        offsets, _, lengths = batch.columns()
+        offsets, _, lengths = batch.split_columns()
         try:
             with batch.scope:
                 async with self.files.using(batch.file) as file:
@@ -120,14 +120,14 @@ class WriteBatches:
         """Have the ring's thread write; the kernel and the client hear of it soon."""
         await trio.lowlevel.checkpoint_if_cancelled()  # from here on nobody can stop it
         with trio.CancelScope(shield=True):
-            await batch.ring.jobs.ask(partial(self._write_now, batch, places))
+            await batch.ring.jobs.ask_thread(partial(self._write_now, batch, places))
 
     def _write_now(self, batch: WriteBatch, places: WritePlaces) -> bool:
         """In the ring's thread. Nothing is done where the client punched out memory meanwhile."""
         ring, numbers = batch.ring, places.numbers
-        results = batch.columns()[2][numbers]
+        results = batch.split_columns()[2][numbers]
         assert batch.iov is not None
-        if not batch.iov.is_there(int(results.sum())):
+        if not batch.iov.is_present(int(results.sum())):
             return False
         with ring.turns.copying(ring.seat):
             written, number = _write_rows(batch, places)
@@ -148,7 +148,7 @@ class WriteBatches:
 def _write_rows(batch: WriteBatch, places: WritePlaces) -> tuple[int, int]:
     """As `rowwriter.write_rows`, to these places; with the errno that clients get."""
     assert batch.iov is not None
-    _, iov_offsets, lengths = batch.columns()
+    _, iov_offsets, lengths = batch.split_columns()
     targets = [places.targets[segment] for segment in places.segments.tolist()]
     starts = iov_offsets[places.numbers]
     rows = np.empty((len(targets), 7), np.int64)
@@ -163,11 +163,11 @@ def _write_rows(batch: WriteBatch, places: WritePlaces) -> tuple[int, int]:
     if number:
         error = targets[written].error(OSError(number, os.strerror(number)), int(rows[written, 1]))
         log.warning("a ring's write failed: %s", error)
-        return written, _errno(error)
+        return written, _errno_of(error)
     return written, 0
 
 
-def _errno(error: Exception) -> int:
+def _errno_of(error: Exception) -> int:
     number = error.errno if isinstance(error, OSError) else errno_of(error)
     return number or errno.EIO
 
@@ -180,4 +180,4 @@ def _fail(batch: WriteBatch, error: Exception) -> None:
     batch.file.measures.failed(error, is_read=False)
     left = batch.rows["user_data"][~batch.done]
     batch.done[:] = True
-    batch.ring.completions.post(left, np.full(len(left), -_errno(error)))
+    batch.ring.completions.post(left, np.full(len(left), -_errno_of(error)))
