@@ -1,4 +1,4 @@
-"""Finds what may be done together in a ring's entries: writes where their bytes are (`write_batches`), and puts."""
+"""Finds entries of a ring that the daemon executes as one batch: writes in place (`write_batches`), and puts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BATCH_SIZE = 16 << 10
 
 
 def take_groups(rows: Entries, op: Op, begin: Callable[[Entries, float], int], taken_at: float) -> Entries:
-    """The entries that are left when ``begin`` took those of ``op`` of one kind (priority, handle, iov) together.
+    """Give ``begin`` the entries of ``op``, grouped by kind (priority, handle, iov); return those that it did not take.
 
     ``begin``: gets entries of one kind, taken at ``taken_at`` (monotonic seconds); returns how many of the first ones
-    it took care of.
+    it took.
     """
     words = as_words(rows)
     kinds = words[:, 0], words[:, 1] & LOW_HALF
@@ -42,7 +42,7 @@ def take_groups(rows: Entries, op: Op, begin: Callable[[Entries, float], int], t
 
 
 class BatchFinder:
-    """Takes writes and puts out of a ring's entries that may be done as batches. The ring's thread owns it.
+    """Takes batches of writes and puts out of a ring's entries. The ring's thread owns it.
 
     ``op_mask``: bit n allows operation n.
     """
@@ -53,7 +53,7 @@ class BatchFinder:
         self._op_mask = op_mask
 
     def close(self) -> None:
-        """Let go of the ring's memory."""
+        """Drop references to the ring's memory."""
         self._puts.close()
 
     def serve(self, rows: Entries, taken_at: float, *, in_place: bool) -> Entries:
@@ -77,7 +77,7 @@ class WriteFinder:
         self._registered = registered
 
     def start_batch(self, rows: Entries, taken_at: float) -> int:
-        """Start a batch of entries of one op, handle and iov. How many are taken care of: all of them or none."""
+        """Start a batch of entries of one op, handle and iov. Returns how many it took: all or none."""
         return len(rows) if self._try_start(rows, taken_at) else 0
 
     def _try_start(self, rows: Entries, taken_at: float) -> bool:

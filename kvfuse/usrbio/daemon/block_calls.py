@@ -1,4 +1,4 @@
-"""Calls for blocks by key, in the event loop: permissions, bindings of names, names that the kernel must drop."""
+"""Executes calls for blocks by key, in the event loop: permissions, bindings, names that the kernel must drop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BlockCalls:
     """The block calls of one connection. An error that one raises becomes its result.
 
     ``finish``: completes a call that changed something. ``read_here``: reads a file in the event loop, for a call.
-    ``answer_found``: answers one whose bytes are to be copied to a device; False: it is none of those.
+    ``answer_found``: answers a call whose bytes an adapter copies to a device; False: it is no such call.
     """
 
     volume: RingApi
@@ -117,7 +117,7 @@ class BlockCalls:
         self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
     def put_together(self, calls: Sequence[Call]) -> list[bool]:
-        """Do puts of one namespace that need no wait; which are done. The others are left to `put`."""
+        """Store those puts of one namespace that need no wait. For each: whether it is done; `put` does the others."""
         namespace = calls[0].namespace
         assert namespace is not None
         ready = [call for call in calls if call.data is not None and not call.ended]
@@ -129,7 +129,7 @@ class BlockCalls:
         return [call in done for call in calls]
 
     def put_ready(self, namespace: NamespaceHandle, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
-        """Store the (name, bytes) that need no wait: which."""
+        """Store those (name, bytes) that need no wait. For each: whether it is stored."""
         is_usable = not (namespace.is_absent or namespace.is_cut_off or namespace.read_only)
         if not (is_usable and namespace.is_checked) or namespace.measures.limiters:
             return [False] * len(rows)
@@ -140,11 +140,11 @@ class BlockCalls:
         return self.volume.ready.put(namespace.ino, rows, self.peer.make_caller(), namespace.mode, may)
 
     def is_crowded(self) -> bool:
-        """Too many changes of the peer's user wait for a commit: puts wait for it, too."""
+        """Whether so many changes of the peer's user are pending that puts wait for a commit, too."""
         return self.volume.ready.is_crowded(self.peer.make_caller())
 
     async def wait_for_commit(self) -> None:
-        """Return when a commit had what is pending now. EngineError."""
+        """Return when a commit has stored what is pending now. EngineError."""
         await self.volume.ready.settled()
 
     async def exists(self, call: Call) -> None:
@@ -170,7 +170,7 @@ class BlockCalls:
         namespace = await self._check(call, 3)
         completions = call.ring.completions
         former = completions.begin_answers(call)
-        with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
+        with trio.CancelScope(shield=True):  # else nobody would know which names the kernel has to drop
             inodes = await self.volume.blocks.delete(namespace.ino, call.names, partial(completions.note_found, call))
         gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
         found = [ino != 0 or was_found != 0 for ino, was_found in zip(inodes, former, strict=True)]
@@ -186,7 +186,7 @@ class BlockCalls:
         call.ring.completions.answer_keys(call, loaded)
 
     async def _is_absent_now(self, call: Call, namespace: NamespaceHandle) -> bool:
-        """After something was found in a namespace: the peer may not use it any more. PermissionDenied."""
+        """Whether the peer lost its right to the namespace during a lookup. PermissionDenied."""
         if not namespace.is_checked:
             await self._check(call, 1)
         return namespace.is_absent
@@ -216,7 +216,7 @@ class BlockCalls:
 
     async def _check_sticky(self, directory: Attributes, names: Sequence[bytes]) -> None:
         """PermissionDenied for replacing or removing another user's files in a directory with the sticky bit."""
-        if not directory.mode & stat.S_ISVTX or self.peer.powers.has_capability(Capability.FOWNER):
+        if not directory.mode & stat.S_ISVTX or self.peer.powers.has(Capability.FOWNER):
             return
         for name in names:
             old = await self.volume.blocks.find(directory.ino, name)
@@ -225,7 +225,7 @@ class BlockCalls:
 
 
 def _size_to_move(call: Call, binding: Binding) -> int:
-    """The bytes that a GET is to bring, as far as known: none where it only tells the block's size."""
+    """Bytes that a GET moves, as far as known; 0 where it only reports the block's size."""
     size, row = max(0, binding.map.size), binding.map.rows.get(0)
     is_viewed = bool(call.entry.flags) and row is not None and row.block is not None
     return size if is_viewed or size <= call.entry.length else 0

@@ -1,10 +1,10 @@
 """Schedules calls of rings that wait for the event loop: users take turns here, too, and so do their namespaces.
 
-Starting a call takes the event loop some ten microseconds, which is often most of its cost. So calls are not
-started as they arrive, but a few in each pass of the event loop: all other tasks run between two passes, above all
-the kernel's requests. The next call is of the user with the least work done since it has calls waiting; of several
-rings of that user, of the one that `PriorityLine` says: by the first call that waits of each. The calls of one ring
-keep their order, which CANCEL needs.
+Starting a call takes the event loop some ten microseconds, which is often most of its cost. So calls are not started as
+they arrive, but a few in each pass of the event loop: all other tasks run between two passes, above all the kernel's
+requests. The next call is of the user with the least work done since it has calls waiting; among several rings of that
+user `PriorityLine` chooses, by the first waiting call of each. The calls of one ring keep their order, which CANCEL
+needs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Line:
 
     def __init__(self, cost: float) -> None:
         self.rings: dict[ServedRing | None, deque[_Job]] = {}
-        """ring, or None for turns -> its jobs, of which there are some"""
+        """ring, or None for turns -> its jobs, at least one"""
         self.cost = cost
         self._order = PriorityLine()
         """of rings, by their first jobs, where there are several"""
@@ -75,7 +75,7 @@ class _Line:
                 self._enter(other)
 
     def take(self) -> _Job:
-        """The next job. There is one."""
+        """Take the next job; the line has one."""
         (ring,) = self.rings if len(self.rings) == 1 else (self._order.take(),)
         jobs = self.rings[ring]
         job = jobs.popleft()
@@ -99,7 +99,7 @@ class _Line:
         self._order.enter(_kind_of(job.calls), measures, size, weight, ring)
 
     def _remove(self, ring: ServedRing | None) -> None:
-        """A ring has no job any more."""
+        """Remove a ring that has no jobs."""
         del self.rings[ring]
         if len(self.rings) == 1:
             self._order = PriorityLine()
@@ -116,7 +116,7 @@ class CallQueue:
         self._cost = 0.0
         """of the line that was served last"""
         self._is_called = False
-        """`_begin` or `run` will serve waiting jobs"""
+        """`_serve_first_pass` or `run` will serve waiting jobs"""
         self._more = trio.Event()
 
     def put(self, user: Hashable, calls: list[Call], do: Callable[[list[Call]], None]) -> None:
@@ -125,9 +125,9 @@ class CallQueue:
 
     async def wait_turn(self, user: Hashable, cost: float) -> None:
         """Wait for the user's turn for work of this cost, in calls. Event loop only."""
-        came = trio.Event()
-        self._put(user, None, [_Job(cost, lambda _: came.set())])
-        await came.wait()
+        turn = trio.Event()
+        self._put(user, None, [_Job(cost, lambda _: turn.set())])
+        await turn.wait()
 
     def _put(self, user: Hashable, ring: ServedRing | None, jobs: list[_Job]) -> None:
         with self._lock:
@@ -178,7 +178,7 @@ class CallQueue:
         return True
 
     def _take_job(self) -> _Job | None:
-        """With the lock: the next job; None for none, then `put` must schedule `_begin`."""
+        """With the lock: the next job; None for none, then `put` must schedule `_serve_first_pass`."""
         while self._lines:
             user, line = min(self._lines.items(), key=lambda item: item[1].cost)
             if line.rings:
@@ -198,7 +198,7 @@ def _cost_of(calls: list[Call]) -> float:
 
 
 def _kind_of(calls: Sequence[Call]) -> WaitKind:
-    """Of those that are done together: that of the one that comes last."""
+    """The kind of calls that run together: that of the one served last."""
     kinds = [
         WaitKind.READ if call.entry.flags & Flag.NEAR else KINDS.get(call.entry.op, WaitKind.READ) for call in calls
     ]
@@ -206,7 +206,7 @@ def _kind_of(calls: Sequence[Call]) -> WaitKind:
 
 
 def _measures_of(call: Call) -> Measures | None:
-    """Of the call's namespace; None: it has none."""
+    """Measures of the call's namespace; None: it has none."""
     of = call.namespace if call.namespace is not None else call.file
     return of.measures if of is not None else None
 

@@ -1,10 +1,10 @@
-"""Clients' memory that is charged to the daemon: pages that were absent until the daemon wrote to them; and rings.
+"""Counts, by user, clients' memory that the kernel charges to the daemon: absent pages that it wrote to, and rings.
 
 The kernel charges a page of shared memory to the control group of the process that touches it first, until nobody has
-the memory open any more - also after it was dropped here. So what a user has cost is remembered by the memory's file
-handle, which does not keep it, and looked at again where the user asks for more than it may have: how much of the
-memory is still there at all. Pages that the client touched itself cost nothing here. Of a ring all of its size counts
-while the daemon has it, and afterwards what is there, until its client has let go of it, too.
+the memory open, even after the daemon dropped it. So the daemon remembers a user's cost by the memory's file handle,
+which does not keep the memory; where the user asks for more than it may have, the daemon reads how much of it still
+exists. Pages that the client touched itself cost nothing here. A ring counts with its whole size while the daemon has
+it, and afterwards with what exists, until its client drops it, too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ USER_SHARE = 8
 ALL_SHARE = 4
 """part that all users may have together, but no less than one user may"""
 CHARGE_MIN = 64 << 10
-"""Bytes that memory is counted with at least: else remembering it could take more than it has"""
+"""least bytes that a memory counts: else to remember it could take more than it has"""
 LOOKS = 500
-"""memories that are looked at in one go"""
+"""memories that `recount` reads in one go"""
 LOOKS_SECONDS = 0.02
 """between two rounds of one user"""
 WATCH_SECONDS = 0.01
-"""between looks at what the group pays for"""
+"""between two reads of what the group pays for"""
 SHARED_FILES = "/dev/shm"
 _AT_EMPTY_PATH = 0x1000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +52,7 @@ class _Handle(ctypes.Structure):
 
 
 class MemoryId(NamedTuple):
-    """Which memory it is, without keeping it: a file handle, see name_to_handle_at(2)."""
+    """Identifies a memory without keeping it: a file handle, see name_to_handle_at(2)."""
 
     device: int
     kind: int
@@ -67,7 +67,7 @@ class MemoryId(NamedTuple):
         return cls(os.fstat(descriptor).st_dev, found.kind, bytes(found.data[: found.size]))
 
     def read_size(self, base: int) -> int:
-        """Bytes that are there; 0 when nobody has it any more. ``base``: a descriptor of its file system. OSError."""
+        """Bytes that exist; 0 once nobody has it. ``base``: a descriptor of its file system. OSError."""
         found = _Handle(size=len(self.handle), kind=self.kind)
         ctypes.memmove(found.data, self.handle, len(self.handle))
         descriptor = _libc.open_by_handle_at(base, ctypes.byref(found), os.O_PATH | os.O_CLOEXEC)
@@ -98,21 +98,21 @@ class Charge:
 
     def __init__(self, limit: float, charges: Charges, *, is_outside: bool) -> None:
         self.is_slow = False
-        """a small copy waited for its memory: see `Iov.holds_lock`"""
+        """a small copy waited for its memory: see `MappedIov.holds_lock`"""
         self._limit = limit
         self._is_outside = is_outside
         self._charges = charges
         self._sizes: dict[MemoryId, int] = {}
-        """counted bytes, the memory last looked at at the end"""
+        """counted bytes; the memory read last is at the end"""
         self._rings: set[MemoryId] = set()
-        """that the daemon has: not to be looked at"""
+        """that the daemon has: `recount` skips them"""
         self._held = 0
         self._lock = threading.Lock()
         self._next_look = 0.0
 
     @property
     def is_watched(self) -> bool:
-        """More is charged than was counted: it is to be found out for what, also while memory is being copied."""
+        """The kernel charges more than was counted: each copy finds out what it adds."""
         return self._is_outside and self._charges.is_alarmed()
 
     def mark_slow(self) -> None:
@@ -126,15 +126,15 @@ class Charge:
     def take(
         self, descriptor: int, size: int, remedy: str = "touch the iov's pages before", *, at_once: bool = False
     ) -> None:  # fmt: skip
-        """``size`` bytes of pages of some memory are about to be brought into being. OSError EDQUOT, ENOMEM.
+        """Charge ``size`` bytes of pages that the caller is about to create in a memory. OSError EDQUOT, ENOMEM.
 
-        ``at_once``: look again at what is there, however lately that was done.
+        ``at_once``: `recount` before a refusal, however lately that was done.
         """
         if not self._charges.is_counting:
             return
         memory = MemoryId.from_descriptor(descriptor)
         if memory.device not in self._charges.devices:
-            if self._limit < inf:  # when it is gone is not to be known
+            if self._limit < inf:  # nobody could know when it is gone
                 raise OSError(errno.EDQUOT, "absent pages of an iov in a tmpfs of the client's own: touch them before")
             return
         if self._take(memory, size):
@@ -164,10 +164,10 @@ class Charge:
 
     @contextmanager
     def hold_ring(self, descriptor: int, size: int, *, is_left: bool) -> Iterator[None]:
-        """The daemon has the memory of a ring until the end of the body. OSError EDQUOT, ENOMEM: with those that ended,
-        and that clients go on to hold, that is too much.
+        """Charge the memory of a ring until the end of the body. OSError EDQUOT, ENOMEM: that is too much, with ended
+        rings that clients still hold.
 
-        ``is_left``: the daemon before this one had it, so that it goes on, whatever the limits are.
+        ``is_left``: the former daemon had it, so it continues, whatever the limits are.
         """
         if not self._charges.is_counting:
             yield
@@ -186,7 +186,7 @@ class Charge:
             self._rings.remove(memory)
 
     def recount(self, *, at_once: bool = False) -> None:
-        """Give back what is gone: some memories in turn, as this may be the thread that all wait for."""
+        """Refund what is gone: some memories in turn, as all others may wait for this thread."""
         with self._lock, _open_bases() as bases:
             if time.monotonic() < self._next_look and not at_once:
                 return
@@ -204,7 +204,7 @@ class Charge:
 
 
 class Charges:
-    """Of all users. ``options``: the limits. ``own_size``: bytes of shared memory that the daemon has for itself."""
+    """The charges of all users. ``options``: the limits. ``own_size``: bytes of the daemon's own shared memory."""
 
     def __init__(self, options: UsrbioOptions, own_size: Callable[[], int] = lambda: 0) -> None:
         size = memory_size()
@@ -212,7 +212,7 @@ class Charges:
         self._size = max(size // ALL_SHARE, self._limit)
         self.pool = SharedPool(self._size)
         self.holders: set[Charge] = set()
-        """of users that have some, also when they are gone"""
+        """of users that are charged, also when they are gone"""
         self._users: WeakValueDictionary[tuple[int, bool, bool], Charge] = WeakValueDictionary()
         self._slow: set[tuple[int, bool]] = set()
         self._own_size = own_size
@@ -235,7 +235,7 @@ class Charges:
         return self._size - self.pool.free
 
     def get_charge(self, peer: ClientProcess) -> Charge:
-        """Of the user that a client is. For root with its capabilities only the limit of all holds."""
+        """The charge of a client's user. For root with its capabilities only the limit of all holds."""
         is_outside = self.group is not None and not self.group.has_process(peer.pid)
         key = (peer.uid, peer.is_unlimited, is_outside)
         charge = self._users.get(key)
@@ -251,9 +251,9 @@ class Charges:
         self._slow |= {key[:2] for key, charge in list(self._users.items()) if charge is slow}
 
     def is_alarmed(self) -> bool:
-        """The daemon's group pays for much more shared memory than was counted: as of some milliseconds ago.
+        """Whether the daemon's group pays for much more shared memory than was counted, as of some milliseconds ago.
 
-        That is what a client achieves who punches holes after the daemon looked and before it copied.
+        A client achieves that by punching holes after the daemon looked and before it copied.
         """
         now = time.monotonic()
         if self.group is not None and now >= self._next_watch:

@@ -1,4 +1,4 @@
-"""Memory of clients that rings read and write: registered by its owner, mapped here.
+"""Maps the registered memory of clients, which rings read and write.
 
 The daemon must not die of what an owner does with its memory meanwhile: decision 031 in docs/internals has a table.
 """
@@ -27,15 +27,15 @@ Numbers = npt.NDArray[np.int64]
 _SEAL_FUTURE_WRITE = 0x10
 PAGE = mmap.PAGESIZE
 HELD_SIZE = 4 << 30
-"""Bytes of memory into which small copies are made without letting go of the interpreter lock."""
+"""Bytes of the largest memory into which small copies keep the interpreter lock."""
 SLOW_SECONDS = 0.01
 """No small copy takes as long, unless its memory was punched out meanwhile: that takes about 0.2 s for each GiB."""
 SMALL = 64 << 10
-"""Bytes up to which a copy is made without letting go of the interpreter lock: doing so costs more."""
+"""Bytes of the largest copy that keeps the interpreter lock: to release it costs more."""
 TINY = 1024
 """bytes that numpy copies with the lock"""
 LOOK_BYTES = 1 << 20
-"""Bytes that are copied before the daemon looks again whether all of the memory is there"""
+"""Bytes that are copied before the daemon looks for absent pages again"""
 ZEROS = memoryview(bytes(1 << 20))
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -49,9 +49,9 @@ class _Span(ctypes.Structure):
 
 
 def seal_memory(descriptor: int) -> None:
-    """Have shared memory keep its size, where that can be had.
+    """Seal shared memory against shrinking, where the kernel allows it.
 
-    It waits for the inode's lock, which a client may hold as long as it likes: in a thread of the user's own.
+    Waits for the inode's lock, which a client may hold as long as it likes: call it in a thread of the user's own.
     """
     writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if writable and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -62,10 +62,10 @@ def seal_memory(descriptor: int) -> None:
 class MappedIov:
     """A client's memory.
 
-    Memory that is sealed against shrinking is copied from and to through a mapping. Any other may vanish while
-    we copy, which would kill the daemon (SIGBUS): there the kernel copies, and says EFAULT.
+    The daemon copies memory that is sealed against shrinking through a mapping. Any other may vanish during a copy,
+    which would kill the daemon (SIGBUS): there the kernel copies, and returns EFAULT.
 
-    A copy brings pages into being that are not there yet: the user has a limit for them (`Charge`).
+    A copy creates absent pages: the user has a limit for them (`Charge`).
     """
 
     def __init__(self, descriptor: int, size: int, charge: Charge) -> None:
@@ -91,7 +91,7 @@ class MappedIov:
         self.descriptor = self._reopen(descriptor)
         self._charge = charge
         self._known_bytes = 0
-        """so many more may be copied before we look again; 0 or less: not all of the memory is there"""
+        """so many more may be copied before the next look; 0 or less: pages are absent"""
 
     def _reopen(self, descriptor: int) -> int:
         """A descriptor of our own instead of one that shares its position and flags with the client's."""
@@ -105,11 +105,11 @@ class MappedIov:
 
     @property
     def holds_lock(self) -> bool:
-        """Small copies from and to it are made with the interpreter lock: as long as none of its user was slow."""
+        """Small copies from and to it keep the interpreter lock, as long as none of its user was slow."""
         return self._is_small and not self._charge.is_slow
 
     def note_copy(self, seconds: float) -> None:
-        """A small copy has taken so long, for which all others waited."""
+        """Note how long a small copy took, for which all others waited."""
         if seconds > SLOW_SECONDS:
             status = os.fstat(self.descriptor)
             if status.st_blocks * 512 < status.st_size:  # else the machine had no processor for this thread
@@ -128,7 +128,7 @@ class MappedIov:
         return granule_checksums(target.data)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `filling`."""
+        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `charging`."""
         if self.is_present(len(data)):
             self._put(offset, data)
             return
@@ -146,11 +146,10 @@ class MappedIov:
             self.put_guarded(offset, data)
 
     def put_guarded(self, offset: int, data: memoryview) -> None:
-        """Have the kernel copy through the mapping: where memory was truncated it says EFAULT, and sends no signal.
+        """Have the kernel copy through the mapping: for truncated memory it returns EFAULT, and sends no signal.
 
-        The interpreter lock is not held meanwhile.
-
-        pwrite(2) would wait for the inode's lock, which a client holds as long as its own write there takes.
+        The copy releases the interpreter lock. pwrite(2) would wait for the inode's lock, which a client holds as long
+        as its own write there takes.
         """
         source = _Span(np.frombuffer(data, np.uint8).ctypes.data, len(data))
         target = _Span(self.bytes.ctypes.data + offset, len(data))
@@ -160,7 +159,7 @@ class MappedIov:
             raise OSError(number, f"the memory was truncated: {os.strerror(number)}")
 
     def is_present(self, length: int) -> bool:
-        """Whether all of the memory is there, before ``length`` bytes of it are copied. As of some copies ago."""
+        """Whether no page is absent, before ``length`` bytes are copied. As of some copies ago."""
         self._known_bytes -= length
         if self._known_bytes < 0:
             status = os.fstat(self.descriptor)
@@ -174,7 +173,7 @@ class MappedIov:
     def charging(self, offset: int, length: int) -> Iterator[None]:
         """Charge the user for absent pages of a range that the body copies into. OSError EDQUOT, ENOMEM.
 
-        While more is charged to the daemon than was counted, also for those that the client punched out meanwhile.
+        While the kernel charges more than was counted, also for those that the client punched out meanwhile.
         """
         holes = sum(int(np.count_nonzero(holes)) for _, holes in self._find_holes(offset, length))
         if holes:
@@ -191,7 +190,7 @@ class MappedIov:
                 self._charge.take(self.descriptor, min(more, own) * PAGE)
 
     def charge_many(self, offsets: Numbers, lengths: Numbers) -> bool:
-        """Charge the user for absent pages of many ranges, as `filling`. False: the caller fills them one by one."""
+        """Charge the user for absent pages of many ranges, as `charging`. False: the caller copies them one by one."""
         first, last = int(offsets.min()), int((offsets + lengths).max())
         if self._charge.is_watched or last - first > 4 * int(lengths.sum()):
             return False
@@ -219,7 +218,8 @@ class MappedIov:
             self._put(position, ZEROS[: end - position])
 
     def _find_holes(self, offset: int, length: int) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
-        """Pieces of a range: (where its first page begins, for each page: it is neither there nor swapped out)."""
+        """Pieces of a range: (start of its first page, for each page: whether it is neither present nor swapped
+        out)."""
         last = offset + length
         for start in range(offset - offset % PAGE, last, LOOK_BYTES):
             there = np.zeros(-(-min(LOOK_BYTES, last - start) // PAGE), np.uint8)
@@ -242,7 +242,7 @@ class MappedIov:
             return self.size
 
     def close(self) -> None:
-        """Give the memory back at once, although a failure somewhere may still know of it. Nobody uses it any more."""
+        """Unmap the memory at once, although an exception may still refer to it. Nobody uses it any more."""
         del self.bytes, self.rows
         os.close(self.descriptor)
         del self.descriptor
@@ -256,7 +256,7 @@ class MappedIov:
 
 
 def map_memory(descriptor: int, size: int, charge: Charge) -> MappedIov:
-    """In a thread: whoever is the last to close memory gives it back to the machine, 0.2 s for each GiB."""
+    """Map memory, in a thread: the last one to close memory frees it, 0.2 s for each GiB."""
     try:
         return MappedIov(descriptor, size, charge)
     except BaseException:

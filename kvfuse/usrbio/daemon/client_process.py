@@ -1,4 +1,4 @@
-"""The process at the other end of a connection, and the permissions that the kernel would grant it.
+"""Identifies the process at the other end of a connection, and grants it the permissions that the kernel would.
 
 Uid 0 alone allows nothing: a container's root often has no capability, or has them in a user namespace of its own. So
 capabilities are read from /proc. A pid may be reused by another process meanwhile; SO_PEERPIDFD (Linux 6.5) proves that
@@ -27,11 +27,11 @@ from kvfuse.volume.api import Attributes, Caller
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
 GROUPS_MAX = 256
-"""what `getsockopt` takes"""
+"""most groups that `getsockopt` can return"""
 
 
 class Owned(Protocol):
-    """What permissions are found by."""
+    """Owner, group and mode, which decide permissions."""
 
     @property
     def uid(self) -> int: ...
@@ -55,7 +55,7 @@ class Powers:
 
     @classmethod
     def from_pid(cls, pid: int) -> Self:
-        """Of a process of effective uid 0. Reads files of /proc. OSError; of any other process: none.
+        """Read the powers of a process of effective uid 0 from /proc; any other process has none. OSError.
 
         Capabilities first, then the namespace: in between a process may enter a child namespace, never a parent.
         """
@@ -69,8 +69,8 @@ class Powers:
         uids, gids = (_parse_id_map(Path(f"/proc/{pid}", name).read_text()) for name in ("uid_map", "gid_map"))
         return cls(int(fields["CapEff"], 16), is_ours, uids, gids)
 
-    def has_capability(self, capability: Capability, inode: Owned | None = None) -> bool:
-        """Whether it counts for the inode; None: for all that the daemon has."""
+    def has(self, capability: Capability, inode: Owned | None = None) -> bool:
+        """Whether the capability counts for the inode; None: for all that the daemon has."""
         if not self.capabilities >> capability & 1:
             return False
         if self.is_ours or inode is None:
@@ -102,7 +102,7 @@ class ClientProcess:
 
     @classmethod
     async def from_socket(cls, connection: trio.socket.SocketType, limiter: trio.CapacityLimiter | None = None) -> Self:
-        """``limiter``: of threads that look at processes of uid 0."""
+        """Identify the peer of a socket. ``limiter``: of threads that look at processes of uid 0."""
         pid, uid, gid = read_credentials(connection)
         try:
             raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_MAX)
@@ -118,13 +118,11 @@ class ClientProcess:
     def is_unlimited(self) -> bool:
         """It could end the daemon, so limits of users would not hold it back."""
         if self.uid == 0:
-            return self.powers.has_capability(Capability.SYS_ADMIN) or self.powers.has_capability(
-                Capability.SYS_RESOURCE
-            )
+            return self.powers.has(Capability.SYS_ADMIN) or self.powers.has(Capability.SYS_RESOURCE)
         return self.uid == os.geteuid()
 
     def make_caller(self) -> Caller:
-        return Caller(self.uid, self.gid, self.pid, self.powers.has_capability(Capability.FSETID), self.groups)
+        return Caller(self.uid, self.gid, self.pid, self.powers.has(Capability.FSETID), self.groups)
 
     def may_access(self, inode: Owned, wanted: int) -> bool:
         """Whether the kernel would grant the permission bits ``wanted`` (4 read, 2 write, 1 search)."""
@@ -140,22 +138,22 @@ class ClientProcess:
         """As the kernel's ``generic_permission`` after the permission bits refused."""
         is_directory = stat.S_ISDIR(inode.mode)
         reads = not wanted & 2 if is_directory else wanted == 4
-        if reads and self.powers.has_capability(Capability.DAC_READ_SEARCH, inode):
+        if reads and self.powers.has(Capability.DAC_READ_SEARCH, inode):
             return True
         executes = wanted & 1 and not is_directory
-        return (not executes or inode.mode & 0o111 != 0) and self.powers.has_capability(Capability.DAC_OVERRIDE, inode)
+        return (not executes or inode.mode & 0o111 != 0) and self.powers.has(Capability.DAC_OVERRIDE, inode)
 
     def may_take_name(self, directory: Attributes, inode: Attributes) -> bool:
         """Whether the sticky bit of the directory lets it remove or replace a name of the inode."""
         return (
             not directory.mode & stat.S_ISVTX
             or self.uid in (directory.uid, inode.uid)
-            or self.powers.has_capability(Capability.FOWNER, inode)
+            or self.powers.has(Capability.FOWNER, inode)
         )
 
 
 def _prove_powers(connection: int, pid: int) -> Powers:
-    """Of the process that connected a socket; none where it has ended, or the kernel cannot prove that it has not."""
+    """Powers of the process that connected a socket; none where it ended, or the kernel cannot prove otherwise."""
     try:
         with socket.socket(fileno=os.dup(connection)) as peer:
             pidfd = struct.unpack("i", peer.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]

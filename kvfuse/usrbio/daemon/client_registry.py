@@ -1,4 +1,4 @@
-"""The registered things of one client, as the threads of its rings and its calls in the event loop find them."""
+"""Holds the registered things of one client, for its ring threads and for its calls in the event loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ClientRegistry:
         self, limits: Limits, peer: ClientProcess, account: UserAccount, share: Share, calls: Calls,
         fail: Callable[[], None], left: KeptConnection | None = None,
     ) -> None:  # fmt: skip
-        """``left``: the connection, by the daemon before this one."""
+        """``left``: the connection, from the former daemon."""
         keeping = self.keeping = ConnectionKeeping(limits.keeper, left, limits.kept_files)
         self.files = HandleMap("file", THINGS_MAX, keeping, account, "user_files", keep=kept_records.pack_file)
         self.iovs = HandleMap("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.pack_iov)
@@ -74,23 +74,23 @@ class ClientRegistry:
         return self._limits.bell_watcher
 
     def start(self, calls: list[Call]) -> None:
-        """In the event loop: do these calls of a ring."""
+        """Have the event loop execute calls of a ring."""
         self._limits.call_queue.put(self._user_key, calls, self._calls.start)
 
     def start_writes(self, batch: WriteBatch) -> None:
-        """In the event loop: do these writes."""
+        """Have the event loop execute a batch of writes."""
         self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
 
     def start_puts(self, batch: PutBatch) -> None:
-        """In the event loop: do these puts."""
+        """Have the event loop execute a batch of puts."""
         self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.puts.start(batch))
 
     def cancel(self, call: Call) -> None:
-        """In the event loop: end the call that ``call`` wants to cancel."""
+        """Have the event loop cancel the call that ``call`` names."""
         self._limits.call_queue.put(self._user_key, [call], self._calls.cancel)
 
     def run_in_loop(self, function: Callable[[], object]) -> None:
-        """Call it in the event loop soon, unless that ends."""
+        """Call a function in the event loop soon, unless that has ended."""
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
             self._token.run_sync_soon(function)
 
@@ -110,17 +110,17 @@ class ClientRegistry:
         group = namespace.group
         readers = ReadClass(namespace.ino, self._peer.uid, group.gid, namespace.mode & 0o444)
         blocks = [tier.allocate(size, readers) if size else None for size in sizes]
-        if not group.is_current:  # or others than who may read the files would have the arena mapped
+        if not group.is_current:  # else users who may not read the files could map the arena
             return [None] * len(sizes)
         return blocks
 
     def disconnect(self, reason: str) -> None:
-        """The client broke its ring: disconnect it."""
+        """Disconnect the client, which broke its ring."""
         log.info("disconnecting a client: %s", reason)
         self.run_in_loop(self._fail)
 
     def count_things(self) -> dict[str, int]:
-        """How much of what is registered."""
+        """Count registered things, by kind."""
         counts = {name: len(getattr(self, name)) for name in ("files", "iovs", "namespaces", "rings", "pins")}
         counts["iovs"] += len(self.devices)
         return counts

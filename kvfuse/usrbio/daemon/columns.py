@@ -1,4 +1,4 @@
-"""Entries as rows and columns of plain numbers, which numpy compares and copies much faster than fields of records."""
+"""Serves entries as columns of plain numbers, which numpy compares and copies much faster than fields of records."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class ColumnReads:
 
 
 def _count_reads(file: OpenFile, sizes: npt.NDArray[np.int64], seconds: float) -> None:
-    """Reads of these sizes were served."""
+    """Count served reads of these sizes."""
     times = file.measures.seconds["read"]
     times.counts[bisect_left(times.bounds, seconds)] += len(sizes)
     times.sum += len(sizes) * seconds

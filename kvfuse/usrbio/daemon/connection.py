@@ -1,7 +1,7 @@
-"""One client: its requests on the control socket, the things it registered, and their end.
+"""Serves one client: answers its control messages, registers things for it, and drops them at its end.
 
-A connection is the lifetime of everything it registered. When it ends - closed, killed, or broken - its rings stop
-first, then its calls are cancelled, then its files, memory and pins go.
+Everything registered lives as long as the connection. When it ends - closed, killed, or broken - its rings stop first,
+then the daemon cancels its calls, then it drops files, memory and pins.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Connection:
         share: Share,
         left: KeptConnection | None = None,
     ) -> None:
-        """``left``: the connection, by the daemon before this one."""
+        """``left``: the connection, from the former daemon."""
         self.peer = peer
         self._charge = limits.charges.get_charge(peer)
         self._audience = audience
@@ -98,19 +98,19 @@ class Connection:
         )
         self._admission = self._calls.admission
         self._greeted = self._has_asked = left is not None
-        """for something that it got"""
+        """a request other than HELLO succeeded"""
         self._scope = trio.CancelScope()
         self.registered = ClientRegistry(limits, peer, account, share, self._calls, self._scope.cancel, left)
         self._remembered = Remembered()
         self._follower: BlockFeed | None = None
-        """what the connection is for from now on"""
+        """set by FOLLOW: the connection then serves nothing else"""
 
     # -- the control socket --------------------------------------------------------------------------
 
     async def run(self, left: KeptConnection | None = None) -> None:
-        """Answer requests until the client disconnects, or breaks something. Then reap all it had.
+        """Answer requests until the client disconnects, or breaks a rule. Then drop all that it had.
 
-        The first message is there, and it is its turn; but for a connection that was ``left``.
+        The caller has waited for the first message and its turn, except for a connection that was ``left``.
         """
         try:
             with self._scope:
@@ -132,7 +132,7 @@ class Connection:
                 await self._reap(is_cut=is_cut)
 
     async def _restore(self, left: KeptConnection) -> None:
-        """Go on with a connection of the daemon before this one."""
+        """Continue a connection of the former daemon."""
         things, volume = self.registered, self._limits.volume
         memories = restored_connection.Memories(self._charge, self._limits.device_memories, self._receiver)
         pause = self._audience.pause
@@ -156,7 +156,7 @@ class Connection:
             )
 
     async def _answer_one(self) -> bool:
-        """False when the client is gone, or sends what is no message."""
+        """Answer the next message. False: the client is gone, or sent no valid message."""
         data = await self._receiver.peek_message()
         shown: list[int] = []
         try:
@@ -177,7 +177,7 @@ class Connection:
         return True
 
     def _judge(self, message: Message, *, is_bad: bool) -> None:
-        """A message was answered."""
+        """Count an answered message for the penalties."""
         if not is_bad and message.request == Request.HELLO:
             return  # else a client that connects, greets and disconnects again and again was good half of the time
         self._has_asked |= not is_bad
@@ -185,7 +185,7 @@ class Connection:
         self._audience.penalty.judge_one(is_bad=is_bad)
 
     async def _answer(self, message: Message) -> tuple[Message, list[int]]:
-        """(reply, descriptors to send and then to close)."""
+        """Execute a request: (reply, descriptors to send and then to close)."""
         try:
             kind = Request(message.request)
             if not self._greeted and kind is not Request.HELLO:
@@ -260,7 +260,7 @@ class Connection:
         iovs = self.registered.iovs
         with iovs.taking(values[0]):
             descriptor = await self._receiver.take_memory()
-            with trio.CancelScope(shield=True):  # else the descriptor would be nobody's
+            with trio.CancelScope(shield=True):  # else the descriptor would leak
                 iov = await self._receiver.run(map_memory, descriptor, values[0], self._charge)
         return (iovs.add(iov), iov.writable), []
 
@@ -381,7 +381,7 @@ class Connection:
     # -- the end -------------------------------------------------------------------------------------
 
     async def _reap(self, *, is_cut: bool) -> None:
-        """``is_cut``: the daemon ends, not the client, which goes on to read its views."""
+        """Drop all that is registered. ``is_cut``: the daemon ends, not the client, which still reads its views."""
         things = self.registered
         if self._limits.hands_over:
             await restored_connection.leave_connection(things, self._calls, self._receiver)
@@ -411,7 +411,7 @@ class Connection:
 
 
 async def _drop_memory(receiver: DescriptorReceiver, iovs: list[MappedIov]) -> None:
-    """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
+    """Unmap in a thread: the last one to close memory frees it, 0.2 s for each GiB."""
 
     def drop() -> None:
         for iov in iovs:

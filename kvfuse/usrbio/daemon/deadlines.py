@@ -1,4 +1,4 @@
-"""Deadlines of calls in flight: one timer for all, as a task for each would cost more than most calls."""
+"""Expires calls in flight at their deadlines: one timer for all, as a task for each would cost more than most calls."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""Takes the descriptors that clients pass, where they harm nobody but their own user.
+"""Receives client descriptors in throw-away threads, so that one whose close blocks cannot block the daemon.
 
 The close of a foreign descriptor may wait: for a TCP peer (SO_LINGER), for a file system of the client's, or, for a
-file of our own mount, until this daemon has answered a flush. So an *receiver* takes each message that carries
+file of our own mount, until this daemon has answered a flush. So a *receiver* takes each message that carries
 descriptors: a thread with a table of descriptors of its own. It closes none. It ends, and the kernel closes its table:
 a thread that exits does not linger for a TCP peer, and nobody waits for it where a file system does not answer.
 
 A user has few receivers at a time. A stuck one counts until its table is closed, so a user who sticks all of them has
 only its own requests refused. The last free threads are for users who have none.
 
-The table of a receiver has not the descriptor that answers the kernel. So a daemon that is killed while a receiver
+The table of a receiver lacks the descriptor that answers the kernel. So a daemon that is killed while a receiver
 flushes a file of its own mount does not wait for itself: the other threads drop that descriptor, the kernel ends the
-file system, and with it the wait. Only memory of clients (`DescriptorReceiver.memory`) enters the table of the process.
+file system, and with it the wait. Only clients' memory (`DescriptorReceiver.take_memory`) enters the table of the
+process.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ THREADS_MAX = 64
 RESERVED_THREADS = 16
 """of those: for users who have none"""
 RETRY_SECONDS = 0.1
-"""after which a receiver is tried again that could not be had"""
+"""after which the daemon tries again to start a receiver"""
 DESCRIPTORS_MAX = 253
 """of one message (SCM_MAX_FD): a receiver takes all, for the kernel would close the rest before the thread exits"""
 MESSAGES_TURNED_AWAY = 8
-"""that are looked at before somebody else does"""
+"""that `try_close` looks at before a receiver does"""
 CREDENTIALS_SPACE = socket.CMSG_SPACE(12)
 NO_CALL = b"\xff" * 8
 SO_PASSRIGHTS = 83
@@ -68,7 +69,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NotTaken(TimeoutError):
-    """No receiver was free in time: the message and its descriptors are where they were."""
+    """No receiver was free in time: the message and its descriptors stay in the socket."""
 
 
 @dataclass(eq=False)
@@ -96,7 +97,7 @@ class _UserThreads:
 
 @asynccontextmanager
 async def open_receivers() -> AsyncIterator[DescriptorReceivers]:
-    """At the end nobody waits for threads that are stuck."""
+    """Run receivers for the body. At the end nobody waits for stuck threads."""
     async with trio.open_nursery() as nursery:
         receivers = DescriptorReceivers(nursery)
         try:
@@ -229,7 +230,7 @@ class DescriptorReceivers:
             self.is_apart = True
             os.closerange(0, channel)
             os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
-            for _ in range(3):  # whoever started the daemon waits until nobody has its output any more
+            for _ in range(3):  # the daemon's starter waits until nobody has its output any more
                 os.open(os.devnull, os.O_RDWR)
         ready.set()
         while self._wanted.acquire() and not self._closed:
@@ -270,9 +271,9 @@ class DescriptorReceiver:
         self._user = user
         self._stream = stream
         self.has_descriptors = False
-        """the message that was looked at has some"""
+        """the peeked message has some"""
         self._is_taken = False
-        """that message"""
+        """the peeked message was taken out"""
         self._last: _PassingCall[Any] | None = None
         """the last call that takes a message"""
 
@@ -283,7 +284,7 @@ class DescriptorReceiver:
         return data
 
     async def take_message(self) -> None:
-        """Take the message that `look` returned out of the socket, unless it was taken with its descriptor."""
+        """Take the message that `peek_message` returned out of the socket, unless it was taken with its descriptor."""
         if self._is_taken:
             return
         if self.has_descriptors:
@@ -302,9 +303,9 @@ class DescriptorReceiver:
         return _answer(call)
 
     async def take_memory(self, check: Callable[[int], None] | None = None) -> int:
-        """The descriptor of memory of the next message, after ``check`` of it. As `inspect`.
+        """Take the next message: the descriptor of memory in it, after ``check``. As `inspect`.
 
-        None: it has to be shared memory, OSError EINVAL for others, and keeps its size from now on, where it can.
+        ``check`` None: it must be shared memory, OSError EINVAL for others, whose size the daemon seals, where it can.
         """
         call: _PassingCall[None] = _PassingCall(
             lambda own, end: self._inspect(own, partial(_send_memory, end, check or _check_shared))
@@ -320,7 +321,7 @@ class DescriptorReceiver:
         return call.memory
 
     async def empty_socket(self) -> None:
-        """Shut the socket down and drop all that it received, so that its close waits for nothing. `drop` may wait.
+        """Shut the socket down and drop all that it received, so that its close does not wait. `drop_message` may.
 
         After a cancellation a receiver has the rest, with the socket itself.
         """
@@ -350,7 +351,7 @@ class DescriptorReceiver:
             await self.run(os.close, call.memory)
 
     async def wait_for_thread(self) -> None:
-        """Return when no thread is about to take a message: the next daemon is to find what is in the socket."""
+        """Return when no thread is about to take a message: the next daemon must find what is in the socket."""
         if self._last is not None:
             with trio.move_on_after(SETTLE_SECONDS):
                 await self._last.ended.wait()
@@ -408,9 +409,9 @@ class DescriptorReceiver:
             close_all(descriptors)
 
 
-def close_refused(client: socket.socket) -> bool:
+def try_close(client: socket.socket) -> bool:
     """Close a socket at once. False, and it is only shut down, where it may carry descriptors: see
-    `DescriptorReceiver.empty`."""
+    `DescriptorReceiver.empty_socket`."""
     with suppress(OSError):  # the client did
         client.shutdown(socket.SHUT_RDWR)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

@@ -1,8 +1,8 @@
-"""GETs and READs into memory of devices: what the event loop does of them.
+"""Executes GETs and READs into memory of devices, in the event loop.
 
-A ring's thread finds blocks that are in shared memory (`find_block`), and the event loop has the adapter copy what came
-together as one list. Other blocks, and files, are read into staging memory first. An entry is held while the adapter
-has it: its completion waits until nothing more is written. So an adapter has less time than a client gives the daemon.
+A ring's thread finds blocks that are in shared memory (`find_block`), and the event loop has the adapter copy those of
+one pass as one list. It reads other blocks, and files, into staging memory first. It holds an entry while the adapter
+has it: the completion waits for the last write. So an adapter has less time than a client gives the daemon.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ def find_block(call: Call) -> Completion | None:
 
 @dataclass(eq=False, slots=True)
 class _Filling:
-    """One piece of a call. ``answer``: the call's, when it has come; None: there are more."""
+    """One piece of a call. ``answer``: the call's, once the piece is copied; None: more pieces follow."""
 
     call: Call
     piece: DevicePiece
     answer: Completion | None
     done: Callable[[bool], object]
-    """called at its end, with whether it has come"""
+    """called at its end, with whether it was copied"""
 
 
 @dataclass(eq=False, slots=True)
 class _Queue:
-    """Of one memory. ``list_ended``: the present list has."""
+    """Pieces that wait for one memory. ``list_ended``: set when the present list has ended."""
 
     waiting: deque[_Filling]
     list_ended: trio.Event = field(default_factory=trio.Event)
@@ -93,7 +93,7 @@ class _Queue:
 
 @dataclass(eq=False)
 class DeviceCalls:
-    """Of one connection. Event loop only. ``ended``: a call that was started here has ended."""
+    """The device calls of one connection. Event loop only. ``ended``: called when a call of `start` has ended."""
 
     volume: RingApi
     nursery: trio.Nursery
@@ -141,7 +141,7 @@ class DeviceCalls:
     async def _fill(self, call: Call, piece: DevicePiece, answer: Completion | None) -> bool:
         """Have one piece copied. False: the call is completed with an error, if it was not before.
 
-        It returns when nothing of it is under way any more, also when cancelled.
+        It returns when the adapter has ended the piece, also when cancelled.
         """
         outcomes: list[bool] = []
         ended = trio.Event()
@@ -176,7 +176,7 @@ class DeviceCalls:
         """Fill memory until nothing is left to be filled."""
         queue = self._queues[iov]
         try:
-            await trio.lowlevel.checkpoint()  # those that come in this pass of the event loop go together
+            await trio.lowlevel.checkpoint()  # pieces of this pass of the event loop make one list
             while queue.waiting:
                 await _fill_list(iov, _take_list(queue.waiting))
                 queue.list_ended.set()

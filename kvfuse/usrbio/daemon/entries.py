@@ -1,7 +1,7 @@
 """Serves submissions in a ring's thread: checks them, reads by itself, makes calls of the rest.
 
-Entries are copies of what the client wrote, and nothing in them is believed: the handles of a call were found, and
-its ranges lie in their iov or in the aux area.
+Entries are copies of what the client wrote, and the daemon trusts nothing in them: it finds the handles of a call, and
+checks that its ranges lie in their iov or in the aux area.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from kvfuse.volume.views.content_map import ContentMap
 T = TypeVar("T")
 
 LARGE = 256 << 10
-"""Bytes of an operation from which it is not kept back for those behind it."""
+"""Bytes of an operation from which it does not wait for those behind it."""
 NAMES_PER_TURN = 1024
-"""Keys that are looked at before others may work."""
+"""Keys that are unpacked before other rings may work."""
 KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
 OPS = frozenset(map(int, Op))
@@ -71,7 +71,7 @@ def _is_late(entry: Entry, taken_at: float) -> bool:
 
 
 def _measure(served: dict[Histogram, int], seconds: float) -> None:
-    """Count what was served in a batch that took ``seconds``, and forget it."""
+    """Count operations of a batch that took ``seconds``, and clear them."""
     for times, count in served.items():
         times.counts[bisect_left(times.bounds, seconds)] += count
         times.sum += count * seconds
@@ -85,7 +85,7 @@ def _cut_aux(aux: Bytes, offset: int, length: int) -> Bytes:
 
 
 def _note_uses(asked: dict[NamespaceHandle, list[bytes]]) -> None:
-    """Tell the caches, and forget it."""
+    """Note the names with their caches, and clear them."""
     for namespace, names in asked.items():
         if namespace.uses is not None:
             namespace.uses.note(namespace.ino, names)
@@ -107,18 +107,18 @@ class EntryServer:
         self._columns = ColumnReads(ring, registered)
         self._batches = BatchFinder(ring, registered, aux, op_mask)
         self._asked: dict[NamespaceHandle, list[bytes]] = {}
-        """names of blocks of caches that were asked for in the batch that is being served"""
+        """names of blocks of caches that the present batch asks for"""
         self._served: dict[Histogram, int] = {}
-        """where reads and gets of the batch that is being served will be counted -> how many"""
+        """histogram -> reads and gets of the present batch"""
         self.count = 0
         """entries served since somebody set it to 0"""
         self.bad_count = 0
         """malformed ones among them"""
         self._is_lone = False
-        """the entry that is being served has no place"""
+        """the present entry has no place"""
 
     def close(self) -> None:
-        """Let go of memory: the garbage collector takes the rest, as the ring's thread and this know each other."""
+        """Drop memory: the garbage collector frees the rest, as the ring's thread and this refer to each other."""
         self._aux_area = self._aux_area[:0].copy()
         self._batches.close()
         del self._columns, self._batches
@@ -174,7 +174,7 @@ class EntryServer:
         return rows[waiting] if waiting else rows[:0]
 
     def serve_one(self, packed: bytearray, taken_at: float) -> bool:
-        """As `serve`, of an entry that is alone in the queue: it is taken here. False: it has to wait for memory."""
+        """Take an entry that is alone in the queue, and serve it as `serve`. False: it has to wait for memory."""
         entry = Entry._make(SQE_STRUCT.unpack(packed))
         calls: list[Call] = []
         answer, is_short, self._is_lone = None, False, True
@@ -287,7 +287,7 @@ class EntryServer:
         return None
 
     def _read(self, content: ContentMap, offset: int, length: int, iov: MappedIov, iov_offset: int) -> int:
-        """`ring_reads.read`, where others work meanwhile if it is much."""
+        """`ring_reads.read`; other rings work during a large one."""
         if length <= SMALL and iov.holds_lock:
             began = time.perf_counter()
             result = ring_reads.read(content, offset, length, iov, iov_offset)
@@ -319,7 +319,7 @@ class EntryServer:
         return iov
 
     def _reserve(self, call: Call, size: int) -> None:
-        """Let a call have ``size`` bytes and what its task takes. Short."""
+        """Reserve ``size`` bytes for a call, and what its task takes. Short."""
         size += CALL_SIZE
         weight = weight_of(call)
         if not self._registered.share.take(size, weight, self._ring.jobs.nudge):
@@ -338,7 +338,7 @@ class EntryServer:
             raise
 
     def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: MappedIov, read: Callable[[int, Bytes], T]) -> T:
-        """The bytes of an entry, which the client may change from now on. What ``read`` answers. OSError."""
+        """Copy an entry's bytes, which the client may change afterwards; returns what ``read`` returns. OSError."""
         if len(buffer) <= SMALL and iov.holds_lock:
             began = time.perf_counter()
             answer = read(call.entry.iov_offset, buffer)
@@ -364,7 +364,7 @@ class EntryServer:
         return file_name(_cut_aux(self._aux_area, entry.key_offset, entry.key_length).tobytes())
 
     def _make_put(self, entry: Entry, deadline: float) -> Call:
-        """With a copy of the bytes, unless the event loop has to allow it before. Refused, Short, OSError."""
+        """A PUT with a copy of the bytes, unless the event loop has to allow that before. Refused, Short, OSError."""
         namespace = self._find_namespace(entry)
         name = self._read_name(entry)
         iov = self._find_iov(entry)
@@ -402,10 +402,10 @@ class EntryServer:
         if device is not None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), again=find_block)
             return self._read_to_device(call, device, calls)
-        answer = self._try_get(entry, namespace, name, iov) if not namespace.measures.limiters else None
+        answer = self._get(entry, namespace, name, iov) if not namespace.measures.limiters else None
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
-            call.again = lambda call: self._try_get(call.entry, namespace, name, iov)
+            call.again = lambda call: self._get(call.entry, namespace, name, iov)
             self._reserve(call, min(entry.length, PIECE))
             calls.append(call)
         else:
@@ -414,7 +414,7 @@ class EntryServer:
         return answer
 
     def _read_to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Completion | None:
-        """The answer to a GET or READ whose bytes are to go there, or None: it is in ``calls``. Refused, Short."""
+        """The answer to a GET or READ into a device, or None: it is in ``calls``. Refused, Short."""
         check_range(call.entry, device)
         call.device = device
         of = call.namespace if call.namespace is not None else call.file
@@ -425,9 +425,7 @@ class EntryServer:
         calls.append(call)
         return None
 
-    def _try_get(
-        self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None
-    ) -> Completion | None:
+    def _get(self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None) -> Completion | None:
         """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
         binding = namespace.bindings.get(name)
         if binding is None or not binding.valid or not namespace.is_checked:
@@ -489,7 +487,7 @@ class EntryServer:
         return call
 
     def _cancel(self, entry: Entry, deadline: float) -> Completion | None:
-        """Take an entry out of the line; one that is with the event loop is cancelled there. Short."""
+        """Drop a waiting entry; the event loop cancels one that it has. Short."""
         if self.lines.remove(entry.offset):
             self._completions.post([entry.offset], [-errno.ECANCELED])
             return Completion(0)

@@ -1,4 +1,4 @@
-"""Indexes of resident blocks that one connection has mapped (`volume/tier/resident`)."""
+"""Opens indexes of resident blocks, and arenas, for a connection that maps them (`volume/tier/resident_indexes`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvfuse.volume.tier.shared_tier import ReadClass
 INDEXES_MAX = 64
 """of one connection"""
 HANDLES_MAX = 16
-"""of one folder that are looked at for a right to an arena, the newest ones"""
+"""newest handles of one folder, which may give a right to an arena"""
 
 
 @dataclass
 class Indexes:
-    """Of one connection. Event loop only."""
+    """The block indexes of one connection. Event loop only."""
 
     volume: RingApi
     admission: NamespaceAccess
@@ -40,11 +40,11 @@ class Indexes:
     async def open(
         self, namespace: NamespaceHandle, number: int, account: UserAccount
     ) -> tuple[tuple[int, ...], list[int]]:
-        """(size), and descriptors of an index and of the page for touches of it.
+        """Open an index: (size), and descriptors of it and of its page for touches.
 
-        ``number`` 0: that of the blocks that this client puts; from 1 on those of other owners and modes. NotFound:
-        there are no more. PermissionDenied: the client may not find out every name. NotSupported: somebody has to
-        count what is read. QuotaExceeded: the client's user has its share of what the daemon has room for; ``account``
+        ``number`` 0: the index of blocks that this client puts; from 1 on those of other owners and modes. NotFound: no
+        more exist. PermissionDenied: the client may not list the folder. Unsupported: the daemon has to count what is
+        read, or could not take memory back. QuotaExceeded: the user has its share of the daemon's indexes; ``account``
         has those of the connection, also at its end.
         """
         if not self.volume.tier.may_show(is_unlimited=self.peer.is_unlimited):
@@ -115,7 +115,7 @@ class Indexes:
 
 
 class _Readable(NamedTuple):
-    """What `Peer.may` looks at."""
+    """Owner, group and mode for `ClientProcess.may_access`."""
 
     uid: int
     gid: int

@@ -1,13 +1,13 @@
-"""Which ring works: Python's interpreter runs one thread at a time, and every ring has a thread.
+"""Schedules ring threads: Python's interpreter runs one thread at a time, and every ring has a thread.
 
 Without an order among them, a thread that wants the interpreter waits for all others that want it, 0.1 ms for each: the
 event loop waits for each of 256 rings, several times in one request. So the thread of a ring takes the turn before it
 works, and gives it back when it has nothing more to do, or between two entries where somebody else precedes it:
 
 * *One ring works in the interpreter at a time.* The threads of all others sleep, so the event loop waits for one thread
-  at most. Large copies need no interpreter: others take the turn meanwhile. A user of whom ``COPIES_MAX`` copy
-  has no turn until one of them ends, which may take as long as it likes: see `client_memory.HELD_SIZE`.
-  A thread that wakes wants the interpreter, too: see `bell_watcher.py`.
+  at most. Large copies need no interpreter: others take the turn meanwhile. A user with ``COPIES_MAX`` copies has no
+  turn until one of them ends, which may take as long as it likes: see `client_memory.HELD_SIZE`. A thread that wakes
+  wants the interpreter, too: see `bell_watcher.py`.
 * *Users take turns.* The user that had least of the interpreter lately precedes all others; the ring that works notices
   after its present entry. So a user waits for one entry of another user, however many rings that one has. Looking for
   more work counts like work. Rings of one user follow each other after ``TURN_SECONDS``.
@@ -88,7 +88,7 @@ class Interpreter:
         self._has_timer = False
         """a seat that stands back looks at the clock"""
         self._ours_until = 0.0
-        """until when the event loop precedes nobody"""
+        """time until which the event loop precedes nobody"""
         self._copier: Seat | None = None
         """the seat that has the turn, while it copies"""
         self._looker = [True]
@@ -148,13 +148,13 @@ class Interpreter:
             self._hand_turn()
 
     def sleep(self, seat: Seat) -> None:
-        """Block this seat's thread until `line_up` queued the seat and the turn was handed to it."""
+        """Block this seat's thread until `queue_seat` queued the seat and the turn was handed to it."""
         seat.wake.acquire()
         seat.began = time.perf_counter()
         seat.has_turn = True
 
     def may_sleep_alone(self, user: User) -> bool:
-        """Whether one more thread may wait for something by itself, until `woke_alone`."""
+        """Whether one more thread may wait for something by itself, until `end_sleep_alone`."""
         with self._lock:
             may = user.alone < ALONE_MAX
             user.alone += may
@@ -188,7 +188,7 @@ class Interpreter:
     # -- looking for more work -----------------------------------------------------------------------
 
     def may_look(self) -> bool:
-        """Whether this thread may look for more work without a rest: one at a time, until `looked`."""
+        """Whether this thread may look for more work without a rest: one at a time, until `end_look`."""
         if not self.token:
             return False
         try:

@@ -1,4 +1,4 @@
-"""What is kept of each thing that a connection registers, for the next daemon: content, and descriptors."""
+"""Packs registered things of a connection for the next daemon: content, and descriptors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kept = tuple[object, list[int]]
 
 
 class KeptIov(msgspec.Struct):
-    """With the descriptor of the memory."""
+    """An iov; kept with the descriptor of the memory."""
 
     size: int
     offset: int = 0
@@ -30,7 +30,7 @@ class KeptNamespace(msgspec.Struct):
 
 
 class KeptRing(msgspec.Struct):
-    """With descriptors of its memory, its journal, the daemon's bell and the client's."""
+    """A ring; kept with descriptors of its memory, its journal, the daemon's bell and the client's."""
 
     entries: int
     aux_size: int

@@ -1,4 +1,4 @@
-"""The daemon's side of the control socket: who is connected, and what all clients together may have.
+"""Accepts clients on the control socket, and bounds what all of them together have.
 
 `connection.py` serves each of them.
 """
@@ -26,12 +26,7 @@ from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_process import ClientProcess, read_credentials
 from kvfuse.usrbio.daemon.connection import Connection
 from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping, KeptConnection, find_kept
-from kvfuse.usrbio.daemon.descriptor_receiver import (
-    DescriptorReceiver,
-    DescriptorReceivers,
-    close_refused,
-    open_receivers,
-)
+from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver, DescriptorReceivers, open_receivers, try_close
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
 from kvfuse.usrbio.daemon.interpreter import Interpreter, watch_loop
 from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
@@ -46,13 +41,13 @@ UNPROVEN_MAX = 64
 """clients of uid 0 whose capabilities are not known yet"""
 UNPROVEN_THREADS = 4
 WARNING_SECONDS = 1.0
-"""between two warnings of clients that were turned away"""
+"""between two warnings of refused clients"""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 HAND_OVER_SECONDS = 2.0
-"""that entries under way have to end, before the next daemon does them again"""
+"""that entries in flight have to end, before the next daemon executes them again"""
 HAND_OVER_LOOK_SECONDS = 0.005
 SCARCE_SECONDS = 0.1
-"""after which it is tried again to accept a client"""
+"""after which a failed accept is retried"""
 
 
 async def serve_rings(
@@ -69,10 +64,10 @@ async def serve_rings(
 ) -> None:
     """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files.
 
-    ``options``: the limits of users; None: the default ones. ``device_memories``: see `Limits`. ``keeper``: has what
-    outlives this daemon, and the clients of one before it, which go on. Once ``handing_over`` is set, nothing more is
-    taken from rings; what is under way ends, or is left to the next daemon after ``HAND_OVER_SECONDS``, with all
-    clients; then it returns.
+    ``options``: the limits of users; None: the default ones. ``device_memories``: see `Limits`. ``keeper``: keeps what
+    outlives this daemon, and clients of a former one, which continue. Once ``handing_over`` is set, rings take no more
+    entries; those in flight end, or stay for the next daemon after ``HAND_OVER_SECONDS``, with all clients; then it
+    returns.
     """
     turns = Interpreter()
     with listener.dup() as accepting, BellWatcher(turns) as bell_watcher, watch_loop(turns), ExitStack() as undo:
@@ -118,7 +113,7 @@ async def _accept(listener: socket.socket, clients: Clients) -> None:
 
 
 class Clients:
-    """All that are connected; the listener's task owns it."""
+    """All connected clients; the listener's task owns it."""
 
     def __init__(self, limits: Limits, receivers: DescriptorReceivers, nursery: trio.Nursery) -> None:
         """``nursery``: of tasks that end with it."""
@@ -133,9 +128,9 @@ class Clients:
         self._arrivals = Arrivals(limits.keeper)
 
     def receive_client(self, client: socket.socket, name: str = "") -> None:
-        """Somebody has connected. One that is too many of its user is gone at once: to be cheap where many come.
+        """Serve a new client. It closes one beyond its user's limit at once, which is cheap where many connect.
 
-        ``name``: under which the daemon before this one has kept it.
+        ``name``: under which the former daemon kept it.
         """
         uid = read_credentials(client)[1]
         try:
@@ -144,7 +139,7 @@ class Clients:
             elif self._unproven >= UNPROVEN_MAX:
                 raise errors.QuotaExceeded(f"{UNPROVEN_MAX} processes of uid 0 have connected at once")
         except errors.QuotaExceeded as error:
-            if close_refused(client):
+            if try_close(client):
                 self._arrivals.drop(name)
                 self._warn(error)
                 return
@@ -152,13 +147,13 @@ class Clients:
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client), None, name)
 
     def restore_client(self, left: KeptConnection) -> None:
-        """Serve a client of the daemon before this one."""
+        """Serve a client of the former daemon."""
         stream = socket.socket(fileno=left.socket)
         stream.setblocking(False)
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(stream), left)
 
     async def hand_over(self, wanted: trio.Event) -> None:
-        """Once that is set, leave all clients to the next daemon."""
+        """Once ``wanted`` is set, leave all clients to the next daemon."""
         await wanted.wait()
         with trio.move_on_after(HAND_OVER_SECONDS):
             while True:
@@ -182,7 +177,7 @@ class Clients:
             self._unproven -= 1
 
     async def _serve(self, stream: trio.socket.SocketType, left: KeptConnection | None = None, name: str = "") -> None:
-        """One client, until it is gone and its socket is closed. It counts for its user until then."""
+        """Serve one client until it is gone and its socket is closed. It counts for its user until then."""
         with stream, self._dropping_arrival(name):
             try:
                 peer = await self._find_peer(stream) if left is None else left.peer
@@ -198,7 +193,7 @@ class Clients:
                     finally:
                         if not self.limits.hands_over:
                             if left is not None:
-                                left.pins.clear()  # where nobody has come to take them over
+                                left.pins.clear()  # where no connection took them over
                                 restored_connection.give_up_files(self.limits.volume, left.files)
                                 if not left.page.is_closed:
                                     ConnectionKeeping(self.limits.keeper, left).close()
@@ -213,7 +208,7 @@ class Clients:
 
     @contextmanager
     def _dropping_arrival(self, name: str) -> Iterator[None]:
-        """Until the end of the body, unless that is for the next daemon."""
+        """Drop the kept socket at the end of the body, unless that is for the next daemon."""
         try:
             yield
         finally:
@@ -243,7 +238,7 @@ class Clients:
         counts = _count_things(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
         with suppress(OSError):  # no descriptor is free
-            self.limits.charges.recount()  # of those that have ended, too, what is still there
+            self.limits.charges.recount()  # also what still exists of ended rings
         sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
 

@@ -1,11 +1,11 @@
-"""Calls that the event loop does for rings: everything that a ring's thread cannot do by itself.
+"""Executes calls of rings in the event loop: everything that a ring's thread cannot do by itself.
 
-A `Call` runs as a task of its connection. A read or a block whose bytes can be shown in a content map goes back to the
-ring's thread, which copies them; else the event loop reads them into memory of the daemon, and the thread copies them
-when they are there. So a call that ran out of time, or was cancelled, is answered at once, and never written to later.
+A `Call` runs as a task of its connection. The event loop has a content map show the bytes of a read or a block, and the
+ring's thread copies them; else the event loop reads them into memory of the daemon, and the thread copies them from
+there. So the daemon answers a call that timed out, or was cancelled, at once, and never writes to its memory later.
 
-Before the completion of a change is posted, the ring's thread, which may wait for the kernel, has the kernel drop what
-the change made untrue.
+Before the ring's thread, which may wait for the kernel, completes a change, it has the kernel drop what that made
+stale.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Calls:
         From here on `cancel` finds these calls.
         """
         ring = calls[0].ring
-        if ring.completions.stopped:  # `end` has been here: nobody would end them
+        if ring.completions.stopped:  # `cancel_ring` ran before: nobody would end them
             for call in calls:
                 self.share.give(call.size, call.weight)
             return
@@ -153,7 +153,7 @@ class Calls:
             await self._run(call)
 
     def _start_runner(self) -> None:
-        """Start a task for puts that were not begun, unless there is one that does not wait itself."""
+        """Start a task for puts that were not begun, unless one runs that does not wait itself."""
         if not self._puts or (self._runner is not None and not self._runner.busy):
             return
         if self._runner is None or self.share.take(0, 1):
@@ -163,11 +163,11 @@ class Calls:
     async def _run_puts(self, runner: _Runner) -> None:
         """Do puts one after the other in one cancel scope: to enter one takes a good part of what a put takes.
 
-        Rings hear of those together that were done without a wait: to wake a thread for each takes as long again.
-        Where one has to wait, another task goes on with the rest; after a turn of them others have theirs.
+        It completes those together that needed no wait: to wake a thread for each takes as long again. Where one has to
+        wait, another task does the rest; after a turn of puts other tasks run.
         """
         while self._puts and self._runner is runner:
-            if self._kept is None:  # else a task that waits has left some, which `_at_a_wait` has not told yet
+            if self._kept is None:  # else a task that waits has left some, which `_post_at_wait` has not posted yet
                 self._kept = {}
             self.nursery.start_soon(self._post_at_wait)
             turn_end = time.perf_counter() + PUTS_SECONDS
@@ -205,7 +205,7 @@ class Calls:
         self._start_runner()
 
     def _put_together(self) -> bool:
-        """Do the first puts, if they are of one namespace and need no wait. False: the next one is to be done alone."""
+        """Do the first puts, if they are of one namespace and need no wait. False: the next one must be done alone."""
         ready: list[Call] = []
         while self._puts and len(ready) < PUTS_TOGETHER and not self._puts[0].is_alone:
             if ready and self._puts[0].namespace is not ready[0].namespace:
@@ -252,7 +252,7 @@ class Calls:
         completions.give_up(found[0], errno.ECANCELED, partial(completions.complete, call, 0))
 
     async def end_writes(self, ring: ServedRing, iov: MappedIov | DeviceIov) -> None:
-        """Return when nothing that is under way for a ring can write into the iov any more, but for an adapter."""
+        """Cancel a ring's calls that use the iov; return when none of them can write into it, but for an adapter."""
         await ring.jobs.ask_thread(lambda: True)  # what the thread served before is a call of ours now
         if isinstance(iov, MappedIov):
             self.batches.cancel_batches(ring, iov)
@@ -265,10 +265,10 @@ class Calls:
                 call.cancel()
             elif iov in (call.iov, call.device):
                 ring.completions.give_up(call, errno.ECANCELED)
-        await ring.jobs.ask_thread(lambda: True)  # and it is not at one of those any more
+        await ring.jobs.ask_thread(lambda: True)  # and it does none of those any more
 
     def cancel_ring(self, ring: ServedRing) -> None:
-        """Cancel what is under way for a ring that has stopped."""
+        """Cancel what is in flight for a ring that has stopped."""
         self.batches.cancel_batches(ring)
         for call in self._list_calls(ring):
             call.cancel()
@@ -315,7 +315,7 @@ class Calls:
     # -- the kernel ----------------------------------------------------------------------------------
 
     def _finish(self, done: Done) -> None:
-        """Complete a call after the kernel has dropped what is no longer true; many at once where they come fast."""
+        """Complete a call once the kernel has dropped what is stale; many at once where they follow each other fast."""
         if (seal := self.volume.seal) is not None:
             seal()
         ring = done.call.ring
@@ -346,7 +346,7 @@ class Calls:
         ring.completions.complete_many([(row.call, row.result) for row in rows if row.found is None])
 
     def _complete_puts(self, batch: PutBatch, numbers: list[int]) -> None:
-        """Have the kernel drop that the names of these puts were absent, then complete them."""
+        """Have the kernel drop negative entries for the names of these puts, then complete them."""
 
         def tell() -> None:
             directory = _directory_of(batch)
@@ -358,7 +358,8 @@ class Calls:
         self._run_off_loop(batch.ring, tell)
 
     def _drop(self, drop: Callable[..., None], *arguments: object) -> None:
-        """Data that the kernel refuses to drop expires: the change is done, and its call completes all the same."""
+        """Drop data of the kernel; what it refuses to drop expires. The change is done, and its call completes
+        anyway."""
         try:
             drop(*arguments)
         except errors.KvfuseError as error:

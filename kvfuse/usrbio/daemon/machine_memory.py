@@ -1,4 +1,4 @@
-"""How much memory this process may have: the machine's, or less where a control group (version 1 or 2) limits it."""
+"""Reads how much memory this process may have: the machine's, or less where a control group (v1 or v2) limits it."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def _find_groups(root: Path) -> list[tuple[Path, Path, str]]:
 
 
 def _read_rows(table: Path) -> list[str]:
-    """Names in it may have any bytes but a newline."""
+    """Rows of a table of /proc. Names in it may have any bytes but a newline."""
     return [row for row in os.fsdecode(table.read_bytes()).split("\n") if row]

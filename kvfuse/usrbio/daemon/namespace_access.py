@@ -1,10 +1,10 @@
-"""Which namespaces a client may use: those without a token, those whose folder lets it in, those whose token it showed.
+"""Decides which namespaces a client may use: without a token, with a folder that lets it in, or whose token it showed.
 
 A client shows tokens once for its connection, and never says whose they are. So it learns of a namespace that it may
-not use only what it learns of a folder that was removed: ESTALE when it registers something of it. A handle that it
-has from before (the namespace was given another token, or its folder another owner) finds nothing. Then names
-that nobody can guess are looked up in place of those asked for, in the same way: so the answer, and the time that it
-takes, do not depend on which names are there.
+not use only what it learns of a folder that was removed: ESTALE when it registers something of it. A handle that it has
+from before (the namespace was given another token, or its folder another owner) finds nothing. The daemon looks up
+names that nobody can guess in place of those asked for, in the same way: so neither the answer, nor the time that it
+takes, depends on which names exist.
 
 Modes decide as they are now, those of the directories above a registered one, too: as the kernel would decide for a
 path. A descriptor of a directory lets a process in whatever becomes of those above, so they count only for a client
@@ -27,21 +27,21 @@ from kvfuse.volume.measures.gates import ENDED, Gate, fits, is_token
 TOKENS_MAX = 16
 """of one connection"""
 ROUNDS = 4
-"""in which what a client may do is found out, where it changes meanwhile"""
+"""attempts to read the rights of a client, where they change meanwhile"""
 _UNKNOWN = os.urandom(16).hex().encode()
 _numbers = itertools.count()
 
 
 @dataclass
 class NamespaceAccess:
-    """Of one connection. Event loop only."""
+    """The rights of one connection to namespaces. Event loop only."""
 
     volume: RingApi
     peer: ClientProcess
     _tokens: list[str] = field(default_factory=list)
 
     def add_token(self, token: str) -> None:
-        """The client has this token. InvalidArgument: it is none, or one too many."""
+        """Add a token that the client showed. InvalidArgument: it is none, or one too many."""
         if not is_token(token):
             raise errors.InvalidArgument("this is no token of a namespace")
         if token in self._tokens:
@@ -51,7 +51,7 @@ class NamespaceAccess:
         self._tokens.append(token)
 
     async def check_access(self, ino: int) -> bool:
-        """Whether the client has shown the token for an inode's namespace. Stale: it needs one, and has not."""
+        """Whether the client has shown the token for an inode's namespace. Stale: the client needs one, and has not."""
         gate = await self.volume.inodes.gate(ino)
         if gate is None or not gate.lock:
             return False
@@ -62,7 +62,7 @@ class NamespaceAccess:
         return has_token
 
     async def may_reach(self, directory: int) -> bool:
-        """The client's user may search all directories above one. Stale: it was removed."""
+        """Whether the client's user may search all directories above one. Stale: it was removed."""
         _, above = await self.volume.search.ancestors(directory)
         return all(self.peer.may_access(one, 1) for one in above)
 
@@ -74,9 +74,9 @@ class NamespaceAccess:
         return Group(found.gid if found.mode & stat.S_ISGID else self.peer.gid, ancestors, changes)
 
     async def read_directory(self, namespace: NamespaceHandle) -> Attributes:
-        """A registered directory as it is now. What the namespace says of the client's rights is as of now, too.
+        """Read a registered directory, and the client's present rights into ``namespace``.
 
-        PermissionDenied: the client's user may not go there any more. Where it is absent for the client, it says so.
+        PermissionDenied: the client's user may not reach it any more. ``namespace.is_absent`` may be set afterwards.
         """
         for _ in range(ROUNDS):
             if not namespace.is_checked:
@@ -103,11 +103,11 @@ class NamespaceAccess:
         except errors.Stale:
             namespace.has_token, namespace.is_absent = False, True
         if namespace.is_absent or namespace.is_cut_off:
-            namespace.bindings = {}  # or ring threads would go on with what names meant
+            namespace.bindings = {}  # or ring threads would use stale bindings
         namespace.gates, namespace.epoch = gates, epoch if epoch != ENDED else UNCHECKED
 
     async def describe(self, namespace: NamespaceHandle, descriptor: str) -> None:
-        """The client says what its blocks are. Exists: they are something else in this namespace. Stale."""
+        """Set what the client says its blocks are. Exists: the namespace has another descriptor. Stale."""
         namespace.has_token = await self.check_access(namespace.ino)
         may_pin = self.may_access(namespace, await self.volume.inodes.attributes(namespace.ino), 3)
         may_pin &= not namespace.read_only
@@ -125,7 +125,7 @@ class NamespaceAccess:
         return gate is not None and gate.descriptor not in ("", namespace.descriptor)
 
     def may_access(self, namespace: NamespaceHandle, inode: Attributes | Binding, wanted: int) -> bool:
-        """`ClientProcess.may`, of an inode in a namespace; who has shown its token may all."""
+        """`ClientProcess.may_access`, of an inode in a namespace; the token of that allows all."""
         return namespace.has_token or self.peer.may_access(inode, wanted)
 
     def _has_token(self, gate: Gate) -> bool:
@@ -136,5 +136,5 @@ class NamespaceAccess:
 
 
 def make_blind_names(count: int) -> list[bytes]:
-    """New names, of files that are not there."""
+    """New names, of files that do not exist."""
     return [_UNKNOWN + b"%d" % next(_numbers) for _ in range(count)]

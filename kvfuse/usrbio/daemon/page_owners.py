@@ -1,4 +1,4 @@
-"""Which control group pays for pages of shared memory. Takes /proc/kpagecgroup, so CAP_SYS_ADMIN, as root has."""
+"""Counts pages of shared memory that the daemon's control group pays for. Reads /proc/kpagecgroup: CAP_SYS_ADMIN."""
 
 from __future__ import annotations
 

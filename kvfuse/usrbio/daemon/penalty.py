@@ -37,7 +37,7 @@ class Penalty:
         return SHORT_TURN if self.seconds else usual
 
     def judge(self, count: int, bad: int) -> None:
-        """A turn of ``count`` entries, ``bad`` ones among them, has ended."""
+        """Count a turn of ``count`` entries, ``bad`` ones among them."""
         self.excess = max(0, self.excess + 2 * bad - count)
         if self.excess <= FREE:
             self.seconds = 0.0
@@ -45,12 +45,12 @@ class Penalty:
             self.seconds = min(max(2 * self.seconds, FIRST_SECONDS), LAST_SECONDS)
 
     def forget(self, count: float) -> None:
-        """So many bad ones count no more."""
+        """Take ``count`` bad ones off."""
         self.excess = max(0, self.excess - int(count))
         if self.excess <= FREE:
             self.seconds = 0.0
 
     def count_idle_ring(self) -> None:
-        """The client rang, and there was nothing to do. Costs rests, but breaks no ring."""
+        """Count a ring of the bell without an entry. It costs rests, but breaks no ring."""
         if self.excess < BOUND:
             self.judge(1, 1)

@@ -1,4 +1,4 @@
-"""Puts of a batch into one namespace, together: columns from the ring's entries to the volume, and back.
+"""Stores puts of a batch into one namespace, together: columns from the ring's entries to the volume, and back.
 
 The ring's thread finds them (`put_finder`) and has copied their bytes. The event loop has the volume store those that
 need no wait in one go, and the ring's thread posts their completions at once. Where too many changes wait for a commit,
@@ -54,7 +54,7 @@ class PutBatch(Call):
         self.done = [False] * len(self.rows)
 
     def list_left(self) -> list[int]:
-        """Numbers of those that are not done."""
+        """Numbers of puts that are not done."""
         return [number for number, is_done in enumerate(self.done) if not is_done]
 
     def make_calls(self) -> list[Call]:
@@ -74,7 +74,7 @@ class PutBatch(Call):
 class PutBatches:
     """The batches of one connection, in the event loop. ``start_calls``: starts calls of the puts that have to wait.
 
-    ``tell``: has the ring's thread complete puts; told the batch and their numbers. ``nursery``: tasks of batches that
+    ``tell``: has the ring's thread complete puts: gets the batch and their numbers. ``nursery``: tasks of batches that
     wait for a commit run in it, and end with it.
     """
 
@@ -105,7 +105,7 @@ class PutBatches:
         return False
 
     def _put(self, batch: PutBatch, numbers: Sequence[int]) -> Sequence[int]:
-        """Do those of these puts that need no wait, for a turn. Those for which there was no time."""
+        """Store those puts that need no wait, for a turn. Returns those for which no time was left."""
         assert batch.namespace is not None
         of = batch.namespace.measures
         part = BESIDE_READERS if len(of.readers) > (of in of.readers) and of.is_beside_readers() else 1
@@ -122,7 +122,7 @@ class PutBatches:
         return numbers if time.monotonic() <= batch.deadline else ()
 
     def _put_some(self, batch: PutBatch, numbers: Sequence[int]) -> list[int]:
-        """Which of these puts are done."""
+        """Store those puts that need no wait; returns which."""
         assert batch.namespace is not None
         try:
             rows = [(batch.names[number], batch.blocks[number]) for number in numbers]
@@ -132,11 +132,11 @@ class PutBatches:
             return []
 
     def _may_wait(self, batch: PutBatch) -> bool:
-        """Some are left because too many changes of the user wait for a commit; and they have the time."""
+        """Whether some are left because too many changes of the user are pending; and they have the time to wait."""
         return batch.deadline == float("inf") and False in batch.done and self.blocks.is_crowded()
 
     async def _put_rest(self, batch: PutBatch, rest: Sequence[int]) -> None:
-        """Do ``rest`` in turns between which others have theirs; and after a commit what had to wait for one."""
+        """Store ``rest`` in turns, between which other tasks run; and after a commit those that had to wait for it."""
         try:
             before = -1
             while True:
@@ -155,7 +155,7 @@ class PutBatches:
         self._end_batch(batch)
 
     def _end_batch(self, batch: PutBatch) -> None:
-        """What is not done is done alone."""
+        """Make a call of each put that is not done."""
         if False in batch.done:
             self.start_calls(batch.make_calls())
         batch.blocks = []

@@ -1,10 +1,10 @@
-"""A connection that a daemon before this one left goes on here, with the same handles; and how one is left.
+"""Restores connections that a former daemon left, with the same handles; and leaves them to the next daemon.
 
-One user may have registered very much. So what it takes to register that again is work of that user, as its messages
-were: it waits for turns in the call queue, between which the mount's calls and all other users' are answered.
+One user may have registered very much. So the restore is work of that user, as its messages were: it waits for turns in
+the call queue, between which the daemon serves the mount's calls and all other users'.
 
-Things that are gone - a file, a folder - are not registered any more: entries that name them are answered with EBADF or
-EFAULT. A ring that cannot go on ends the connection, as nobody would answer its entries.
+It drops things that are gone - a file, a folder: entries that name them get EBADF or EFAULT. A ring that cannot
+continue ends the connection, as nobody would answer its entries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COSTS = {"file": 4, "iov": 4, "device": 16, "namespace": 4, "ring": 16}
 """of a thing that is registered again, in calls"""
 
 _held: list[Pins | list[TierBlock]] = []
-"""what clients hold whose daemon ends: nothing may take its place until this process has ended"""
+"""blocks that clients hold as their daemon ends: nothing may reuse them until this process has ended"""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Memories:
 
 @dataclass
 class _Restoration:
-    """Of one connection: a method for each kind of thing."""
+    """Restores one connection: a method for each kind of thing."""
 
     things: ClientRegistry
     volume: RingApi
@@ -71,7 +71,7 @@ class _Restoration:
     remembered: Remembered
 
     async def restore_open_file(self, handle: int, row: KeptFile) -> None:
-        """A file that the volume has counted as open since it was opened itself."""
+        """A file that the volume counts as open since the volume itself was opened."""
         left_open, opened = self.volume.left_open, None
         try:
             with self.things.files.taking():
@@ -118,7 +118,7 @@ class _Restoration:
         row, namespaces = msgspec.json.decode(kept.content, type=KeptNamespace), self.things.namespaces
         has_token = False
         with namespaces.taking():
-            with suppress(errors.Stale):  # it may not use it any more: it finds nothing there, as before
+            with suppress(errors.Stale):  # the client may not use it any more: it finds nothing there, as before
                 has_token = await self.calls.admission.check_access(row.ino)
             group = await self.calls.admission.find_group(row.ino)
             directory = await self.volume.inodes.attributes(row.ino)
@@ -154,8 +154,7 @@ async def restore(
 ) -> Message | None:  # fmt: skip
     """Register again what was registered. ``pause``: waits for the user's turn for work of a cost, in calls.
 
-    What is to be replied to the request that nobody has answered, if there is one. KvfuseError, OSError: a ring cannot
-    go on.
+    Returns the reply to the request that no daemon has answered, if any. KvfuseError, OSError: a ring cannot continue.
     """
     keeping = things.keeping
     for token in left.said.tokens:
@@ -172,7 +171,7 @@ async def restore(
             if owed >= TURN_COST:
                 await pause(owed)
                 owed = 0
-            if handle == added and (is_waiting or not request):  # nobody has heard of it, and it is asked for again
+            if handle == added and (is_waiting or not request):  # the client does not know it, and asks again
                 keeping.drop(kind, handle)
                 continue
             row = volume.left_open.ring_files.pop(name, None)
@@ -194,7 +193,7 @@ async def restore(
 
 
 def give_up_files(volume: RingApi, names: Iterable[str]) -> None:
-    """Registered files that nobody goes on with are not open any more. ``names``: under which they were kept."""
+    """Release registered files of connections that do not continue. ``names``: under which they were kept."""
     for name in names:
         file = volume.left_open.ring_files.pop(name, None)
         if file is not None:
@@ -206,7 +205,7 @@ def _flags_of(row: KeptFile) -> int:
 
 
 def _is_next_message(descriptor: int, number: int) -> bool:
-    """The next message in a socket has this number."""
+    """Whether the next message in a socket has this number."""
     with socket.socket(fileno=os.dup(descriptor)) as stream, suppress(BlockingIOError, ValueError):
         data, _, _, _ = stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return Message.unpack(data).number == number
@@ -214,7 +213,7 @@ def _is_next_message(descriptor: int, number: int) -> bool:
 
 
 def _make_reply(request: int, number: int, handle: int, things: ClientRegistry) -> Message:
-    """The reply to a request that the daemon before this one has taken, and carried out if the handle is there."""
+    """The reply to a request that the former daemon took, and executed if the handle exists."""
     values: tuple[int, ...] | None = None
     if request == Request.ADD_FILE and (file := things.files.get(handle)) is not None:
         values = handle, file.ino, file.handle.size
@@ -230,12 +229,12 @@ def _make_reply(request: int, number: int, handle: int, things: ClientRegistry) 
 
 
 def hold_pins(pins: Pins) -> None:
-    """The mount ends while a client reads these blocks: they stay as they are."""
+    """Hold blocks that a client reads while the mount ends: they stay as they are."""
     _held.append(pins.list_blocks())
 
 
 async def leave_connection(things: ClientRegistry, calls: Calls, receiver: DescriptorReceiver) -> None:
-    """Leave a connection to the next daemon: its rings stop where they are, and nothing is given back."""
+    """Leave a connection to the next daemon: its rings stop where they are, and it gives nothing back."""
     _held.append(things.pins)
     things.keeping.forget_files()
     calls.indexes.close()

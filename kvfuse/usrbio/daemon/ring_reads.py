@@ -1,7 +1,7 @@
-"""How a ring thread reads files by itself: through content maps, without asking the event loop.
+"""Reads files in a ring's thread: through content maps, without asking the event loop.
 
-`volume/views/content_map.py` says why that is right: look at the map's version, copy, look again. Whatever a map does
-not show - bytes still staged, a chunk in pieces, a mismatch of a checksum - is the event loop's (``ASK``).
+`volume/views/content_map.py` says why that is right: look at the map's version, copy, look again. The event loop reads
+whatever a map does not show - bytes still staged, a chunk in pieces, a mismatch of a checksum (``ASK``).
 
 For many reads of one file the places of verified granules are also kept in arrays (`_Table`), so that a batch
 of small reads is a few numpy calls: one `take` of rows where the reads are pages that go to neighbouring pages.
@@ -87,7 +87,7 @@ def _verify(row: MapRow, source: MappedSource, start: int, length: int) -> bool:
 def copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_offset: int) -> bool:
     """Copy bytes of a source into a client's memory; False where the source does not give them.
 
-    OSError EFAULT; see `MappedIov.filling`.
+    OSError EFAULT; see `MappedIov.charging`.
     """
     if iov.is_present(length):
         return _copy(source, start, length, iov, iov_offset)
@@ -144,7 +144,7 @@ class _Table:
         self.source_list: list[MappedSource] = []
 
     def learn(self, granules: Numbers) -> None:
-        """Look at these granules in the map."""
+        """Copy the places of these granules from the map."""
         per_chunk = self.content.chunk_size // self.unit
         for granule in np.unique(granules).tolist():
             index, number = divmod(granule, per_chunk)
@@ -181,7 +181,7 @@ class RingReader:
             starts = table.starts[granules]
         row = content.rows.get(int(granules[0]) * table.unit // content.chunk_size)
         if row is None or content.version != table.version:
-            return results  # else ``row`` keeps a block of the tier, which is the whole file, where it is meanwhile
+            return results  # else ``row`` keeps a block of the tier, which is the whole file, in its place
         if row.block is not None:
             row.block.note_use()
         fits = (within + lengths <= table.lengths[granules]) & (starts >= 0)

@@ -35,7 +35,7 @@ TAKE_ENTRIES = 1024
 """taken at once: between two such parts others may work"""
 THREAD_NAME = "kvfuse-ring"
 SPIN_SECONDS = 100e-6
-"""How long it looks for more before it sleeps, while submissions come faster than that."""
+"""How long it looks for more before it sleeps, while submissions follow each other faster than that."""
 FULL_SECONDS, FULL_SECONDS_MAX = 0.01, 0.08
 """between looks at a ring whose client does not take its completions, or when there is no memory for an entry"""
 
@@ -77,18 +77,18 @@ class RingThread:
         self.thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def stop(self) -> None:
-        """Have the thread end after what it does now. Nothing is posted any more."""
+        """Have the thread end after what it does now. It posts nothing more."""
         self.completions.stop()
         self.jobs.stop()
 
     def pause(self) -> bool:
-        """Take nothing any more. True: entries that were taken are under way."""
+        """Take no more entries. True: some are in flight."""
         return self.completions.pause()
 
     def close(self, *, hands_over: bool = False) -> None:
         """Free the ring's memory, its descriptors, and pins that the client never received. The thread has ended.
 
-        ``hands_over``: those pins are the next daemon's.
+        ``hands_over``: the next daemon owns those pins.
         """
         self._registered.share.forget(self.jobs.nudge)
         self.server.close()
@@ -99,7 +99,7 @@ class RingThread:
         self.jobs.close()
 
     def restore(self) -> None:
-        """Before the thread starts: serve again what was under way when the daemon before this one ended."""
+        """Queue again what was in flight when the former daemon ended. Before the thread starts."""
         rows, times = self.completions.restore()
         for cancel in np.flatnonzero(rows["op"] == Op.CANCEL).tolist():
             self._aim_cancel(rows, cancel)
@@ -201,7 +201,7 @@ class RingThread:
         self.completions.take(packed, now)
         rows = sq.unpacked(packed)
         start = 0
-        for cancel in _find_cancels(packed):  # at once: it concerns what came before, alone
+        for cancel in _find_cancels(packed):  # at once: it concerns earlier entries alone
             lines.add(rows[start:cancel], now)
             self._aim_cancel(rows, cancel)
             lines.add(self.server.serve(rows[cancel : cancel + 1], now), now)
@@ -327,8 +327,8 @@ class OwnedRing:
     def create(
         cls, registered: ClientRegistry, layout: Layout, op_mask: int, shown: list[int], charge: Charge
     ) -> OwnedRing:  # fmt: skip
-        """A new one, whose thread runs. ``shown``: the client's descriptors, and the journal's; to be closed once they
-        were sent, and kept."""
+        """Make a ring, and start its thread. ``shown``: the client's descriptors, and the journal's; the caller closes
+        them once they were sent, and kept."""
         with ExitStack() as undo:
             _, descriptor = RingMemory.create(layout)
             shown.append(descriptor)
@@ -338,7 +338,7 @@ class OwnedRing:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.callback(ours.close)
             shown.append(theirs.detach())
-            ours.shutdown(socket.SHUT_RD)  # else what the client sends would lie there until the daemon closes it
+            ours.shutdown(socket.SHUT_RD)  # else bytes from the client would stay until the daemon closes it
             _, journal_descriptor = RingJournal.create(layout.entries)
             shown.append(journal_descriptor)
             undo.pop_all()
@@ -347,12 +347,12 @@ class OwnedRing:
         return ring
 
     def describe(self) -> tuple[object, list[int]]:
-        """What the next daemon needs, while the descriptors are open."""
+        """Pack what the next daemon needs, while the descriptors are open."""
         layout = self.layout
         return KeptRing(layout.entries, layout.size - layout.aux_offset, self.op_mask), self._shown
 
     def start(self) -> None:
-        """OSError, and it is closed, where the machine cannot start a thread."""
+        """Start the thread. OSError, and the ring is closed, where the machine cannot."""
         try:
             self.loop.thread.start()
         except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""How much each user has registered, through all its connections, and how much it may.
+"""Counts what each user has registered, through all its connections, against its limits.
 
-Users are who the kernel says is connected. Root with its capabilities, and the user that runs the daemon, could end it
+The kernel says whose a connection is. Root with its capabilities, and the user that runs the daemon, could end it
 anyway: only the limits of a connection, and those of all clients together, hold for them.
 """
 
@@ -32,13 +32,13 @@ Limit = Literal[
     "user_iov_size",
     "user_indexes",
 ]
-"""the option that says how much; of indexes none does: what the daemon has room for is shared"""
+"""the option that limits it; none limits indexes: users share what the daemon has room for"""
 CONNECTIONS_MAX = 1024
 ALL_RINGS_MAX = 1024
 ALL_INDEXES_MAX = 16384
 """a mapping of each, of 65,530 that a process has"""
 DESCRIPTORS: dict[Limit, int] = {"user_connections": 1, "user_rings": 5, "user_iovs": 2, "user_indexes": 2}
-"""of the daemon, that one of these takes"""
+"""descriptors of the daemon that one of these takes"""
 ADDRESSES = 128
 """times the memory that the daemon may have: so much of clients' memory takes a quarter of it for page tables"""
 
@@ -62,7 +62,7 @@ class UserAccount:
         self.key = None if peer.is_unlimited else peer.uid
 
     def take(self, limit: Limit, amount: int = 1) -> None:
-        """QuotaExceeded, and nothing is taken, where that is more than the user may have."""
+        """Charge the user. QuotaExceeded, and nothing is taken: that is more than it may have."""
         held, allowed = self._user.held[limit], getattr(self._options, limit, inf)
         if not self._peer.is_unlimited and held + amount > allowed:
             raise QuotaExceeded(

@@ -1,4 +1,4 @@
-"""The weight of a call among those of its user that wait in the event loop: see `call_memory.UnderWay`."""
+"""Weighs a call among those of its user that wait in the event loop: see `call_memory.UnderWay`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Writes of a batch that change bytes of one file in their slots, together: their bytes go from the iov to the segment.
+"""Executes writes of a batch that change bytes of one file in their slots: straight from the iov to the segment.
 
 The ring's thread finds them (`batch_finder`). The event loop says where their bytes belong, and keeps the places and
-the file's lock while the ring's thread writes there, and until then (`WriteBatches`). The thread then has the kernel
-drop what it knew of the file, and posts the completions. Writes that need more than that go back to the ring's
-thread, which copies their bytes and makes a call of each. So do those whose batch waits when one of them is cancelled
-or late.
+the file's lock until the ring's thread has written there (`WriteBatches`). The thread then has the kernel drop what it
+cached of the file, and posts the completions. Writes that need more than that go back to the ring's thread, which
+copies their bytes and makes a call of each. So do those whose batch waits when one of them is cancelled or late.
 """
 
 from __future__ import annotations
@@ -117,13 +116,13 @@ class WriteBatches:
             completions.complete(call, 0 if len(found) else -errno.ENOENT)
 
     async def _write(self, batch: WriteBatch, places: WritePlaces) -> None:
-        """Have the ring's thread write; the kernel and the client hear of it soon."""
+        """Have the ring's thread write; it then tells the kernel and the client."""
         await trio.lowlevel.checkpoint_if_cancelled()  # from here on nobody can stop it
         with trio.CancelScope(shield=True):
             await batch.ring.jobs.ask_thread(partial(self._write_now, batch, places))
 
     def _write_now(self, batch: WriteBatch, places: WritePlaces) -> bool:
-        """In the ring's thread. Nothing is done where the client punched out memory meanwhile."""
+        """Write, in the ring's thread. It does nothing where the client punched out memory meanwhile."""
         ring, numbers = batch.ring, places.numbers
         results = batch.split_columns()[2][numbers]
         assert batch.iov is not None
@@ -139,7 +138,7 @@ class WriteBatches:
         return ring.jobs.run_here(partial(self._complete, batch, numbers, results))
 
     def _complete(self, batch: WriteBatch, numbers: Numbers, results: Numbers) -> None:
-        """In the ring's thread, which may wait for the kernel; the event loop may go on."""
+        """Complete writes, in the ring's thread, which may wait for the kernel; the event loop continues."""
         assert batch.file is not None
         self.drop_content(batch.file.ino)
         batch.ring.completions.post(batch.rows["user_data"][numbers], results)

@@ -1,7 +1,7 @@
-"""Answers of an EXISTS with COSTS: in one byte the tier that a block is in, and when its bytes are expected.
+"""Encodes answers of an EXISTS with COSTS: one byte has the tier of a block, and when its bytes are expected.
 
-Bits 0 and 1 are the tier, 0 where there is no such block. The other six are a number n: the bytes are expected
-``BASE_MS * FACTOR ** n`` milliseconds after they are asked for, from 10 microseconds to 13 seconds.
+Bits 0 and 1 are the tier, 0 for no such block. The other six are a number n: the bytes are expected ``BASE_MS * FACTOR
+** n`` milliseconds after the request, from 10 microseconds to 13 seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Tier(IntEnum):
     """Where the bytes of a block are."""
 
     NONE = 0
-    """there is no such block, or it is not worth reading"""
+    """no such block, or it is not worth reading"""
     DRAM = 1
     """memory of the daemon's host"""
     DISK = 2
@@ -31,12 +31,12 @@ class Tier(IntEnum):
 
 
 class Costs(NamedTuple):
-    """Of many blocks, in the order in which they were asked for."""
+    """Costs of many blocks, in the order of the request."""
 
     tiers: npt.NDArray[np.uint8]
     """see `Tier`"""
     milliseconds: npt.NDArray[np.float32]
-    """until the block is expected to be there, if it and all before it are asked for now; infinite where it is not"""
+    """until the block's bytes are expected, if it and all before it are requested now; infinite for no such block"""
 
 
 def encode_costs(tiers: npt.NDArray[np.uint8], seconds: npt.NDArray[np.float32]) -> bytes:

@@ -1,4 +1,4 @@
-"""One ring's memory, and the two ends of each of its queues. Client and daemon use the same code.
+"""Maps a ring's memory, and implements both ends of its queues. Client and daemon use the same code.
 
 **Ordering.** A producer writes entries, then publishes its tail; a consumer reads the tail, then the entries.
 
@@ -247,10 +247,10 @@ class RingMemory:
         return cls(descriptor, layout)
 
     def sign(self, daemon: DaemonId) -> None:
-        """For the daemon, before it takes an entry: this process serves the ring from here on."""
+        """Name this process as the one that serves the ring; the daemon does so before it takes an entry."""
         words = self.words
         words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE] = daemon
 
     def header_is_whole(self) -> bool:
-        """The header is as `create` wrote it."""
+        """Whether the header is as `create` wrote it."""
         return bytes(self.bytes[: len(self._header)]) == self._header
