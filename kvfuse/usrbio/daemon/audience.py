@@ -112,7 +112,7 @@ class Audiences:
         self._nursery = nursery
         self._audiences: dict[Hashable, Audience] = {}
         self._penalties: dict[Hashable, UserPenalty] = {}
-        """of users without connections"""
+        """penalties of users without connections"""
 
     @asynccontextmanager
     async def join(self, user: Hashable) -> AsyncIterator[Audience]:

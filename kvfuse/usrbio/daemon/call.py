@@ -79,7 +79,7 @@ class Call:
     data: Any = None
     """PUT, WRITE: a copy of the bytes; with a piece: what keeps its bytes"""
     again: Callable[[Call], Completion | None] = lambda call: None
-    """what the ring's thread tries after the event loop's preparation: see `Completions.attempt`"""
+    """tried by the ring's thread after the event loop's preparation: see `Completions.attempt`"""
     size: int = 0
     """bytes that it has of its connection's share of memory, until its task has ended"""
     weight: int = 0
@@ -92,7 +92,7 @@ class Call:
     is_alone: bool = False
     """a PUT that cannot be done together with others"""
     scope: trio.CancelScope | None = None
-    """of its task; None: the event loop has not begun it"""
+    """scope of its task; None: the event loop has not begun it"""
 
     def cancel(self) -> None:
         if self.scope is not None:
@@ -120,7 +120,7 @@ class Done(NamedTuple):
     names: Sequence[tuple[bytes, int]] = ()
     """(name, its former inode, 0 for none)"""
     found: Sequence[bool] | None = None
-    """of a call with many keys: the answer for each"""
+    """the answer for each key of a call with many"""
 
 
 class RefusedEntry(Exception):
@@ -178,7 +178,7 @@ class Completions:
             self.stopped = True
 
     def close(self, *, hands_over: bool = False) -> None:
-        """After `stop`: release the ring's memory, and pins of completions that the client did not take.
+        """Release the ring's memory, and pins of completions that the client did not take. After `stop`.
 
         ``hands_over``: the next daemon owns those pins.
         """
@@ -297,7 +297,7 @@ class Completions:
                 self._publish(packed, [place for place, _ in answers], len(answers))
 
     def _publish(self, packed: bytes, places: Places | list[int], count: int) -> None:
-        """Under the lock: give completions to the client, and wake it if it sleeps."""
+        """Give completions to the client, and wake it if it sleeps. The caller holds the lock."""
         queue = self._queue
         queue.write_packed(packed)
         self._journal.finish(places, self._taken.position, queue.position + count)

@@ -1,8 +1,8 @@
 """Shares what the daemon has among clients: memory for calls in flight, descriptors, rings.
 
 A user that holds some of a `SharedPool` may take no more of it than is left to others afterwards. So one alone may have
-half, the second one half of the rest, and however many take what they can, there is something left for the next. One
-that holds nothing may take all that is left: one entry may be so large. An entry for which there is too little waits.
+half, the second one half of the rest, and however many take what they can, something is left for the next. One that
+holds nothing may take all that is left: one entry may be so large. An entry for which there is too little waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 CALLS_MAX = 1024
 """calls in flight of all users, by their weight"""
 USER_CALLS_MAX = 128
-"""of one user: all of them may go on in the same pass of the event loop"""
+"""calls of one user: all of them may continue in one pass of the event loop"""
 
 
 class SharedPool:
@@ -66,7 +66,7 @@ class UnderWay:
         self._user_max = user_max
         self._held: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, dict[Callable[[], object], None]] = {}
-        """by user: callables that wake rings that wait, the first one first"""
+        """user -> callables that wake waiting rings, the first one first"""
         self._lock = threading.Lock()
 
     def take(self, weight: int, user: Hashable, wake: Callable[[], object] | None = None) -> bool:
@@ -112,7 +112,7 @@ class UnderWay:
 
 
 class Share:
-    """The part of a pool that one connection of a user has taken, and its calls under way. Any thread."""
+    """The part of a pool that one connection of a user has taken, and its calls in flight. Any thread."""
 
     def __init__(self, pool: SharedPool, user: Hashable = None, under_way: UnderWay | None = None) -> None:
         self._pool = pool

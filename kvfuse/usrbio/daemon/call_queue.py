@@ -62,7 +62,7 @@ class _Line:
         """ring, or None for turns -> its jobs, at least one"""
         self.cost = cost
         self._order = PriorityLine()
-        """of rings, by their first jobs, where there are several"""
+        """order of rings by their first jobs, for several rings"""
 
     def add(self, ring: ServedRing | None, jobs: Sequence[_Job]) -> None:
         waiting = self.rings.get(ring)
@@ -112,9 +112,9 @@ class CallQueue:
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()
         self._lines: dict[Hashable, _Line] = {}
-        """of users with waiting jobs"""
+        """lines of users with waiting jobs"""
         self._cost = 0.0
-        """of the line that was served last"""
+        """cost of the line served last"""
         self._is_called = False
         """`_serve_first_pass` or `run` will serve waiting jobs"""
         self._more = trio.Event()
@@ -178,7 +178,7 @@ class CallQueue:
         return True
 
     def _take_job(self) -> _Job | None:
-        """With the lock: the next job; None for none, then `put` must schedule `_serve_first_pass`."""
+        """Take the next job; None: `put` must schedule `_serve_first_pass`. The caller holds the lock."""
         while self._lines:
             user, line = min(self._lines.items(), key=lambda item: item[1].cost)
             if line.rings:

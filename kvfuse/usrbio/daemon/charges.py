@@ -39,9 +39,9 @@ CHARGE_MIN = 64 << 10
 LOOKS = 500
 """memories that `recount` reads in one go"""
 LOOKS_SECONDS = 0.02
-"""between two rounds of one user"""
+"""least time between two rounds of one user"""
 WATCH_SECONDS = 0.01
-"""between two reads of what the group pays for"""
+"""least time between two reads of what the group pays for"""
 SHARED_FILES = "/dev/shm"
 _AT_EMPTY_PATH = 0x1000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -105,7 +105,7 @@ class Charge:
         self._sizes: dict[MemoryId, int] = {}
         """counted bytes; the memory read last is at the end"""
         self._rings: set[MemoryId] = set()
-        """that the daemon has: `recount` skips them"""
+        """rings that the daemon has: `recount` skips them"""
         self._held = 0
         self._lock = threading.Lock()
         self._next_look = 0.0
@@ -212,7 +212,7 @@ class Charges:
         self._size = max(size // ALL_SHARE, self._limit)
         self.pool = SharedPool(self._size)
         self.holders: set[Charge] = set()
-        """of users that are charged, also when they are gone"""
+        """charges of users that have some, also when they are gone"""
         self._users: WeakValueDictionary[tuple[int, bool, bool], Charge] = WeakValueDictionary()
         self._slow: set[tuple[int, bool]] = set()
         self._own_size = own_size
@@ -246,7 +246,7 @@ class Charges:
         return charge
 
     def mark_slow(self, slow: Charge) -> None:
-        """From now on nobody else waits for the memory of that user, also when it connects again."""
+        """Let nobody else wait for the memory of that user from now on, also when it connects again."""
         slow.is_slow = True
         self._slow |= {key[:2] for key, charge in list(self._users.items()) if charge is slow}
 

@@ -123,7 +123,7 @@ class MappedIov:
             raise OSError(errno.EFAULT, "the memory was truncated")
 
     def read_checked(self, offset: int, target: Bytes) -> bytes:
-        """As `read`; the checksums of the copy's granules."""
+        """`read`; returns the checksums of the copy's granules."""
         self.read(offset, target)
         return granule_checksums(target.data)
 

@@ -1,8 +1,8 @@
 """Identifies the process at the other end of a connection, and grants it the permissions that the kernel would.
 
 Uid 0 alone allows nothing: a container's root often has no capability, or has them in a user namespace of its own. So
-capabilities are read from /proc. A pid may be reused by another process meanwhile; SO_PEERPIDFD (Linux 6.5) proves that
-this did not happen. Where the kernel has no such proof, no process has a capability here.
+the daemon reads capabilities from /proc. Another process may reuse a pid meanwhile; SO_PEERPIDFD (Linux 6.5) proves
+that this did not happen. Where the kernel has no such proof, no process has a capability here.
 
 Between connect() and the look at /proc a process may exec a setuid program. So capabilities count only for a process
 whose effective uid was 0 when it connected, which gains no more by that than its bounding set allows it anyway.
@@ -135,7 +135,7 @@ class ClientProcess:
         return wanted & ~granted & 7 == 0 or self._may_override(inode, wanted)
 
     def _may_override(self, inode: Owned, wanted: int) -> bool:
-        """As the kernel's ``generic_permission`` after the permission bits refused."""
+        """Decide as the kernel's ``generic_permission`` does after the permission bits refused."""
         is_directory = stat.S_ISDIR(inode.mode)
         reads = not wanted & 2 if is_directory else wanted == 4
         if reads and self.powers.has(Capability.DAC_READ_SEARCH, inode):

@@ -32,7 +32,7 @@ THINGS_MAX = 65536
 RINGS_MAX = 256
 """rings of one connection: each has a thread"""
 TIER_PART = 0.5
-"""of the tier's capacity, for calls of one user that are under way"""
+"""part of the tier's capacity for calls in flight of one user"""
 
 
 class ClientRegistry:
@@ -99,9 +99,9 @@ class ClientRegistry:
         return self.allocate_many(namespace, [size])[0]
 
     def allocate_many(self, namespace: NamespaceHandle, sizes: Sequence[int]) -> list[TierBlock | None]:
-        """As `allocate`, for many new files.
+        """Allocate blocks for many new files as `allocate` does.
 
-        None where the user's calls under way could hold too much of the tier: their blocks cannot be evicted. Also
+        None where the user's calls in flight could hold too much of the tier: their blocks cannot be evicted. Also
         where the directory may give new files another group by now, until the event loop has looked at it.
         """
         tier = self._limits.volume.tier

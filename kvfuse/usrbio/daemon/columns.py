@@ -23,7 +23,7 @@ COLUMNS_MIN = 24
 """Entries in a batch from which they are served as columns."""
 OFFSET_MAX = 1 << 62
 TIMEOUT_US_MAX = (1 << 32) - 1
-"""in an SQE's last word; the bits above are reserved"""
+"""largest value of the timeout in an SQE's last word; higher bits are reserved"""
 _NONE = np.zeros(0, np.intp)
 
 

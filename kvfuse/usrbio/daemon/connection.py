@@ -63,7 +63,7 @@ COSTS = {
     Request.MAP_ARENA: 16,
     Request.MAP_INDEX: 16,
 }
-"""of a message for the event loop, beside its answer, in calls"""
+"""cost of a message for the event loop, beside its answer, in calls"""
 
 WITH_DESCRIPTOR = (Request.ADD_FILE, Request.ADD_IOV, Request.ADD_DMABUF, Request.OPEN_NAMESPACE)
 WITH_TEXT = (Request.SHOW_TOKEN, Request.DESCRIBE)
@@ -192,9 +192,7 @@ class Connection:
                 raise errors.InvalidArgument("the first message of a connection must be HELLO")
             has_descriptors = self._receiver.has_descriptors
             if has_descriptors != (kind in WITH_DESCRIPTOR):
-                raise errors.InvalidArgument(
-                    f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
-                )
+                raise errors.InvalidArgument(f"{kind.name} {'carries' if has_descriptors else 'lacks'} a descriptor")
             if has_descriptors:
                 self.registered.keeping.begin_request(message.request, message.number)
             if kind in COSTS:

@@ -104,7 +104,7 @@ class KeptConnection(NamedTuple):
     socket: int
     page: Page
     names: dict[str, None]
-    """of its kept entries; `ConnectionKeeping` takes out what it drops"""
+    """names of its kept entries; `ConnectionKeeping` takes out what it drops"""
     files: list[str]
     """those of registered files that the volume counts as open"""
     pins: dict[int, TierBlock]
@@ -368,7 +368,7 @@ class ConnectionKeeping:
         return self.page is not None and handle != 0 and self.page.words[_DROPPED] == handle
 
     def take(self, name: str) -> Kept | None:
-        """What the former daemon kept under one of the names of `list_kept`."""
+        """Take what the former daemon kept under a name of `list_kept`."""
         return self._keeper.take(name)
 
     def list_kept(self) -> list[tuple[str, str, int]]:
@@ -441,7 +441,7 @@ def find_kept(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[l
             words = keeper.take(f"{PREFIX}{client}/{_SAID}")
             said = KeptWords() if words is None else msgspec.json.decode(words.content, type=KeptWords)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            log.warning("a client of the daemon before this one is lost: %s", error)
+            log.warning("a client of the former daemon is lost: %s", error)
             os.close(stream)
             for thing in names:
                 keeper.drop(thing)

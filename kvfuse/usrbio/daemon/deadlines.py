@@ -21,10 +21,10 @@ class Deadlines(Generic[T]):
         self._nursery = nursery
         self._expire = expire
         self._due: dict[T, float] = {}
-        """in the event loop's time, which is the monotonic clock with an offset"""
+        """deadlines in the event loop's time, which is the monotonic clock with an offset"""
         self._offset = trio.current_time() - time.monotonic()
         self._alarm = float("inf")
-        """when the timer runs; its item may have been removed by then"""
+        """next run of the timer; its item may have been removed by then"""
         self._sleep: trio.CancelScope | None = None
 
     def add(self, item: T, deadline: float) -> None:

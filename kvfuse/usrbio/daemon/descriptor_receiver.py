@@ -10,8 +10,7 @@ only its own requests refused. The last free threads are for users who have none
 
 The table of a receiver lacks the descriptor that answers the kernel. So a daemon that is killed while a receiver
 flushes a file of its own mount does not wait for itself: the other threads drop that descriptor, the kernel ends the
-file system, and with it the wait. Only clients' memory (`DescriptorReceiver.take_memory`) enters the table of the
-process.
+file system, and with it the wait. Only memory (`DescriptorReceiver.take_memory`) enters the table of the process.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ SECONDS = 10.0
 SETTLE_SECONDS = 1.0
 """how long a daemon that hands over waits for threads that take messages"""
 USER_THREADS_MAX = 4
-"""of one user; some perhaps for ever, for a file system that never answers"""
+"""receivers of one user; some perhaps last for ever, for a file system that never answers"""
 THREADS_MAX = 64
-"""of all users"""
+"""receivers of all users"""
 RESERVED_THREADS = 16
-"""of those: for users who have none"""
+"""receivers of all that only users without any get"""
 RETRY_SECONDS = 0.1
-"""after which the daemon tries again to start a receiver"""
+"""time after which the daemon tries again to start a receiver"""
 DESCRIPTORS_MAX = 253
-"""of one message (SCM_MAX_FD): a receiver takes all, for the kernel would close the rest before the thread exits"""
+"""most of one message (SCM_MAX_FD): a receiver takes all, or the kernel would close the rest before the thread exits"""
 MESSAGES_TURNED_AWAY = 8
-"""that `try_close` looks at before a receiver does"""
+"""messages that `try_close` looks at before a receiver does"""
 CREDENTIALS_SPACE = socket.CMSG_SPACE(12)
 NO_CALL = b"\xff" * 8
 SO_PASSRIGHTS = 83
@@ -92,7 +91,7 @@ class _UserThreads:
     turns: trio.Semaphore = field(default_factory=lambda: trio.Semaphore(USER_THREADS_MAX))
     count: int = 0
     threads: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(USER_THREADS_MAX))
-    """with the table of the process, for what this user alone waits for"""
+    """threads with the table of the process, for jobs that only this user waits for"""
 
 
 @asynccontextmanager
@@ -168,7 +167,7 @@ class DescriptorReceivers:
     async def run_call(self, user: _UserThreads, stream: trio.socket.SocketType, call: _PassingCall[Any]) -> None:
         """Have a thread do a call; return when the thread's table is closed. The user's turn ends with that.
 
-        NotTaken where no thread began in time; TimeoutError where it did not end: it goes on.
+        NotTaken where no thread began in time; TimeoutError where it did not end: it continues.
         """
         number = self._start(user, stream, call)
         with trio.move_on_after(SECONDS):
@@ -249,7 +248,7 @@ class DescriptorReceivers:
                 call.results.append(call.job(own[0], own[1]))
             except Exception as error:  # whatever it is, the caller raises it
                 call.failures.append(error)
-        del call  # its failure may know of it
+        del call  # its failure may refer to it
         if not self.is_apart:
             close_all(own)
 

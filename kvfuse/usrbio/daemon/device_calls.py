@@ -27,7 +27,7 @@ LIST_SIZE = 64 << 20
 LIST_MAX = 1024
 """copies in it"""
 FILL_SECONDS = 5.0
-"""that an adapter may take for a list"""
+"""time that an adapter may take for a list"""
 LEAST_SECONDS = 0.5
 """the same, where an entry's deadline is nearer: clients wait for that a second longer"""
 
@@ -41,9 +41,9 @@ def check_range(entry: Entry, iov: DeviceIov) -> None:
 
 
 def find_block(call: Call) -> Completion | None:
-    """For a ring's thread: note where the block of a GET is in shared memory, and hold it there.
+    """Note where the block of a GET is in shared memory, and hold it there. Ring's thread only.
 
-    An answer where there is nothing to copy; None otherwise, also where nothing was noted: the event loop has to look.
+    Returns an answer where nothing is to copy; else None, also where it noted nothing: the event loop has to look.
     """
     namespace, entry = call.namespace, call.entry
     assert namespace is not None
@@ -100,7 +100,7 @@ class DeviceCalls:
     staging: DeviceStaging
     ended: Callable[[Call], None]
     _queues: dict[DeviceIov, _Queue] = field(default_factory=dict)
-    """of memory that a task fills"""
+    """queues of memory that a task fills"""
 
     def start(self, call: Call) -> None:
         """Answer a GET whose block was found. `Calls.cancel` finds it until then."""

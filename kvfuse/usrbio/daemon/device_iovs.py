@@ -14,7 +14,7 @@ from kvfuse.usrbio.daemon.registered_things import HandleMap
 from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX
 
 MEMORIES_MAX = 1024
-"""of one connection: each takes a queue pair of the adapter"""
+"""memories of one connection: each takes a queue pair of the adapter"""
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class DeviceIov:
     size: int
     offset: int = 0
     descriptor: int = -1
-    """of the dma-buf, while it is being registered"""
+    """the dma-buf, during the registration"""
     idle: trio.Event = field(default_factory=trio.Event)
     """the adapter fills none of it"""
 

@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 STAGING_PART = 1 << 20
 STAGING_PARTS = 32
-"""of all clients: the first entry that needs one allocates them"""
+"""parts for all clients: the first entry that needs one allocates them"""
 
 
 class DevicePiece(NamedTuple):
@@ -30,10 +30,10 @@ class DevicePiece(NamedTuple):
     memory: Bytes
     """all of an arena, or of staging memory: the same object each time, as it is registered as a whole, once"""
     start: int
-    """in ``memory``"""
+    """first byte in ``memory``"""
     size: int
     offset: int
-    """in the device's memory"""
+    """first byte in the device's memory"""
 
 
 class DeviceMemory(Protocol):

@@ -218,7 +218,7 @@ class EntryServer:
         return np.delete(rows, refused)
 
     def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Completion | None:
-        """As `_serve`; an error is an answer, too. Short."""
+        """`_serve`, with an error as an answer. Short."""
         try:
             return self._serve(entry, taken_at, calls)
         except RefusedEntry as refusal:
@@ -328,7 +328,7 @@ class EntryServer:
 
     @contextmanager
     def _reserving(self, call: Call, size: int) -> Iterator[None]:
-        """As `_reserve`; given back where the body fails."""
+        """`_reserve`, for the body: gives it back where that fails."""
         self._reserve(call, size)
         try:
             yield
@@ -463,7 +463,7 @@ class EntryServer:
     def _copy_allowed(self, call: Call) -> None:
         """Copy the bytes of a put that the event loop allowed. OSError, also ENOMEM."""
         if not self._registered.share.take(call.entry.length):
-            raise OSError(errno.ENOMEM, "calls that are under way hold all memory")
+            raise OSError(errno.ENOMEM, "calls in flight hold all memory")
         call.size += call.entry.length
         self._copy_put(call)
 

@@ -20,7 +20,7 @@ from kvfuse.volume.tier.resident_indexes import Touches
 from kvfuse.volume.tier.shared_tier import ReadClass
 
 INDEXES_MAX = 64
-"""of one connection"""
+"""indexes of one connection"""
 HANDLES_MAX = 16
 """newest handles of one folder, which may give a right to an arena"""
 

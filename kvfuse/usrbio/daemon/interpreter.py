@@ -14,7 +14,7 @@ works, and gives it back when it has nothing more to do, or between two entries 
 * *The event loop precedes rings.* While it works, the rings of users that had much of the interpreter stand back - for
   ``STAND_BACK_SECONDS``, then one of them works for ``TURN_SECONDS``, however busy the event loop is.
 
-The turn is a token in a list: a thread that finds it there needs no lock, and nothing else is done where nobody waits.
+The turn is a token in a list: a thread that finds it there needs no lock, and does nothing else where nobody waits.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from weakref import WeakValueDictionary
 import trio
 
 TURN_SECONDS = 0.0005
-"""after which another ring of the same user, or of one that had as much, works"""
+"""a turn's length, after which another ring of the same user, or of one that had as much, works"""
 STAND_BACK_SECONDS = 0.0003
 HALF_LIFE_SECONDS = 0.02
-"""in which half of what a user had is forgotten"""
+"""time in which half of what a user had is forgotten"""
 MUCH_SECONDS = HALF_LIFE_SECONDS / 2
-"""of ``User.lately``, from which on a user stands back: a quarter to a half of all recent time"""
+"""value of ``User.lately`` from which a user stands back: a quarter to a half of all recent time"""
 ALONE_MAX = 4
 """Rings of a user that wait for their bells themselves"""
 COPIES_MAX = min(8, max(2, len(os.sched_getaffinity(0))))

@@ -32,7 +32,7 @@ class Jobs:
         return self._append(self.here, job)
 
     def run_in_turn(self, job: Callable[[], None]) -> bool:
-        """As `run_here`, of a job that never waits: the thread has its turn meanwhile."""
+        """Let the ring's thread call a job that never waits, as `run_here`: the thread keeps its turn."""
         return self._append(self.in_turn, job)
 
     def _append(self, jobs: deque[Callable[[], None]], job: Callable[[], None]) -> bool:

@@ -17,7 +17,7 @@ class KeptIov(msgspec.Struct):
 
     size: int
     offset: int = 0
-    """of memory of a device"""
+    """first byte of a device's memory"""
 
 
 class KeptNamespace(msgspec.Struct):

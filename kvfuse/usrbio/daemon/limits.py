@@ -1,4 +1,4 @@
-"""State that all clients of a mount share, and the limits of all together."""
+"""Holds state that all clients of a mount share, and the limits of all together."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ TURN_BYTES = 16 << 20
 LOW_TURN = 8
 """One turn of so many serves the priority that has waited for longest."""
 _PRIORITY_BITS = np.uint64(0xFF00)
-"""in the first word of an SQE"""
+"""the priority in the first word of an SQE"""
 CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
 
 

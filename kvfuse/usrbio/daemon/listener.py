@@ -41,13 +41,13 @@ UNPROVEN_MAX = 64
 """clients of uid 0 whose capabilities are not known yet"""
 UNPROVEN_THREADS = 4
 WARNING_SECONDS = 1.0
-"""between two warnings of refused clients"""
+"""least time between two warnings of refused clients"""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 HAND_OVER_SECONDS = 2.0
-"""that entries in flight have to end, before the next daemon executes them again"""
+"""time that entries in flight have to end, before the next daemon executes them again"""
 HAND_OVER_LOOK_SECONDS = 0.005
 SCARCE_SECONDS = 0.1
-"""after which a failed accept is retried"""
+"""time after which a failed accept is retried"""
 
 
 async def serve_rings(
@@ -202,7 +202,7 @@ class Clients:
                 self._warn(group.exceptions[0])
             except* OSError as group:
                 log.info("a client's connection failed: %s", group.exceptions[0])
-            except* Exception as group:  # its own connection ends; all others go on
+            except* Exception as group:  # its own connection ends; all others continue
                 failing.failures["clients of rings"] += 1
                 log.error("serving a client failed", exc_info=group)
 

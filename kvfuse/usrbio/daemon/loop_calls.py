@@ -4,8 +4,7 @@ A `Call` runs as a task of its connection. The event loop has a content map show
 ring's thread copies them; else the event loop reads them into memory of the daemon, and the thread copies them from
 there. So the daemon answers a call that timed out, or was cancelled, at once, and never writes to its memory later.
 
-Before the ring's thread, which may wait for the kernel, completes a change, it has the kernel drop what that made
-stale.
+The ring's thread may wait for the kernel: it has the kernel drop what a change made stale, then completes the change.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PUTS_SECONDS = 1e-3
 PUTS_TOGETHER = 32
 """done in one go, which takes about as long"""
 BESIDE_READERS = 0.25
-"""of that, where callers of other namespaces read"""
+"""part of that where callers of other namespaces read"""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +56,7 @@ class _Runner:
 
     busy: bool = False
     weight: int = 0
-    """of its user's calls under way; the first runner has none"""
+    """part of its user's calls in flight; the first runner has none"""
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Calls:
     """calls of a ring that are queued for `start`"""
     staging: DeviceStaging = field(default_factory=DeviceStaging)
     _under_way: dict[tuple[ServedRing, int], list[Call]] = field(default_factory=dict)
-    """by ring and user_data, oldest first"""
+    """(ring, user_data) -> calls in flight, oldest first"""
     _puts: deque[Call] = field(default_factory=deque)
     """not yet begun"""
     _runner: _Runner | None = None
@@ -375,7 +374,7 @@ class Calls:
 
 
 def _expire(call: Call) -> None:
-    """Answer at the deadline, also where what is under way cannot be cancelled at once."""
+    """Answer at the deadline, also where the task cannot be cancelled at once."""
     _count_failures(TimeoutError(), call)
     call.ring.completions.give_up(call, errno.ETIMEDOUT)
     call.cancel()

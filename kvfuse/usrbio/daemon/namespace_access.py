@@ -25,7 +25,7 @@ from kvfuse.volume.api import Attributes, Binding, RingApi
 from kvfuse.volume.measures.gates import ENDED, Gate, fits, is_token
 
 TOKENS_MAX = 16
-"""of one connection"""
+"""tokens of one connection"""
 ROUNDS = 4
 """attempts to read the rights of a client, where they change meanwhile"""
 _UNKNOWN = os.urandom(16).hex().encode()
@@ -89,7 +89,7 @@ class NamespaceAccess:
         return directory
 
     async def _refresh(self, namespace: NamespaceHandle) -> None:
-        """Find out anew whether the client may use a registered directory."""
+        """Read again whether the client may use a registered directory."""
         gates = self.volume.gates
         epoch, namespace.epoch = gates.epoch, UNCHECKED
         try:

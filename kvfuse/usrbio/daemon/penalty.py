@@ -1,9 +1,9 @@
-"""Penalties for malformed entries, and for rings of a bell without an entry.
+"""Counts penalties for malformed entries, and for rings of a bell without an entry.
 
-Both cost the daemon about as much as a good entry. A ring may have ``FREE`` more bad entries
-than good ones; above that the ring rests after each turn, longer each time, and its turns are short.
-Above ``BOUND`` it is disconnected. Occasional errors cost nothing: a good entry compensates a
-bad one. Misses, timeouts, a lack of room, or of permission for a block, count as good entries.
+Both cost the daemon about as much as a good entry. A ring may have ``FREE`` more bad entries than good ones; above that
+the ring rests after each turn, longer each time, and its turns are short. Above ``BOUND`` the daemon disconnects it.
+Occasional errors cost nothing: a good entry compensates a bad one. Misses, timeouts, a lack of room, or of permission
+for a block, count as good entries.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvfuse.volume.tier.arenas import Arena
 from kvfuse.volume.tier.shared_tier import ARENAS_MAX, TierBlock
 
 PART = 0.75
-"""of the tier that others leave: so much of it one user may hold"""
+"""part that one user may hold of what others leave of the tier"""
 NUMBER_MAX = (1 << 32) - 1
 """a completion has room for no larger one"""
 
@@ -80,7 +80,7 @@ class Pins:
         self._last = 0 if keeping is None or keeping.page is None else keeping.page.last_pin
         self._lock = threading.Lock()
         self.arenas: set[int] = set()
-        """in which the client ever got a block"""
+        """arenas in which the client ever got a block"""
         while left:
             pin, block = left.popitem()
             self._pinned.take(user, block.home, is_held=True)

@@ -48,7 +48,7 @@ class PutBatch(Call):
     blocks: list[Any] = field(kw_only=True)
     """a copy of the bytes of each"""
     done: list[bool] = field(default_factory=list)
-    """which are completed, or about to be"""
+    """for each: whether it is completed, or about to be"""
 
     def __post_init__(self) -> None:
         self.done = [False] * len(self.rows)

@@ -47,7 +47,7 @@ class OpenFile:
     writable: bool
     map: ContentMap
     measures: Measures = field(default_factory=Measures)
-    """of its namespace"""
+    """measures of its namespace"""
     use_count: int = 0
     """operations on the event loop that need the handle"""
     dropped: bool = False
@@ -65,7 +65,7 @@ class Remembered:
     namespaces: set[NamespaceHandle] = field(default_factory=set)
 
     def make_room(self) -> None:
-        """Make room for one more key: where ``BINDINGS_MAX`` are remembered, forget all; they are looked up anew."""
+        """Make room for one more key: where ``BINDINGS_MAX`` are remembered, forget all; calls look them up again."""
         if self.count >= BINDINGS_MAX:
             for namespace in self.namespaces:
                 namespace.bindings = {}
@@ -87,7 +87,7 @@ class Group(NamedTuple):
 
 
 NO_GROUP = Group(0)
-"""where nothing is put"""
+"""for directories into which nothing is put"""
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class NamespaceHandle:
     uses: Uses | None = None
     """if it is in a cache, as far as known: notes which of its blocks clients ask for"""
     measures: Measures = field(default_factory=Measures)
-    """of the volume's namespace that it is in"""
+    """measures of the volume's namespace around it"""
     waits: bool = False
     """a put in it waits for its commit, as far as known"""
     by_path: bool = False
@@ -115,12 +115,12 @@ class NamespaceHandle:
     too. Else somebody gave it the descriptor, or it has the directory through a bind mount"""
     gates: Gates = _NO_GATES
     epoch: int = UNCHECKED
-    """of ``gates``, as of which what follows is known"""
+    """epoch of ``gates`` as of which the rights below are known"""
     ancestors: Ancestors = _NO_ANCESTORS
     changes: int = 0
-    """of ``ancestors``, the same"""
+    """changes of ``ancestors``, the same"""
     descriptor: str = ""
-    """what the client says its blocks are; it may not use the directory where the namespace has another one"""
+    """the client's description of its blocks; it may not use the directory where the namespace has another one"""
     has_token: bool = False
     """the peer has shown the token of the volume's namespace that it is in, and may all there"""
     is_absent: bool = False
@@ -130,7 +130,7 @@ class NamespaceHandle:
     bindings: dict[bytes, Binding] = field(default_factory=dict)
     """file name -> its binding, which this peer may read; may be invalid by now"""
     remembered: Remembered = field(default_factory=Remembered)
-    """of all namespaces of the connection"""
+    """shared by all namespaces of the connection"""
 
     @property
     def may_copy(self) -> bool:

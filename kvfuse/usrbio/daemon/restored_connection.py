@@ -45,7 +45,7 @@ from kvfuse.volume.views.ring_files import KeptFile
 log = logging.getLogger(__name__)
 
 COSTS = {"file": 4, "iov": 4, "device": 16, "namespace": 4, "ring": 16}
-"""of a thing that is registered again, in calls"""
+"""cost of a thing that is registered again, in calls"""
 
 _held: list[Pins | list[TierBlock]] = []
 """blocks that clients hold as their daemon ends: nothing may reuse them until this process has ended"""
@@ -53,7 +53,7 @@ _held: list[Pins | list[TierBlock]] = []
 
 @dataclass
 class Memories:
-    """What it takes to register memory. ``charge``: of the client's user."""
+    """Needs of registering memory. ``charge``: of the client's user."""
 
     charge: Charge
     devices: DeviceMemories

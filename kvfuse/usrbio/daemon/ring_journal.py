@@ -54,14 +54,14 @@ NO_PLACE = (1 << 64) - 1
 
 
 class KeptRingState(NamedTuple):
-    """What a ring's journal says when a daemon takes over."""
+    """Contents of a ring's journal when a daemon takes over."""
 
     rows: Entries
     """entries in flight, the oldest first; their ``user_data`` are their places"""
     times: npt.NDArray[np.float64]
-    """when each was taken, monotonic seconds"""
+    """monotonic seconds when each was taken"""
     pins: list[int]
-    """of views that would have answered entries in flight"""
+    """pins of views that would have answered entries in flight"""
     uncommitted: range
     """positions of completions that were written and not committed: they may have pins, too"""
 
@@ -87,7 +87,7 @@ class RingJournal:
         self._are_busy = np.frombuffer(self._busy, np.uint8)
         self._places = np.arange(entries, dtype=np.uint64)
         self._next = 0
-        """where to look for a free place first"""
+        """place to look at first for a free one"""
 
     @classmethod
     def create(cls, entries: int) -> tuple[RingJournal, int]:
@@ -136,7 +136,7 @@ class RingJournal:
         np.frombuffer(packed, np.uint64)[_USER_DATA::_ROW_WORDS] = self._places[first:end]
 
     def _enter_apart(self, packed: bytearray, taken_at: float, taken: int) -> None:
-        """As `enter_entries`, in places that are not one behind the other."""
+        """Give entries places that are not one behind the other, as `enter_entries`."""
         rows = np.frombuffer(packed, np.uint64).reshape(-1, _ROW_WORDS)
         places = np.flatnonzero(self._are_busy == 0)[: len(rows)]
         self._rows[places] = rows

@@ -3,8 +3,8 @@
 `volume/views/content_map.py` says why that is right: look at the map's version, copy, look again. The event loop reads
 whatever a map does not show - bytes still staged, a chunk in pieces, a mismatch of a checksum (``ASK``).
 
-For many reads of one file the places of verified granules are also kept in arrays (`_Table`), so that a batch
-of small reads is a few numpy calls: one `take` of rows where the reads are pages that go to neighbouring pages.
+For many reads of one file it also keeps the places of verified granules in arrays (`_Table`), so that a batch of small
+reads is a few numpy calls: one `take` of rows where the reads are pages that go to neighbouring pages.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_offs
 
 
 def _copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_offset: int) -> bool:
-    """As `copy`, into memory that is there."""
+    """Copy into memory without absent pages, as `copy`."""
     if not iov.is_sealed:
         return _read_file(source, start, iov.view[iov_offset : iov_offset + length])
     if length <= SMALL and iov.holds_lock:
@@ -113,7 +113,7 @@ def _copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_off
 
 
 def _read_file(source: MappedSource, start: int, target: memoryview) -> bool:
-    """As `copy`, by the kernel: for memory that may vanish."""
+    """Have the kernel copy into memory that may vanish, as `copy`."""
     done = 0
     while done < len(target):
         try:
@@ -129,7 +129,7 @@ def _read_file(source: MappedSource, start: int, target: memoryview) -> bool:
 
 
 class _Table:
-    """Where the verified granules of a file are, as arrays by the granule's number. One ring thread's own."""
+    """Places of a file's verified granules, as arrays by the granule's number. One ring thread's own."""
 
     def __init__(self, content: ContentMap) -> None:
         self.content = content
@@ -137,7 +137,7 @@ class _Table:
         self.unit = min(GRANULE_SIZE, content.chunk_size)
         count = -(-max(content.size, 0) // self.unit)
         self.starts: Numbers = np.full(count, -1, np.int64)
-        """in the source; below 0: not known, or not verified"""
+        """place in the source; below 0: not known, or not verified"""
         self.lengths: Numbers = np.zeros(count, np.int64)
         """bytes stored of the granule"""
         self.sources: npt.NDArray[np.int16] = np.zeros(count, np.int16)

@@ -1,4 +1,4 @@
-"""The thread of one ring: takes submissions, has them served by priority, does jobs of the event loop, sleeps.
+"""Runs the thread of one ring: takes submissions, has them served by priority, does jobs of the event loop, sleeps.
 
 It works in turns, as `interpreter.py` says. It takes no more than completions have room for.
 """
@@ -37,7 +37,7 @@ THREAD_NAME = "kvfuse-ring"
 SPIN_SECONDS = 100e-6
 """How long it looks for more before it sleeps, while submissions follow each other faster than that."""
 FULL_SECONDS, FULL_SECONDS_MAX = 0.01, 0.08
-"""between looks at a ring whose client does not take its completions, or when there is no memory for an entry"""
+"""time between looks at a ring whose client takes no completions, or at an entry without memory"""
 
 
 class RingThread:
@@ -116,7 +116,7 @@ class RingThread:
                     self._rest(self._penalty.seconds)
         except Broken as error:
             self._registered.disconnect(str(error))
-        except Exception:  # one client's ring ends with its thread; the daemon and the others go on
+        except Exception:  # one client's ring ends with its thread; the daemon and the others continue
             log.exception("a ring's thread failed")
             self._registered.disconnect("the ring could not be served")
         finally:

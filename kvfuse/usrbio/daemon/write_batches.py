@@ -41,9 +41,9 @@ class WriteBatch(Call):
     rows: Entries = field(kw_only=True)
     taken_at: float = 0.0
     done: npt.NDArray[np.bool_] = field(kw_only=True)
-    """which are completed, or about to be. The ring's thread sets it while the event loop waits for it"""
+    """for each: whether it is completed, or about to be. The ring's thread sets it while the event loop waits for it"""
     cancels: list[Call] = field(default_factory=list)
-    """of some of the writes"""
+    """CANCELs of some of the writes"""
 
     def split_columns(self) -> tuple[Numbers, Numbers, Numbers]:
         """(offset in the file, offset in the iov, length) of each."""
@@ -145,7 +145,7 @@ class WriteBatches:
 
 
 def _write_rows(batch: WriteBatch, places: WritePlaces) -> tuple[int, int]:
-    """As `rowwriter.write_rows`, to these places; with the errno that clients get."""
+    """Call `rowwriter.write_rows` for these places; returns the errno that clients get."""
     assert batch.iov is not None
     _, iov_offsets, lengths = batch.split_columns()
     targets = [places.targets[segment] for segment in places.segments.tolist()]

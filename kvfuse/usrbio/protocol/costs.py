@@ -18,7 +18,7 @@ STEPS = 64
 
 
 class Tier(IntEnum):
-    """Where the bytes of a block are."""
+    """The place of a block's bytes."""
 
     NONE = 0
     """no such block, or it is not worth reading"""
@@ -36,7 +36,8 @@ class Costs(NamedTuple):
     tiers: npt.NDArray[np.uint8]
     """see `Tier`"""
     milliseconds: npt.NDArray[np.float32]
-    """until the block's bytes are expected, if it and all before it are requested now; infinite for no such block"""
+    """time until the block's bytes are expected, if it and all before it are requested now; infinite for no such
+    block"""
 
 
 def encode_costs(tiers: npt.NDArray[np.uint8], seconds: npt.NDArray[np.float32]) -> bytes:
@@ -47,7 +48,7 @@ def encode_costs(tiers: npt.NDArray[np.uint8], seconds: npt.NDArray[np.float32])
 
 
 def decode_costs(answers: npt.NDArray[np.uint8]) -> Costs:
-    """What `encode_costs` encoded, rounded up to the next step."""
+    """Decode what `encode_costs` encoded, rounded up to the next step."""
     tiers = answers & np.uint8(3)
     milliseconds = np.where(tiers == Tier.NONE, np.inf, BASE_MS * FACTOR ** (answers >> 2).astype(np.float32))
     return Costs(tiers, milliseconds.astype(np.float32))

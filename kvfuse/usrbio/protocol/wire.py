@@ -27,13 +27,13 @@ from kvfuse.keys import KEY_SIZE_MAX
 VERSION = 1
 MAGIC = int.from_bytes(b"KVFRING1", "little")
 SOCKET_PATH = ".kvfuse/control.sock"
-"""of the control socket, below the mount point"""
+"""path of the control socket below the mount point"""
 
 PAGE = 4096
 ENTRIES_MAX = 1 << 16
 AUX_SIZE_MAX = 64 << 20
 KEYS_MAX = 1 << 16
-"""in one entry"""
+"""most keys in one entry"""
 LENGTH_MAX = 1 << 30
 """bytes that one entry moves"""
 IOV_SIZE_MAX = 1 << 40
@@ -60,7 +60,7 @@ class Word(IntEnum):
     CQ_TAIL = 40
     CLIENT_SLEEPS = 48
     DAEMON_EPOCH = 56
-    """when the daemon that serves the ring began, in ns of CLOCK_MONOTONIC; 0: a daemon of an older version"""
+    """start of the daemon that serves the ring, in ns of CLOCK_MONOTONIC; 0: a daemon of an older version"""
     DAEMON_PID = 57
     """its number in its own pid namespace"""
     DAEMON_NAMESPACE = 58
@@ -78,9 +78,9 @@ class DaemonId(NamedTuple):
     """
 
     epoch: int = 0
-    """when it began, in ns of CLOCK_MONOTONIC: of two daemons of a mount the later one has the larger"""
+    """its start, in ns of CLOCK_MONOTONIC: of two daemons of a mount the later one has the larger"""
     pid: int = 0
-    """in its own pid namespace"""
+    """its number in its own pid namespace"""
     namespace: int = 0
     """inode of that"""
 
@@ -167,7 +167,7 @@ SQE = np.dtype(
         ("iov_offset", "<u8"),
         ("length", "<u8"),  # bytes; many keys: their number
         ("key_offset", "<u8"),  # in the aux area
-        ("user_data", "<u8"),  # comes back in the completion
+        ("user_data", "<u8"),  # repeated in the completion
         ("timeout_us", "<u4"),  # from the moment the daemon takes it; 0: none
         ("reserved", "<u4"),
     ]
@@ -330,7 +330,7 @@ class Access(IntFlag):
 MESSAGE = struct.Struct("<IIq6Q")
 """request, number (chosen by the client, repeated in the reply), status (replies: 0 or -errno), six values"""
 TEXT_SIZE_MAX = 1024
-"""of the text behind a reply with an error: the reason, UTF-8; or behind a request"""
+"""bytes of the text behind a reply with an error: the reason, UTF-8; or behind a request"""
 MESSAGE_SIZE_MAX = MESSAGE.size + TEXT_SIZE_MAX
 DESCRIPTORS_MAX = 3
 
