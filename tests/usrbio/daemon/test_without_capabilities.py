@@ -19,7 +19,7 @@ pytestmark = pytest.mark.root
 
 WITHOUT = """
 import errno, sys
-from kvfuse.volume.views import revocable
+from kvfuse.volume.tier import revocable
 def refuse():
     raise PermissionError(errno.EPERM, "no CAP_SYS_ADMIN")
 revocable.leave_mounts = refuse
