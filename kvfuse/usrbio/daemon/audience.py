@@ -73,7 +73,7 @@ class Audience:
         try:
             await turn.wait()
         finally:
-            if not self._poll.closed:  # or all of them end at once
+            if not self._poll.closed:  # else all end at once
                 self._poll.unregister(descriptor)
             self._waiting.pop(descriptor, None)
 
@@ -116,7 +116,7 @@ class Audiences:
 
     @asynccontextmanager
     async def join(self, user: Hashable) -> AsyncIterator[Audience]:
-        """The audience of a user, for one of its connections."""
+        """Join the audience of a user, for one of its connections."""
         audience = self._audiences.get(user)
         if audience is None:
             penalty = self._penalties.pop(user, None) or UserPenalty()

@@ -19,7 +19,7 @@ THREAD_NAME = "kvfuse-bells"
 
 
 class BellWatcher:
-    """A context manager, which runs the thread. All rings must be removed before its end."""
+    """Runs the thread, as a context manager. All rings must be removed before its end."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self.interpreter = interpreter

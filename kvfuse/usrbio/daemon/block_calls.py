@@ -59,7 +59,7 @@ class BlockCalls:
     async def _get_bound(self, call: Call, namespace: NamespaceHandle, is_last: bool) -> bool:
         """Answer with the present block of the name. False, unless ``is_last``: the name changed meanwhile."""
         binding = await self._bind(call, namespace)
-        if binding.valid and binding.map.size > call.entry.length and not call.entry.flags:  # it asks for the size
+        if binding.valid and binding.map.size > call.entry.length and not call.entry.flags:  # the GET asks for the size
             call.ring.completions.complete(call, -errno.EMSGSIZE, binding.map.size)
             return True
         await self.volume.near.from_neighbours(binding)

@@ -354,7 +354,8 @@ class Completions:
         """
         entry = call.entry
         start, end = entry.offset, entry.offset + len(call.names)
-        are_keys_there = start < entry.key_offset + entry.key_length and entry.key_offset < end  # it reads them again
+        # The next daemon reads the keys again: answers must not overwrite them.
+        are_keys_there = start < entry.key_offset + entry.key_length and entry.key_offset < end
         with self._lock:
             if _is_answered(call) or are_keys_there:
                 return bytes(len(call.names))

@@ -70,7 +70,8 @@ class UnderWay:
         self._lock = threading.Lock()
 
     def take(self, weight: int, user: Hashable, wake: Callable[[], object] | None = None) -> bool:
-        """False where the user has too many; ``wake`` is called once when it has fewer. The last one may be heavy."""
+        """Take weight. False: the user has too many; ``wake`` runs once when it has fewer. The last one may be
+        heavy."""
         if user is None:
             return True
         with self._lock:
@@ -128,7 +129,7 @@ class Share:
         return self._pool.count_held(self._user)
 
     def take(self, size: int, weight: int = 0, wake: Callable[[], object] | None = None) -> bool:
-        """False where there is less left in the pool, or its user has had its part; see `UnderWay.take`."""
+        """Take bytes and weight. False: the pool has fewer, or its user has its part; see `UnderWay.take`."""
         if weight and not self._under_way.take(weight, self._user, wake):
             return False
         if not self._pool.take(size, self._user):

@@ -150,7 +150,7 @@ class CallQueue:
                 await trio.lowlevel.checkpoint()
 
     def list_calls(self, ring: ServedRing) -> Iterator[Call]:
-        """The waiting calls of a ring."""
+        """List the waiting calls of a ring."""
         with self._lock:
             jobs = [job for line in self._lines.values() for job in line.rings.get(ring, ())]
         return (call for job in jobs for call in job.calls)

@@ -60,7 +60,7 @@ class MemoryId(NamedTuple):
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> MemoryId:
-        """OSError."""
+        """Identify the memory of a descriptor. OSError."""
         found, mount = _Handle(size=128), ctypes.c_int()
         if _libc.name_to_handle_at(descriptor, b"", ctypes.byref(found), ctypes.byref(mount), _AT_EMPTY_PATH):
             raise OSError(ctypes.get_errno(), "no handle of the memory")
@@ -83,7 +83,7 @@ class MemoryId(NamedTuple):
 
 @contextmanager
 def _open_bases() -> Iterator[dict[int, int]]:
-    """Device number -> a descriptor of the file system: of memfds, and of /dev/shm."""
+    """Open the file systems of memfds and of /dev/shm: device number -> descriptor."""
     with ExitStack() as undo:
         descriptors = [os.memfd_create("kvfuse-base", os.MFD_CLOEXEC)]
         undo.callback(os.close, descriptors[0])
@@ -119,7 +119,7 @@ class Charge:
         self._charges.mark_slow(self)
 
     def count_own(self, address: int, length: int) -> int:
-        """Pages of a mapping that are charged to the daemon."""
+        """Count pages of a mapping that the kernel charges to the daemon."""
         group = self._charges.group
         return group.count_pages(address, length) if group is not None else 0
 
@@ -231,7 +231,7 @@ class Charges:
 
     @property
     def size(self) -> int:
-        """Bytes of all users: no less than what is still there."""
+        """Bytes of all users: no less than what still exists."""
         return self._size - self.pool.free
 
     def get_charge(self, peer: ClientProcess) -> Charge:

@@ -55,7 +55,7 @@ def seal_memory(descriptor: int) -> None:
     """
     writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if writable and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        with contextlib.suppress(PermissionError):  # as of files in /dev/shm
+        with contextlib.suppress(PermissionError):  # files in /dev/shm refuse seals
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
@@ -65,7 +65,7 @@ class MappedIov:
     The daemon copies memory that is sealed against shrinking through a mapping. Any other may vanish during a copy,
     which would kill the daemon (SIGBUS): there the kernel copies, and returns EFAULT.
 
-    A copy creates absent pages: the user has a limit for them (`Charge`).
+    A copy into absent pages creates them: the user has a limit for these (`Charge`).
     """
 
     def __init__(self, descriptor: int, size: int, charge: Charge) -> None:

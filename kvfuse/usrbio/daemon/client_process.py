@@ -107,7 +107,7 @@ class ClientProcess:
         try:
             raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_MAX)
         except OSError:
-            raw = b""  # in more groups than Python lets us ask for: none of them counts
+            raw = b""  # the process has more groups than Python can ask for: none counts
         groups = frozenset(struct.unpack(f"{len(raw) // 4}I", raw))
         powers = Powers()
         if uid == 0 and pid > 0:
@@ -116,7 +116,7 @@ class ClientProcess:
 
     @property
     def is_unlimited(self) -> bool:
-        """It could end the daemon, so limits of users would not hold it back."""
+        """Whether it could end the daemon, so that limits of users would not hold it back."""
         if self.uid == 0:
             return self.powers.has(Capability.SYS_ADMIN) or self.powers.has(Capability.SYS_RESOURCE)
         return self.uid == os.geteuid()

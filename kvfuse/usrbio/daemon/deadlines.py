@@ -28,7 +28,7 @@ class Deadlines(Generic[T]):
         self._sleep: trio.CancelScope | None = None
 
     def add(self, item: T, deadline: float) -> None:
-        """``deadline``: monotonic seconds."""
+        """Add an item. ``deadline``: monotonic seconds."""
         due = self._due[item] = deadline + self._offset
         if due >= self._alarm:
             return

@@ -135,7 +135,7 @@ class DescriptorReceivers:
             self._theirs.close()
 
     def make_receiver(self, user: Hashable, stream: trio.socket.SocketType) -> DescriptorReceiver:
-        """The receiver of one connection of ``user``, whose socket is ``stream``."""
+        """Make the receiver of one connection of ``user``, whose socket is ``stream``."""
         return DescriptorReceiver(self, self._users.setdefault(user, _UserThreads()), stream)
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class DescriptorReceivers:
             socket.send_fds(self._ours, [NO_CALL], [stream.fileno()])
             self._wanted.release()
         except OSError:
-            os.dup(stream.fileno())  # it stays until the process exits, which closes it without a wait
+            os.dup(stream.fileno())  # the process keeps it until its exit, which closes it without a wait
 
     async def _follow(self, call: _PassingCall[Any], ours: socket.socket, user: _UserThreads) -> None:
         """Wait until the thread's exit, after it flushed every file, closed its end of a socket; then end the turn."""
@@ -229,7 +229,7 @@ class DescriptorReceivers:
             self.is_apart = True
             os.closerange(0, channel)
             os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
-            for _ in range(3):  # the daemon's starter waits until nobody has its output any more
+            for _ in range(3):  # the daemon's starter waits until no thread has its output open
                 os.open(os.devnull, os.O_RDWR)
         ready.set()
         while self._wanted.acquire() and not self._closed:
@@ -246,7 +246,7 @@ class DescriptorReceivers:
         if call is not None:
             try:
                 call.results.append(call.job(own[0], own[1]))
-            except Exception as error:  # whatever it is, the caller raises it
+            except Exception as error:  # the caller raises it, of any kind
                 call.failures.append(error)
         del call  # its failure may refer to it
         if not self.is_apart:
@@ -324,14 +324,14 @@ class DescriptorReceiver:
 
         After a cancellation a receiver has the rest, with the socket itself.
         """
-        with suppress(OSError):  # the client did
+        with suppress(OSError):  # the client did that
             self._stream.shutdown(socket.SHUT_RDWR)
-        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # which tells an empty message from the end
+        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # tells an empty message from the end
         try:
             while True:
                 try:
                     _, ancillary, flags, _ = await self._stream.recvmsg(1, CREDENTIALS_SPACE, socket.MSG_PEEK)
-                except ConnectionResetError:  # said once, before what was received
+                except ConnectionResetError:  # the kernel says so once, before what it received
                     continue
                 if not ancillary:
                     return
@@ -369,7 +369,7 @@ class DescriptorReceiver:
                 )
             except NotTaken:
                 continue
-            except TimeoutError:  # it is taken
+            except TimeoutError:  # the message is taken
                 pass
             except OSError as error:  # the kernel passes on no socket that holds sockets that hold ... (before 6.10)
                 log.warning("a client's descriptors cannot be dropped yet: %s", error)
@@ -411,13 +411,13 @@ class DescriptorReceiver:
 def try_close(client: socket.socket) -> bool:
     """Close a socket at once. False, and it is only shut down, where it may carry descriptors: see
     `DescriptorReceiver.empty_socket`."""
-    with suppress(OSError):  # the client did
+    with suppress(OSError):  # the client did that
         client.shutdown(socket.SHUT_RDWR)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     for _ in range(MESSAGES_TURNED_AWAY):
         try:
             _, ancillary, flags, _ = client.recvmsg(1, CREDENTIALS_SPACE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except ConnectionResetError:  # said once, before what was received
+        except ConnectionResetError:  # the kernel says so once, before what it received
             continue
         except BlockingIOError:
             return False
@@ -443,12 +443,12 @@ def _send_memory(end: int, check: Callable[[int], None], descriptor: int) -> Non
 
 def _answer(call: _PassingCall[T]) -> T:
     if call.failures:
-        raise call.failures.pop()  # which keeps no list that keeps it
+        raise call.failures.pop()  # else the list and the error would keep each other
     return call.results[0]
 
 
 def _take_descriptors(stream: int) -> list[int]:
-    """The descriptors of the next message of a socket."""
+    """Take the next message of a socket: its descriptors."""
     with socket.socket(fileno=os.dup(stream)) as own:
         _, ancillary, _, _ = own.recvmsg(
             MESSAGE_SIZE_MAX,

@@ -55,7 +55,7 @@ class DeviceMemories(Protocol):
 
     @property
     def lacks(self) -> str:
-        """Why no memory can be added, "" where it may be possible. It opens nothing."""
+        """The reason why no memory can be added, "" where it may be possible. It opens nothing."""
 
     def check(self, descriptor: int) -> None:
         """OSError unless it may be memory of a device, for which this process may do what its owner may. Any thread."""

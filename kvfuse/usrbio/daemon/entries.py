@@ -209,7 +209,7 @@ class EntryServer:
             self._registered.start(calls)
 
     def _refuse_overlaps(self, rows: Entries) -> Entries:
-        """Refuse entries whose bytes would land where those of another one of this batch do."""
+        """Refuse entries whose target bytes overlap those of another entry of this batch."""
         refused = find_overlaps(rows, self._registered.iovs)
         if not len(refused):
             return rows

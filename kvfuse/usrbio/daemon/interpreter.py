@@ -166,7 +166,7 @@ class Interpreter:
 
     @contextmanager
     def copying(self, seat: Seat) -> Iterator[None]:
-        """Others may take the turn from this seat during this large copy; after it the seat has the turn again."""
+        """Let others take the turn from this seat during a large copy; after it the seat has the turn again."""
         seat.lent.append(True)
         self._copier = seat
         if self._waiting:

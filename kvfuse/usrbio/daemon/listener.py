@@ -128,7 +128,7 @@ class Clients:
         self._arrivals = Arrivals(limits.keeper)
 
     def receive_client(self, client: socket.socket, name: str = "") -> None:
-        """Serve a new client. It closes one beyond its user's limit at once, which is cheap where many connect.
+        """Serve a new client, or close it at once where its user has too many: cheap where many connect.
 
         ``name``: under which the former daemon kept it.
         """

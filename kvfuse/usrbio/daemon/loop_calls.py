@@ -134,7 +134,7 @@ class Calls:
             self.nursery.start_soon(self._run_writes, file, of_file)
 
     async def _run_writes(self, file: OpenFile, calls: list[Call]) -> None:
-        """Small writes of one file: together, as far as they can be; the others one by one."""
+        """Execute small writes of one file: together, as far as possible; the others one by one."""
         written = [False] * len(calls)
         if len(calls) > 1 and not file.measures.limiters:
             try:
@@ -212,7 +212,7 @@ class Calls:
             ready.append(self._puts.popleft())
         try:
             done = self._blocks.put_together(ready) if ready else []
-        except Exception:  # each is done alone then, also those that are stored by now: again, with the same bytes
+        except Exception:  # `_do_call` does each alone, also those stored by now: again, with the same bytes
             log.exception("puts together failed")
             done = [False] * len(ready)
         for call, is_done in zip(reversed(ready), reversed(done), strict=True):
@@ -224,7 +224,7 @@ class Calls:
         return True in done
 
     async def _post_at_wait(self) -> None:
-        """Runs once the task that does puts waits: post the kept calls, and start a task for the other puts."""
+        """Post the kept calls, and start a task for the other puts, once the task that does puts waits."""
         await self._post_kept()
         self._start_runner()
 
@@ -234,7 +234,7 @@ class Calls:
             self._run_off_loop(ring, partial(self._complete_done, ring, queue))
 
     def cancel(self, cancels: list[Call]) -> None:
-        """Cancel the call that each of these names."""
+        """Cancel the call that each of ``cancels`` names."""
         for call in cancels:
             self._cancel(call)
             self.share.give(call.size)
@@ -252,7 +252,7 @@ class Calls:
 
     async def end_writes(self, ring: ServedRing, iov: MappedIov | DeviceIov) -> None:
         """Cancel a ring's calls that use the iov; return when none of them can write into it, but for an adapter."""
-        await ring.jobs.ask_thread(lambda: True)  # what the thread served before is a call of ours now
+        await ring.jobs.ask_thread(lambda: True)  # all that the thread served before is a call now
         if isinstance(iov, MappedIov):
             self.batches.cancel_batches(ring, iov)
         for call in self._list_calls(ring):
@@ -264,7 +264,7 @@ class Calls:
                 call.cancel()
             elif iov in (call.iov, call.device):
                 ring.completions.give_up(call, errno.ECANCELED)
-        await ring.jobs.ask_thread(lambda: True)  # and it does none of those any more
+        await ring.jobs.ask_thread(lambda: True)  # and does none of those any more
 
     def cancel_ring(self, ring: ServedRing) -> None:
         """Cancel what is in flight for a ring that has stopped."""
@@ -299,7 +299,7 @@ class Calls:
         key = (call.ring, call.entry.user_data)
         calls = self._under_way.get(key, [])
         if call in calls:
-            calls.remove(call)  # the first one, mostly, where a client uses a number for many
+            calls.remove(call)  # mostly the first one, where a client uses a number for many
         if not calls:
             self._under_way.pop(key, None)
         call.data = None

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 
 def memory_size(root: Path = Path("/")) -> int:
-    """Bytes. ``root``: where /proc and what it names are found."""
+    """Bytes. ``root``: folder of /proc, and of what that names."""
     size = _read_meminfo(root, "MemTotal:")
     for top, folder, limit in _find_groups(root):
         for part in (folder, *folder.parents):
@@ -20,8 +20,8 @@ def memory_size(root: Path = Path("/")) -> int:
 
 
 def free_memory_size(root: Path = Path("/")) -> int:
-    """Bytes that the machine can give to processes without swapping. What a control group uses is not counted: the most
-    of that is pages of files."""
+    """Bytes that the machine can give to processes without swapping. Use of a control group does not count: most of it
+    is pages of files."""
     return _read_meminfo(root, "MemAvailable:")
 
 

@@ -125,11 +125,11 @@ class NamespaceAccess:
         return gate is not None and gate.descriptor not in ("", namespace.descriptor)
 
     def may_access(self, namespace: NamespaceHandle, inode: Attributes | Binding, wanted: int) -> bool:
-        """`ClientProcess.may_access`, of an inode in a namespace; the token of that allows all."""
+        """`ClientProcess.may_access`, for an inode in a namespace, whose token allows all."""
         return namespace.has_token or self.peer.may_access(inode, wanted)
 
     def _has_token(self, gate: Gate) -> bool:
-        return True in [fits(gate.lock, token) for token in self._tokens]  # in the same time, whichever it is
+        return True in [fits(gate.lock, token) for token in self._tokens]  # takes the same time for any token
 
     async def _may_enter(self, gate: Gate) -> bool:
         return self.peer.may_access(await self.volume.inodes.attributes(gate.folder), 1)

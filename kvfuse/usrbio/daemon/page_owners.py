@@ -28,7 +28,7 @@ class OwnGroup:
             pass
 
     def has_process(self, pid: int) -> bool:
-        """Whether a process is in it, or below it. Such a process could use up the group's memory by itself."""
+        """Whether a process is in the group, or below it. Such a process could use up the group's memory by itself."""
         try:
             return f"{_path_of(str(pid))}/".startswith(f"{self._path}/")
         except (OSError, StopIteration):
@@ -40,7 +40,7 @@ class OwnGroup:
         return next(int(value) for name, value in rows if name == "shmem")
 
     def count_pages(self, address: int, length: int) -> int:
-        """Mapped pages of a range, from a page's start, that it pays for."""
+        """Count mapped pages of a range, from a page's start, that the group pays for."""
         with _open_raw("/proc/self/pagemap") as pages, _open_raw("/proc/kpagecgroup") as owners:
             entries = np.frombuffer(os.pread(pages.fileno(), -(-length // PAGE) * 8, address // PAGE * 8), np.uint64)
             frames = (entries[entries & _PRESENT != 0] & _FRAME).tolist()
@@ -50,7 +50,7 @@ class OwnGroup:
 
 
 def count_faults() -> int:
-    """How often this thread has touched pages that were not mapped."""
+    """Count this thread's touches of pages that were not mapped."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 

@@ -45,7 +45,7 @@ class Penalty:
             self.seconds = min(max(2 * self.seconds, FIRST_SECONDS), LAST_SECONDS)
 
     def forget(self, count: float) -> None:
-        """Take ``count`` bad ones off."""
+        """Subtract ``count`` bad ones."""
         self.excess = max(0, self.excess - int(count))
         if self.excess <= FREE:
             self.seconds = 0.0

@@ -119,7 +119,7 @@ class Pins:
                 self._pinned.give(self._user, block.home)
 
     def list_blocks(self) -> list[TierBlock]:
-        """All that are held."""
+        """List all held blocks."""
         with self._lock:
             return list(self._blocks.values())
 

@@ -127,7 +127,7 @@ class PutBatches:
         try:
             rows = [(batch.names[number], batch.blocks[number]) for number in numbers]
             return list(compress(numbers, self.blocks.put_ready(batch.namespace, rows)))
-        except Exception:  # each is done alone then, also those that are stored by now: again, with the same bytes
+        except Exception:  # calls do each alone, also those stored by now: again, with the same bytes
             log.exception("puts together failed")
             return []
 
@@ -148,7 +148,7 @@ class PutBatches:
                 before = batch.done.count(True)
                 await self.blocks.wait_for_commit()
                 rest = batch.list_left()
-        except KvfuseError as error:  # each is done alone, and answered with what becomes of it
+        except KvfuseError as error:  # a call does each alone, and answers with its own result
             log.debug("puts do not wait for a commit together: %s", error)
         finally:
             self._waiting.discard(batch)

@@ -77,7 +77,7 @@ class PutFinder:
         return 0
 
     def _are_plain(self, rows: Entries, iov: MappedIov) -> bool:
-        """All their ranges lie in the iov and the aux area, and none is empty."""
+        """Whether all their ranges lie in the iov and the aux area, and none is empty."""
         words = as_words(rows)
         key_lengths, iov_offsets, lengths, key_offsets = (
             words[:, 1] >> _HIGH_HALF,

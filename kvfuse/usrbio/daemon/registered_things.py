@@ -59,7 +59,7 @@ class OpenFile:
 
 @dataclass(eq=False)
 class Remembered:
-    """How many keys the namespaces of a connection remember together. Event loop only."""
+    """The number of keys that the namespaces of a connection remember together. Event loop only."""
 
     count: int = 0
     namespaces: set[NamespaceHandle] = field(default_factory=set)
@@ -134,7 +134,7 @@ class NamespaceHandle:
 
     @property
     def may_copy(self) -> bool:
-        """A put may be copied before the event loop looks at it. Any thread."""
+        """Whether a put may be copied before the event loop looks at it. Any thread."""
         return self.may_put and self.group.is_current
 
     @property

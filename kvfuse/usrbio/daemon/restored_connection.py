@@ -71,7 +71,7 @@ class _Restoration:
     remembered: Remembered
 
     async def restore_open_file(self, handle: int, row: KeptFile) -> None:
-        """A file that the volume counts as open since the volume itself was opened."""
+        """Restore a file that the volume counts as open since the volume itself was opened."""
         left_open, opened = self.volume.left_open, None
         try:
             with self.things.files.taking():
@@ -83,7 +83,7 @@ class _Restoration:
                 left_open.give_up(row.ino, writable=row.writable)
 
     async def restore_file(self, handle: int, kept: Kept) -> None:
-        """The same, where the volume is the one that the former door had."""
+        """The same, where the former door had this same volume."""
         row = msgspec.json.decode(kept.content, type=KeptFile)
         with self.things.files.taking():
             opened = await self.volume.files.open(row.ino, _flags_of(row), self.calls.peer.make_caller())

@@ -105,7 +105,7 @@ class RingJournal:
     # -- positions -----------------------------------------------------------------------------------
 
     def commit(self, taken: int, given: int) -> None:
-        """Both positions in one step: entries taken, completions given."""
+        """Set both positions in one step: entries taken, completions given."""
         words = self._words
         half = _HALVES[words[_HALF] == _HALVES[0]]
         words[half], words[half + 1] = taken, given
@@ -155,7 +155,7 @@ class RingJournal:
         return self._user_data[places]
 
     def pack(self, place: int, answer: Sequence[int]) -> bytes:
-        """The completion of the entry at a place: `wire.CQE` without its first field is ``answer``."""
+        """Pack the completion of the entry at a place: ``answer`` is `wire.CQE` without its first field."""
         return CQE_STRUCT.pack(self._row_words[place * _ROW_WORDS + _USER_DATA], *answer)
 
     def find(self, user_data: int, before: int) -> int:

@@ -49,7 +49,7 @@ def read(content: ContentMap, offset: int, length: int, iov: MappedIov, iov_offs
         if not _read_row(row, start, part, iov, iov_offset + position - offset):
             return ASK
         if row.block is not None and not position:
-            row.block.note_use()  # of the whole file, however many reads it takes
+            row.block.note_use()  # one use of the whole file, however many reads it takes
         position += part
     return max(0, end - offset) if content.version == version else ASK
 

@@ -67,7 +67,7 @@ class RingThread:
         """an entry that was alone in the queue, and when it was seen: it is served before any other, and taken then"""
         self._penalty = Penalty()
         self._poll = select.epoll()
-        for descriptor in (sq_bell, self.jobs.wake):  # neither is ever read, which the client could make wait
+        for descriptor in (sq_bell, self.jobs.wake):  # the thread reads neither: the client could make a read wait
             self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
         registered.bell_watcher.add(self._poll.fileno())
         self._rests = 0.0

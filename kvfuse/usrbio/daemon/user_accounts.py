@@ -97,7 +97,7 @@ class UserAccount:
             raise
 
     def close(self) -> None:
-        """The connection has ended: give back all that it holds."""
+        """Give back all that the connection holds. It has ended."""
         for limit, amount in list(self._held.items()):
             self.give(limit, amount)
 
@@ -128,7 +128,7 @@ class UserAccounts:
         self._users: WeakValueDictionary[tuple[int, bool], _UserCounts] = WeakValueDictionary()
 
     def open(self, peer: ClientProcess) -> UserAccount:
-        """The account of one more connection of a user."""
+        """Open the account of one more connection of a user."""
         key = (peer.uid, peer.is_unlimited)  # a container's root does not pay for what the machine's root has
         return UserAccount(peer, self._users.setdefault(key, _UserCounts()), self._options, self._pools)
 

@@ -172,7 +172,7 @@ def _errno_of(error: Exception) -> int:
 
 
 def _fail(batch: WriteBatch, error: Exception) -> None:
-    """Complete with the error what is not completed."""
+    """Complete with the error the writes that are not completed."""
     if not isinstance(error, OSError) and errno_of(error) is None:
         log.error("a batch of writes failed", exc_info=error)
     assert batch.file is not None
