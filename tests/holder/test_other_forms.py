@@ -125,10 +125,10 @@ def test_what_has_another_form_is_dropped(tmp_path: Path) -> None:
 
 def test_a_client_of_another_protocol_of_rings_is_dropped() -> None:
     known = ConnectionOwner(1, 0, 0, [], 0, True, [], [])
-    assert known.peer().pid == 1
+    assert known.to_process().pid == 1
     for changes in ({"protocol": VERSION + 1}, {"form": FORM + 1}):
         with pytest.raises(ValueError, match="another version"):
-            msgspec.structs.replace(known, **changes).peer()
+            msgspec.structs.replace(known, **changes).to_process()
 
 
 def test_a_client_of_a_shared_volume_of_another_form_is_dropped() -> None:

@@ -81,7 +81,7 @@ async def ring_client(volume: Volume, size: int) -> AsyncIterator[RingClient]:
             connection.registered.namespaces[NAMESPACE] = NamespaceHandle(ROOT_INODE, 0o644, Group(0))
             descriptor = shared(size, sealed=True)
             seal_memory(descriptor)
-            connection.registered.iovs[IOV] = MappedIov(descriptor, size, limits.charges.of(peer))
+            connection.registered.iovs[IOV] = MappedIov(descriptor, size, limits.charges.get_charge(peer))
             with _ring(connection) as client:
                 yield client
             connection.registered.iovs[IOV].close()

@@ -66,7 +66,7 @@ class Registered:
     def start_puts(self, batch: PutBatch) -> None:
         self.puts.append(batch)
 
-    def in_loop(self, function: Callable[[], object]) -> None:
+    def run_in_loop(self, function: Callable[[], object]) -> None:
         function()
 
     def cancel(self, call: Call) -> None:
@@ -75,7 +75,7 @@ class Registered:
     def allocate(self, namespace: NamespaceHandle, size: int) -> Any:
         raise AssertionError("nothing is put here")
 
-    def failed(self, reason: str) -> None:
+    def disconnect(self, reason: str) -> None:
         self.failures.append(reason)
 
 
@@ -132,7 +132,7 @@ def free_of_charge() -> Charge:
     """Of a user for whom only the limit of all holds."""
     charges = Charges(UsrbioOptions())
     charges.group = None  # it counts shared memory of all tests that run now
-    return charges.of(ClientProcess(1, os.geteuid(), 0, frozenset()))
+    return charges.get_charge(ClientProcess(1, os.geteuid(), 0, frozenset()))
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""The daemon's side of rings: connections, ring threads, calls in the event loop, limits of users."""
+"""Serves rings in the daemon: connections, ring threads, calls in the event loop, limits of users."""

@@ -25,7 +25,7 @@ from kvfuse.usrbio.daemon.penalty import FREE, Penalty
 TURN_COST = PASS_COST / 2
 """cost of the messages of one turn of a user, in calls"""
 CONNECT_COST = TURN_COST
-"""of a connection's first message: its tables are made with it, and taken down at its end"""
+"""cost of a connection's first message, which pays for its tables and for their end"""
 FORGOTTEN_PER_SECOND = 10
 """bad messages of a user that its penalty drops"""
 EXCESS_MAX = 2 * FREE
@@ -63,23 +63,23 @@ class Audience:
         self._key = key
         self._poll = select.epoll()
         self._waiting: dict[int, tuple[trio.Event, float]] = {}
-        """by descriptor: what is set when its message is next, and what the message costs"""
+        """descriptor -> event that starts the socket's turn, and the message's cost"""
 
-    async def turn(self, stream: trio.socket.SocketType, cost: float = 1) -> None:
+    async def wait_turn(self, stream: trio.socket.SocketType, cost: float = 1) -> None:
         """Wait until the socket has a message, or its end, and has its turn among its user's."""
-        descriptor, came = stream.fileno(), trio.Event()
-        self._waiting[descriptor] = came, cost
+        descriptor, turn = stream.fileno(), trio.Event()
+        self._waiting[descriptor] = turn, cost
         self._poll.register(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
         try:
-            await came.wait()
+            await turn.wait()
         finally:
-            if not self._poll.closed:  # or all of them end at once
+            if not self._poll.closed:  # else all end at once
                 self._poll.unregister(descriptor)
             self._waiting.pop(descriptor, None)
 
     async def pause(self, cost: float) -> None:
         """Wait for the user's turn for work of this cost, in calls."""
-        await self._call_queue.turn(self._key, cost)
+        await self._call_queue.wait_turn(self._key, cost)
 
     async def run(self) -> None:
         """Give turns to sockets, until ``scope`` is cancelled."""
@@ -96,12 +96,12 @@ class Audience:
     async def _serve_some(self) -> None:
         total, ready = 0.0, list[trio.Event]()
         while total < TURN_COST and (found := self._poll.poll(0, 1)):
-            came, cost = self._waiting.pop(found[0][0])
-            ready.append(came)
+            turn, cost = self._waiting.pop(found[0][0])
+            ready.append(turn)
             total += cost
-        await self._call_queue.turn(self._key, total)
-        for came in ready:
-            came.set()
+        await self._call_queue.wait_turn(self._key, total)
+        for turn in ready:
+            turn.set()
 
 
 class Audiences:
@@ -112,11 +112,11 @@ class Audiences:
         self._nursery = nursery
         self._audiences: dict[Hashable, Audience] = {}
         self._penalties: dict[Hashable, UserPenalty] = {}
-        """of users without connections"""
+        """penalties of users without connections"""
 
     @asynccontextmanager
-    async def of(self, user: Hashable) -> AsyncIterator[Audience]:
-        """The audience of a user, for one of its connections."""
+    async def join(self, user: Hashable) -> AsyncIterator[Audience]:
+        """Join the audience of a user, for one of its connections."""
         audience = self._audiences.get(user)
         if audience is None:
             penalty = self._penalties.pop(user, None) or UserPenalty()

@@ -1,4 +1,4 @@
-"""Finds what may be done together in a ring's entries: writes where their bytes are (`write_batches`), and puts."""
+"""Finds entries of a ring that the daemon executes as one batch: writes in place (`write_batches`), and puts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import trio
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
 from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
-from kvfuse.usrbio.daemon.columns import LOW_HALF, OFFSET_MAX, TIMEOUT_US_MAX, as_words, same
+from kvfuse.usrbio.daemon.columns import LOW_HALF, OFFSET_MAX, TIMEOUT_US_MAX, are_equal, as_words
 from kvfuse.usrbio.daemon.put_finder import PutFinder
 from kvfuse.usrbio.daemon.write_batches import WriteBatch
 from kvfuse.usrbio.protocol.queues import Entries
@@ -21,15 +21,15 @@ BATCH_SIZE = 16 << 10
 """bytes that the task of a batch takes, about"""
 
 
-def without(rows: Entries, op: Op, begin: Callable[[Entries, float], int], taken_at: float) -> Entries:
-    """The entries that are left when ``begin`` took those of ``op`` of one kind (priority, handle, iov) together.
+def take_groups(rows: Entries, op: Op, begin: Callable[[Entries, float], int], taken_at: float) -> Entries:
+    """Give ``begin`` the entries of ``op``, grouped by kind (priority, handle, iov); return those that it did not take.
 
     ``begin``: gets entries of one kind, taken at ``taken_at`` (monotonic seconds); returns how many of the first ones
-    it took care of.
+    it took.
     """
     words = as_words(rows)
     kinds = words[:, 0], words[:, 1] & LOW_HALF
-    if same(kinds[0]) and same(kinds[1]):
+    if are_equal(kinds[0]) and are_equal(kinds[1]):
         return rows[begin(rows, taken_at) :]
     left = np.ones(len(rows), bool)
     groups: dict[tuple[int, int], list[int]] = {}
@@ -42,7 +42,7 @@ def without(rows: Entries, op: Op, begin: Callable[[Entries, float], int], taken
 
 
 class BatchFinder:
-    """Takes writes and puts out of a ring's entries that may be done as batches. The ring's thread owns it.
+    """Takes batches of writes and puts out of a ring's entries. The ring's thread owns it.
 
     ``op_mask``: bit n allows operation n.
     """
@@ -53,7 +53,7 @@ class BatchFinder:
         self._op_mask = op_mask
 
     def close(self) -> None:
-        """Let go of the ring's memory."""
+        """Drop references to the ring's memory."""
         self._puts.close()
 
     def serve(self, rows: Entries, taken_at: float, *, in_place: bool) -> Entries:
@@ -63,9 +63,9 @@ class BatchFinder:
         """
         ops = rows["op"]
         if in_place and self._op_mask >> Op.WRITE & 1 and (ops == Op.WRITE).any():
-            rows = without(rows, Op.WRITE, self._writes.begin, taken_at)
+            rows = take_groups(rows, Op.WRITE, self._writes.start_batch, taken_at)
         if self._op_mask >> Op.PUT & 1 and np.count_nonzero(ops == Op.PUT) > 1:
-            rows = without(rows, Op.PUT, self._puts.begin, taken_at)
+            rows = take_groups(rows, Op.PUT, self._puts.start_batches, taken_at)
         return rows
 
 
@@ -76,11 +76,11 @@ class WriteFinder:
         self._ring = ring
         self._registered = registered
 
-    def begin(self, rows: Entries, taken_at: float) -> int:
-        """Start a batch of entries of one op, handle and iov. How many are taken care of: all of them or none."""
-        return len(rows) if self._begin(rows, taken_at) else 0
+    def start_batch(self, rows: Entries, taken_at: float) -> int:
+        """Start a batch of entries of one op, handle and iov. Returns how many it took: all or none."""
+        return len(rows) if self._try_start(rows, taken_at) else 0
 
-    def _begin(self, rows: Entries, taken_at: float) -> bool:
+    def _try_start(self, rows: Entries, taken_at: float) -> bool:
         """Start a batch of entries of one op, file and iov. False where they are not all plain writes in place."""
         entry = Entry(*SQE_STRUCT.unpack(rows[:1].tobytes()))
         file, iov = self._registered.files.get(entry.handle), self._registered.iovs.get(entry.iov)
@@ -97,7 +97,7 @@ class WriteFinder:
             if time.monotonic() > deadline:
                 return False
         size = int(rows["length"].sum())
-        if not iov.is_there(size) or not self._registered.share.take(BATCH_SIZE, 1):
+        if not iov.is_present(size) or not self._registered.share.take(BATCH_SIZE, 1):
             return False
         self._registered.start_writes(
             WriteBatch(

@@ -19,7 +19,7 @@ THREAD_NAME = "kvfuse-bells"
 
 
 class BellWatcher:
-    """A context manager, which runs the thread. All rings must be removed before its end."""
+    """Runs the thread, as a context manager. All rings must be removed before its end."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self.interpreter = interpreter
@@ -46,7 +46,7 @@ class BellWatcher:
             for descriptor, _ in self._poll.poll():
                 if descriptor == self._end:
                     return
-                self.interpreter.line_up(self._seats.pop(descriptor))
+                self.interpreter.queue_seat(self._seats.pop(descriptor))
 
     def __enter__(self) -> Self:
         self._poll.register(self._end, select.EPOLLIN)

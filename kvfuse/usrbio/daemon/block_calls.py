@@ -1,4 +1,4 @@
-"""Calls for blocks by key, in the event loop: permissions, bindings of names, names that the kernel must drop."""
+"""Executes calls for blocks by key, in the event loop: permissions, bindings, names that the kernel must drop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import trio
 from kvfuse import errors
 from kvfuse.credentials import Capability
 from kvfuse.usrbio.daemon.call import Call, Done
-from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess, blind
+from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess, make_blind_names
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.costs import encode_costs
 from kvfuse.usrbio.protocol.wire import Flag
@@ -32,7 +32,7 @@ class BlockCalls:
     """The block calls of one connection. An error that one raises becomes its result.
 
     ``finish``: completes a call that changed something. ``read_here``: reads a file in the event loop, for a call.
-    ``answer_found``: answers one whose bytes are to be copied to a device; False: it is none of those.
+    ``answer_found``: answers a call whose bytes an adapter copies to a device; False: it is no such call.
     """
 
     volume: RingApi
@@ -59,16 +59,16 @@ class BlockCalls:
     async def _get_bound(self, call: Call, namespace: NamespaceHandle, is_last: bool) -> bool:
         """Answer with the present block of the name. False, unless ``is_last``: the name changed meanwhile."""
         binding = await self._bind(call, namespace)
-        if binding.valid and binding.map.size > call.entry.length and not call.entry.flags:  # it asks for the size
+        if binding.valid and binding.map.size > call.entry.length and not call.entry.flags:  # the GET asks for the size
             call.ring.completions.complete(call, -errno.EMSGSIZE, binding.map.size)
             return True
         await self.volume.near.from_neighbours(binding)
-        handle = await self.volume.files.open(binding.ino, os.O_RDONLY, self.peer.caller())
+        handle = await self.volume.files.open(binding.ino, os.O_RDONLY, self.peer.make_caller())
         try:
             size = binding.map.size
             if namespace.measures.limiters:
-                await namespace.measures.throttle(_moved(call, binding))
-            if await self._shown(call, handle, binding):
+                await namespace.measures.throttle(_size_to_move(call, binding))
+            if await self._answer_by_map(call, handle, binding):
                 return True
             if not (binding.valid or is_last):
                 return False
@@ -77,14 +77,14 @@ class BlockCalls:
                 call.ring.completions.complete(call, -errno.EMSGSIZE, size)
             elif not size:
                 call.ring.completions.complete(call, 0)
-            elif not (await self.volume.near.if_wanted(binding) and await self._shown(call, handle, binding)):
+            elif not (await self.volume.near.if_wanted(binding) and await self._answer_by_map(call, handle, binding)):
                 await self.read_here(call, handle, 0, size)
             return True
         finally:
             with trio.CancelScope(shield=True):
                 await self.volume.files.release(handle)
 
-    async def _shown(self, call: Call, handle: Any, binding: Binding) -> bool:
+    async def _answer_by_map(self, call: Call, handle: Any, binding: Binding) -> bool:
         """Have the map show where the bytes are, and the ring's thread answer from it. False: it cannot."""
         size = binding.map.size
         if size > 0:
@@ -97,7 +97,7 @@ class BlockCalls:
         binding = await self.volume.blocks.bind(namespace.ino, name)
         if binding is None or await self._is_absent_now(call, namespace):
             raise errors.NotFound(os.fsdecode(name))
-        if not (namespace.has_token or self.peer.may(binding, 4)):
+        if not (namespace.has_token or self.peer.may_access(binding, 4)):
             raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")
         namespace.remember(name, binding)
         return binding
@@ -113,11 +113,11 @@ class BlockCalls:
             await call.try_again()
             if call.data is None:
                 return
-        old = await self.volume.blocks.put(namespace.ino, name, call.data, self.peer.caller(), namespace.mode)
+        old = await self.volume.blocks.put(namespace.ino, name, call.data, self.peer.make_caller(), namespace.mode)
         self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
     def put_together(self, calls: Sequence[Call]) -> list[bool]:
-        """Do puts of one namespace that need no wait; which are done. The others are left to `put`."""
+        """Store those puts of one namespace that need no wait. For each: whether it is done; `put` does the others."""
         namespace = calls[0].namespace
         assert namespace is not None
         ready = [call for call in calls if call.data is not None and not call.ended]
@@ -129,22 +129,22 @@ class BlockCalls:
         return [call in done for call in calls]
 
     def put_ready(self, namespace: NamespaceHandle, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
-        """Store the (name, bytes) that need no wait: which."""
+        """Store those (name, bytes) that need no wait. For each: whether it is stored."""
         is_usable = not (namespace.is_absent or namespace.is_cut_off or namespace.read_only)
         if not (is_usable and namespace.is_checked) or namespace.measures.limiters:
             return [False] * len(rows)
 
         def may(folder: Attributes) -> bool:
-            return namespace.has_token or self.peer.may(folder, 3)
+            return namespace.has_token or self.peer.may_access(folder, 3)
 
-        return self.volume.ready.put(namespace.ino, rows, self.peer.caller(), namespace.mode, may)
+        return self.volume.ready.put(namespace.ino, rows, self.peer.make_caller(), namespace.mode, may)
 
     def is_crowded(self) -> bool:
-        """Too many changes of the peer's user wait for a commit: puts wait for it, too."""
-        return self.volume.ready.is_crowded(self.peer.caller())
+        """Whether so many changes of the peer's user are pending that puts wait for a commit, too."""
+        return self.volume.ready.is_crowded(self.peer.make_caller())
 
-    async def settled(self) -> None:
-        """Return when a commit had what is pending now. EngineError."""
+    async def wait_for_commit(self) -> None:
+        """Return when a commit has stored what is pending now. EngineError."""
         await self.volume.ready.settled()
 
     async def exists(self, call: Call) -> None:
@@ -153,14 +153,14 @@ class BlockCalls:
         for start in range(0, len(names), EXISTS_KEYS):
             if start:
                 await trio.lowlevel.checkpoint()
-            answers += await self._answers(namespace, names[start : start + EXISTS_KEYS], call.entry.flags)
+            answers += await self._look_up(namespace, names[start : start + EXISTS_KEYS], call.entry.flags)
         if await self._is_absent_now(call, namespace):
             answers = bytearray(len(names))
         if call.entry.flags & Flag.PREFIX and (first := answers.find(0)) >= 0:
             answers[first:] = bytes(len(answers) - first)
         call.ring.completions.answer_keys(call, answers)
 
-    async def _answers(self, namespace: NamespaceHandle, names: list[bytes], flags: int) -> bytes:
+    async def _look_up(self, namespace: NamespaceHandle, names: list[bytes], flags: int) -> bytes:
         """One byte for each name, 0 for those that do not exist."""
         if flags & Flag.COSTS:
             return encode_costs(*await self.volume.blocks.costs(namespace.ino, names))
@@ -170,7 +170,7 @@ class BlockCalls:
         namespace = await self._check(call, 3)
         completions = call.ring.completions
         former = completions.begin_answers(call)
-        with trio.CancelScope(shield=True):  # given up in the middle, nobody would know what the kernel has to drop
+        with trio.CancelScope(shield=True):  # else nobody would know which names the kernel has to drop
             inodes = await self.volume.blocks.delete(namespace.ino, call.names, partial(completions.note_found, call))
         gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
         found = [ino != 0 or was_found != 0 for ino, was_found in zip(inodes, former, strict=True)]
@@ -178,7 +178,7 @@ class BlockCalls:
 
     async def prefetch(self, call: Call) -> None:
         namespace = await self._check(call, 1)
-        may_read = partial(self.admission.may, namespace, wanted=4)
+        may_read = partial(self.admission.may_access, namespace, wanted=4)
         bring = self.volume.near.all_of if call.entry.flags & Flag.NEAR else self.volume.blocks.prefetch
         loaded = await bring(namespace.ino, call.names, may_read)
         if await self._is_absent_now(call, namespace):
@@ -186,7 +186,7 @@ class BlockCalls:
         call.ring.completions.answer_keys(call, loaded)
 
     async def _is_absent_now(self, call: Call, namespace: NamespaceHandle) -> bool:
-        """After something was found in a namespace: the peer may not use it any more. PermissionDenied."""
+        """Whether the peer lost its right to the namespace during a lookup. PermissionDenied."""
         if not namespace.is_checked:
             await self._check(call, 1)
         return namespace.is_absent
@@ -198,15 +198,15 @@ class BlockCalls:
         """
         namespace = call.namespace
         assert namespace is not None
-        directory = await self.admission.directory(namespace)
+        directory = await self.admission.read_directory(namespace)
         if namespace.is_absent:
             namespace.may_list, namespace.may_put, namespace.uses = False, False, None
-            call.names = blind(len(call.names))
+            call.names = make_blind_names(len(call.names))
             return namespace
-        namespace.may_list = namespace.has_token or self.peer.may(directory, 4)
-        namespace.may_put = namespace.has_token or self.peer.may(directory, 3)
+        namespace.may_list = namespace.has_token or self.peer.may_access(directory, 4)
+        namespace.may_put = namespace.has_token or self.peer.may_access(directory, 3)
         namespace.waits, namespace.uses = self.volume.blocks.terms(namespace.ino)
-        if not (namespace.has_token or self.peer.may(directory, wanted)):
+        if not (namespace.has_token or self.peer.may_access(directory, wanted)):
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
         if wanted & 2 and namespace.read_only:
             raise errors.ReadOnly("the namespace was opened through a read-only bind mount")
@@ -224,8 +224,8 @@ class BlockCalls:
                 raise errors.PermissionDenied(f"{os.fsdecode(name)} is another user's, and the directory sticky")
 
 
-def _moved(call: Call, binding: Binding) -> int:
-    """The bytes that a GET is to bring, as far as known: none where it only tells the block's size."""
+def _size_to_move(call: Call, binding: Binding) -> int:
+    """Bytes that a GET moves, as far as known; 0 where it only reports the block's size."""
     size, row = max(0, binding.map.size), binding.map.rows.get(0)
     is_viewed = bool(call.entry.flags) and row is not None and row.block is not None
     return size if is_viewed or size <= call.entry.length else 0

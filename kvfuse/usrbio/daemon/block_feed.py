@@ -1,7 +1,7 @@
-"""Tells a client what becomes of the blocks of a namespace: first those that are there, then each change.
+"""Sends a client news of the blocks of a namespace: first all present names, then each change.
 
-The connection is for that alone from the request on. A client that takes messages more slowly than blocks change is
-disconnected, as it lost some: it connects again, and gets anew what is there.
+After FOLLOW the connection carries news alone. The daemon disconnects a client that reads more slowly than blocks
+change, as it lost some: it connects again, and gets all present names anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = {NameEvent.STORED: NewsKind.STORED, NameEvent.REMOVED: NewsKind.REMOVED,
 
 @dataclass
 class BlockFeed:
-    """One client that follows the blocks of a directory. ``namespace``: its own, of which nobody else knows."""
+    """One client that follows the blocks of a directory. ``namespace``: a handle that nobody else uses."""
 
     volume: RingApi
     admission: NamespaceAccess
@@ -35,27 +35,27 @@ class BlockFeed:
     pause: Callable[[float], Awaitable[None]]
     """waits for the turn of the client's user for work of so many calls"""
     goes_on: bool = False
-    """the client was told of blocks by the daemon before this one: it begins anew"""
+    """the former daemon sent this client news: it starts over"""
 
     async def check(self) -> None:
         """PermissionDenied unless the peer may list the directory; InvalidArgument where it is in no cache; Stale."""
-        directory = await self.admission.directory(self.namespace)
+        directory = await self.admission.read_directory(self.namespace)
         if self.namespace.is_absent:
             raise errors.Stale(f"inode {self.namespace.ino} was removed")
-        if not self.admission.may(self.namespace, directory, 5):
+        if not self.admission.may_access(self.namespace, directory, 5):
             raise errors.PermissionDenied("the mode of the directory does not allow the client's user to list it")
         if self.volume.blocks.terms(self.namespace.ino)[1] is None:
             raise errors.InvalidArgument("the directory is in no cache: only blocks of caches are followed")
 
     async def run(self) -> None:
-        """Tell all until the client is gone, says anything, or lost something."""
+        """Send news until the client disconnects, sends anything, or lost some."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._wait_for_end, nursery.cancel_scope)
             with self.volume.blocks.watching(self.namespace.ino) as watch:
                 nursery.start_soon(self._wait_for_loss, watch, nursery.cancel_scope)
                 try:
                     await self._tell_all(watch)
-                except (errors.KvfuseError, OSError):  # it may not any more, or the directory or the client is gone
+                except (errors.KvfuseError, OSError):  # the client lost its right, or it or the directory is gone
                     pass
             nursery.cancel_scope.cancel()
 

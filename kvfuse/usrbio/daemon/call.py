@@ -1,7 +1,6 @@
-"""Operations of a ring: entries that clients submit, calls that the event loop does for them, and completions.
+"""Defines operations of a ring: entries that clients submit, calls that the event loop executes for them, completions.
 
-Each operation is completed once, by one completion. Any thread may complete it, under a lock, as the queue has
-one producer at a time.
+Each operation gets one completion. Any thread may post it, under a lock, as the queue has one producer at a time.
 """
 
 from __future__ import annotations
@@ -74,15 +73,15 @@ class Call:
     device: DeviceIov | None = None
     """GET, READ: the target, instead of ``iov``"""
     piece: DevicePiece | None = None
-    """what is to be copied there"""
+    """bytes that the adapter copies there"""
     names: Sequence[bytes] = ()
     """file names of the keys"""
     data: Any = None
     """PUT, WRITE: a copy of the bytes; with a piece: what keeps its bytes"""
     again: Callable[[Call], Completion | None] = lambda call: None
-    """what the ring's thread tries after the event loop's preparation: see `Completions.attempt`"""
+    """tried by the ring's thread after the event loop's preparation: see `Completions.attempt`"""
     size: int = 0
-    """bytes of its connection's share of memory, until its task has ended"""
+    """bytes that it has of its connection's share of memory, until its task has ended"""
     weight: int = 0
     """its part of its user's calls in flight, until its task has ended"""
     busy: bool = False
@@ -93,7 +92,7 @@ class Call:
     is_alone: bool = False
     """a PUT that cannot be done together with others"""
     scope: trio.CancelScope | None = None
-    """of its task; None: the event loop has not begun it"""
+    """scope of its task; None: the event loop has not begun it"""
 
     def cancel(self) -> None:
         if self.scope is not None:
@@ -106,7 +105,7 @@ class Call:
     async def attempt(self, attempt: Callable[[Call], Completion | None]) -> bool:
         """Have the ring's thread try ``attempt``; see `Completions.attempt`. True as for `try_again`."""
         completions = self.ring.completions
-        return await self.ring.jobs.ask(partial(completions.attempt, self, attempt)) or completions.stopped
+        return await self.ring.jobs.ask_thread(partial(completions.attempt, self, attempt)) or completions.stopped
 
 
 class Done(NamedTuple):
@@ -121,11 +120,11 @@ class Done(NamedTuple):
     names: Sequence[tuple[bytes, int]] = ()
     """(name, its former inode, 0 for none)"""
     found: Sequence[bool] | None = None
-    """of a call with many keys: the answer for each"""
+    """the answer for each key of a call with many"""
 
 
 class RefusedEntry(Exception):
-    """An entry that is answered with this errno and nothing else."""
+    """The daemon answers an entry with this errno alone."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -165,23 +164,23 @@ class Completions:
         """entries taken and not completed"""
         self.stopped = False
         self._paused = False
-        """nothing is taken"""
+        """the ring takes no more entries"""
 
     def pause(self) -> bool:
-        """Have no room for more entries. True: some are under way."""
+        """Have no room for more entries. True: some are in flight."""
         with self._lock:
             self._paused = True
             return self._under_way > 0
 
     def stop(self) -> None:
-        """Post nothing any more."""
+        """Post no more completions."""
         with self._lock:
             self.stopped = True
 
     def close(self, *, hands_over: bool = False) -> None:
-        """After `stop`: release the ring's memory, and pins of completions that the client did not take.
+        """Release the ring's memory, and pins of completions that the client did not take. After `stop`.
 
-        ``hands_over``: those are the next daemon's.
+        ``hands_over``: the next daemon owns those pins.
         """
         with self._lock:  # later callers find the ring stopped, and touch nothing
             queue = self._queue
@@ -196,19 +195,19 @@ class Completions:
             if pin := int(self._queue.place(position)["pin"]):
                 self._unpin(pin)
 
-    def go_on(self) -> tuple[Entries, npt.NDArray[np.float64]]:
-        """Go on where the daemon before this one ended: (entries under way, the oldest first, when each was taken).
+    def restore(self) -> tuple[Entries, npt.NDArray[np.float64]]:
+        """Continue where the former daemon ended: (entries in flight, oldest first; when each was taken).
 
-        Completions that it posted in its last moment are seen by the client from here on, which is woken.
+        The client sees completions that the former daemon committed and did not publish; this wakes it.
         """
         with self._lock:
-            journal, (taken, given) = self._journal, self._journal.positions()
+            journal, (taken, given) = self._journal, self._journal.read_positions()
             self._taken.position, self._queue.position = taken, given
-            left = journal.left()
+            left = journal.read_state()
             for pin in left.pins:
                 self._unpin(pin)
             self._drop_pins(left.uncommitted)
-            journal.go_on(left.rows)
+            journal.restart(left.rows)
             self._under_way = len(left.rows)
             self._taken.take(0)
             self._queue.publish(0)
@@ -217,7 +216,7 @@ class Completions:
 
     # -- entries -------------------------------------------------------------------------------------
 
-    def claims(self) -> tuple[int, int]:
+    def count_claims(self) -> tuple[int, int]:
         """(unread completions, entries in flight) at one moment: places of the queue that are not free."""
         with self._lock:  # a completion that another thread posts moves from one to the other
             under_way = len(self._queue) if self._paused else self._under_way
@@ -227,7 +226,7 @@ class Completions:
         """Take the next entries of the submission queue, of which ``packed`` are copies, and give them places."""
         with self._lock:
             sq, count = self._taken, len(packed) // SQE.itemsize
-            self._journal.enter(packed, taken_at, sq.position)
+            self._journal.enter_entries(packed, taken_at, sq.position)
             self._journal.commit(sq.position + count, self._queue.position)
             sq.take(count)
             self._under_way += count
@@ -250,14 +249,14 @@ class Completions:
                 queue.publish(1)
                 self._bell.ring()
 
-    def release(self, place: int) -> None:
-        """An entry that has no completion is done."""
+    def forget_entry(self, place: int) -> None:
+        """End an entry that has no completion."""
         with self._lock:
             self._journal.forget(place)
             self._under_way -= 1
 
     def note_pin(self, place: int | None, pin: int) -> None:
-        """An entry was given this pin, which goes back if the daemon is killed before the completion is posted.
+        """Note an entry's pin: the next daemon releases it if this one is killed before it posts the completion.
 
         None: the entry has no place.
         """
@@ -265,9 +264,9 @@ class Completions:
             if self.stopped:
                 return
             if place is None:
-                self._journal.pin_lone(self._taken.position, pin)
+                self._journal.set_lone_pin(self._taken.position, pin)
             else:
-                self._journal.pin(place, pin)
+                self._journal.set_pin(place, pin)
 
     def find(self, user_data: int, before: int) -> int:
         """See `RingJournal.find`."""
@@ -275,7 +274,7 @@ class Completions:
             return self._journal.find(user_data, before)
 
     def post(self, places: npt.ArrayLike, results: npt.ArrayLike) -> None:
-        """Post many completions: of which entries, and their results."""
+        """Post many completions: places of their entries, and results."""
         results, places = np.asarray(results, np.int64), np.asarray(places, np.uint64).view(np.int64)
         words = np.zeros((len(results), 4), np.uint64)
         words[:, 1] = results.view(np.uint64)
@@ -294,11 +293,11 @@ class Completions:
             elif len(answers) == 1:
                 self._publish_one(*answers[0])
             else:
-                packed = b"".join([self._journal.packed(place, answer) for place, answer in answers])
+                packed = b"".join([self._journal.pack(place, answer) for place, answer in answers])
                 self._publish(packed, [place for place, _ in answers], len(answers))
 
     def _publish(self, packed: bytes, places: Places | list[int], count: int) -> None:
-        """Under the lock: give completions to the client, and wake it if it sleeps."""
+        """Give completions to the client, and wake it if it sleeps. The caller holds the lock."""
         queue = self._queue
         queue.write_packed(packed)
         self._journal.finish(places, self._taken.position, queue.position + count)
@@ -309,7 +308,7 @@ class Completions:
     def _publish_one(self, place: int, answer: Completion) -> None:
         """`_publish` of one."""
         queue = self._queue
-        queue.write_packed(self._journal.packed(place, answer))
+        queue.write_packed(self._journal.pack(place, answer))
         self._journal.finish_one(place, self._taken.position, queue.position + 1)
         queue.publish(1)
         self._under_way -= 1
@@ -335,7 +334,7 @@ class Completions:
             for call, _ in rows:
                 call.ended = True
             places = [call.entry.user_data for call, _ in rows]
-            packed = [self._journal.packed(place, Completion(row[1])) for place, row in zip(places, rows, strict=True)]
+            packed = [self._journal.pack(place, Completion(row[1])) for place, row in zip(places, rows, strict=True)]
             self._publish(b"".join(packed), places, len(rows))
 
     def give_up(self, call: Call, number: int, then: Callable[[], object] = lambda: None) -> None:
@@ -348,27 +347,28 @@ class Completions:
         then()
 
     def begin_answers(self, call: Call) -> bytes:
-        """Have the client's memory say which keys were found so far, by `note_found`, for a daemon after this one.
+        """Have the client's memory say which keys were found so far, by `note_found`, for the next daemon.
 
-        What one before this one had noted, a byte for each key: 0, where it found nothing or did not look.
-        EngineError: the call is for the next daemon.
+        Returns what a former daemon noted, a byte for each key: 0, where it found nothing or did not look. EngineError:
+        the next daemon does the call.
         """
         entry = call.entry
         start, end = entry.offset, entry.offset + len(call.names)
-        are_keys_there = start < entry.key_offset + entry.key_length and entry.key_offset < end  # they are read again
+        # The next daemon reads the keys again: answers must not overwrite them.
+        are_keys_there = start < entry.key_offset + entry.key_length and entry.key_offset < end
         with self._lock:
-            if _is_for_nobody(call) or are_keys_there:
+            if _is_answered(call) or are_keys_there:
                 return bytes(len(call.names))
             if self._journal.has_begun(call.entry.user_data):
                 return self._aux[start:end].tobytes()
             self._aux[start:end] = 0
-            self._journal.begin(call.entry.user_data)
+            self._journal.mark_begun(call.entry.user_data)
             return bytes(len(call.names))
 
     def note_found(self, call: Call, number: int) -> None:
-        """The key of this number was found, and what makes that untrue may happen when this returns. EngineError."""
+        """Note that the key of this number exists, before the caller removes it. EngineError."""
         with self._lock:
-            if not _is_for_nobody(call) and self._journal.has_begun(call.entry.user_data):
+            if not _is_answered(call) and self._journal.has_begun(call.entry.user_data):
                 self._aux[call.entry.offset + number] = 1
 
     def answer_keys(self, call: Call, found: Sequence[bool] | bytearray) -> None:
@@ -387,7 +387,7 @@ class Completions:
 
         True: the call is completed, or the ring has stopped.
         """
-        if not self.hold(call):
+        if not self.hold_call(call):
             return True
         answer = None
         try:
@@ -395,19 +395,19 @@ class Completions:
         except OSError as error:
             answer = Completion(-(error.errno or errno.EIO))
         finally:
-            self.let_go(call, answer)
+            self.release_call(call, answer)
         return answer is not None
 
-    def hold(self, call: Call) -> bool:
-        """Keep others from completing a call until `let_go`. False: it is completed, or the ring has stopped."""
+    def hold_call(self, call: Call) -> bool:
+        """Keep others from completing a call until `release_call`. False: it is completed, or the ring has stopped."""
         with self._lock:
             if call.ended or self.stopped:
                 return False
             call.busy = True
             return True
 
-    def let_go(self, call: Call, answer: Completion | None) -> None:
-        """Complete a held call; None: others will. Then it is given up, if somebody wanted that meanwhile."""
+    def release_call(self, call: Call, answer: Completion | None) -> None:
+        """Complete a held call; None: others will. Then give it up, if somebody asked for that meanwhile."""
         try:
             if answer is not None and not self.complete(call, *answer) and answer.pin:
                 self._unpin(answer.pin)
@@ -419,8 +419,8 @@ class Completions:
                 doom()
 
 
-def _is_for_nobody(call: Call) -> bool:
-    """It was answered already. EngineError: its ring has stopped, and the next daemon does the call."""
+def _is_answered(call: Call) -> bool:
+    """Whether a call has its completion. EngineError: its ring has stopped, and the next daemon does the call."""
     if not call.ended and call.ring.completions.stopped:
         raise EngineError("the ring has stopped")
     return call.ended

@@ -1,8 +1,8 @@
-"""Pools that all clients draw from: the daemon's memory for calls that are under way, its descriptors, its rings.
+"""Shares what the daemon has among clients: memory for calls in flight, descriptors, rings.
 
 A user that holds some of a `SharedPool` may take no more of it than is left to others afterwards. So one alone may have
-half, the second one half of the rest, and however many take what they can, there is something left for the next. One
-that holds nothing may take all that is left: one entry may be so large. An entry for which there is too little waits.
+half, the second one half of the rest, and however many take what they can, something is left for the next. One that
+holds nothing may take all that is left: one entry may be so large. An entry for which there is too little waits.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 CALLS_MAX = 1024
-"""Calls in flight of all users, by their weight"""
+"""calls in flight of all users, by their weight"""
 USER_CALLS_MAX = 128
-"""of one user: all of them may go on in the same pass of the event loop"""
+"""calls of one user: all of them may continue in one pass of the event loop"""
 
 
 class SharedPool:
-    """``size`` bytes, or things. Any thread. Users are whatever is equal for one user; None: one without a limit."""
+    """``size`` bytes, or things. Any thread. Any equal values mean one user; None: a user without a limit."""
 
     def __init__(self, size: int) -> None:
         self.free = size
         self._held: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
 
-    def held(self, user: Hashable) -> int:
+    def count_held(self, user: Hashable) -> int:
         """How much a user holds now."""
         return self._held[user]
 
@@ -41,7 +41,7 @@ class SharedPool:
             return True
 
     def force(self, size: int) -> None:
-        """Count what somebody has already, whether there is room for it or not."""
+        """Count what somebody has already, even where no room is left."""
         with self._lock:
             self.free -= size
 
@@ -55,10 +55,10 @@ class SharedPool:
 
 
 class UnderWay:
-    """Calls that wait in the event loop, as for the store or a commit, by weight: about, tasks. Any thread.
+    """Limits calls that wait in the event loop, as for the store or a commit, by weight: about, tasks. Any thread.
 
-    What they wait for may come for all at once. Then everybody else waits until all have gone on. So a user has few of
-    them; more wait in their rings, which are woken as those end. A user None has no limit, and does not count.
+    One commit may wake all of them at once. Then everybody else waits until all have continued. So a user has few of
+    them; more wait in their rings, which `give` wakes as calls end. A user None has no limit, and does not count.
     """
 
     def __init__(self, size: int = CALLS_MAX, user_max: int = USER_CALLS_MAX) -> None:
@@ -66,11 +66,12 @@ class UnderWay:
         self._user_max = user_max
         self._held: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, dict[Callable[[], object], None]] = {}
-        """by user: callables that wake rings that wait, the first one first"""
+        """user -> callables that wake waiting rings, the first one first"""
         self._lock = threading.Lock()
 
     def take(self, weight: int, user: Hashable, wake: Callable[[], object] | None = None) -> bool:
-        """False where the user has too many; ``wake`` is called once when it has fewer. The last one may be heavy."""
+        """Take weight. False: the user has too many; ``wake`` runs once when it has fewer. The last one may be
+        heavy."""
         if user is None:
             return True
         with self._lock:
@@ -103,7 +104,7 @@ class UnderWay:
             wake()
 
     def forget(self, user: Hashable, wake: Callable[[], object]) -> None:
-        """Nobody is to be woken by that any more."""
+        """Drop ``wake``: its ring does not wait any more."""
         with self._lock:
             waiting = self._waiting.get(user, {})
             waiting.pop(wake, None)
@@ -112,7 +113,7 @@ class UnderWay:
 
 
 class Share:
-    """The part of a pool that one connection of a user has taken, and its calls under way. Any thread."""
+    """The part of a pool that one connection of a user has taken, and its calls in flight. Any thread."""
 
     def __init__(self, pool: SharedPool, user: Hashable = None, under_way: UnderWay | None = None) -> None:
         self._pool = pool
@@ -124,11 +125,11 @@ class Share:
 
     @property
     def user_size(self) -> int:
-        """How much all connections of the user have taken of the pool; 0 for one without a limit."""
-        return self._pool.held(self._user)
+        """Bytes that all connections of the user have of the pool; 0 for a user without a limit."""
+        return self._pool.count_held(self._user)
 
     def take(self, size: int, weight: int = 0, wake: Callable[[], object] | None = None) -> bool:
-        """False where there is less left in the pool, or its user has had its part; see `UnderWay.take`."""
+        """Take bytes and weight. False: the pool has fewer, or its user has its part; see `UnderWay.take`."""
         if weight and not self._under_way.take(weight, self._user, wake):
             return False
         if not self._pool.take(size, self._user):
@@ -149,9 +150,9 @@ class Share:
             self._under_way.give(weight, self._user)
 
     def forget(self, wake: Callable[[], object]) -> None:
-        """Nobody is to be woken by that any more."""
+        """Drop ``wake``: its ring does not wait any more."""
         self._under_way.forget(self._user, wake)
 
     def close(self) -> None:
-        """When nothing is under way any more: give back all that is left."""
+        """Give back all that is left, once no call is in flight."""
         self.give(self._held, self._weight)

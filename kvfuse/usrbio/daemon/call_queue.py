@@ -1,10 +1,10 @@
 """Schedules calls of rings that wait for the event loop: users take turns here, too, and so do their namespaces.
 
-Starting a call takes the event loop some ten microseconds, which is often most of its cost. So calls are not
-started as they arrive, but a few in each pass of the event loop: all other tasks run between two passes, above all
-the kernel's requests. The next call is of the user with the least work done since it has calls waiting; of several
-rings of that user, of the one that `PriorityLine` says: by the first call that waits of each. The calls of one ring
-keep their order, which CANCEL needs.
+Starting a call takes the event loop some ten microseconds, which is often most of its cost. So calls are not started as
+they arrive, but a few in each pass of the event loop: all other tasks run between two passes, above all the kernel's
+requests. The next call is of the user with the least work done since it has calls waiting; among several rings of that
+user `PriorityLine` chooses, by the first waiting call of each. The calls of one ring keep their order, which CANCEL
+needs.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class _Line:
 
     def __init__(self, cost: float) -> None:
         self.rings: dict[ServedRing | None, deque[_Job]] = {}
-        """ring, or None for turns -> its jobs, of which there are some"""
+        """ring, or None for turns -> its jobs, at least one"""
         self.cost = cost
         self._order = PriorityLine()
-        """of rings, by their first jobs, where there are several"""
+        """order of rings by their first jobs, for several rings"""
 
     def add(self, ring: ServedRing | None, jobs: Sequence[_Job]) -> None:
         waiting = self.rings.get(ring)
@@ -75,7 +75,7 @@ class _Line:
                 self._enter(other)
 
     def take(self) -> _Job:
-        """The next job. There is one."""
+        """Take the next job; the line has one."""
         (ring,) = self.rings if len(self.rings) == 1 else (self._order.take(),)
         jobs = self.rings[ring]
         job = jobs.popleft()
@@ -99,7 +99,7 @@ class _Line:
         self._order.enter(_kind_of(job.calls), measures, size, weight, ring)
 
     def _remove(self, ring: ServedRing | None) -> None:
-        """A ring has no job any more."""
+        """Remove a ring that has no jobs."""
         del self.rings[ring]
         if len(self.rings) == 1:
             self._order = PriorityLine()
@@ -112,22 +112,22 @@ class CallQueue:
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()
         self._lines: dict[Hashable, _Line] = {}
-        """of users with waiting jobs"""
+        """lines of users with waiting jobs"""
         self._cost = 0.0
-        """of the line that was served last"""
+        """cost of the line served last"""
         self._is_called = False
-        """`_begin` or `run` will serve waiting jobs"""
+        """`_serve_first_pass` or `run` will serve waiting jobs"""
         self._more = trio.Event()
 
     def put(self, user: Hashable, calls: list[Call], do: Callable[[list[Call]], None]) -> None:
         """Have the event loop call ``do`` with these calls of one ring, some at a time, in this order."""
-        self._put(user, calls[0].ring, [_Job(_cost_of(piece), do, piece) for piece in _pieces(calls)])
+        self._put(user, calls[0].ring, [_Job(_cost_of(piece), do, piece) for piece in _cut_pieces(calls)])
 
-    async def turn(self, user: Hashable, cost: float) -> None:
+    async def wait_turn(self, user: Hashable, cost: float) -> None:
         """Wait for the user's turn for work of this cost, in calls. Event loop only."""
-        came = trio.Event()
-        self._put(user, None, [_Job(cost, lambda _: came.set())])
-        await came.wait()
+        turn = trio.Event()
+        self._put(user, None, [_Job(cost, lambda _: turn.set())])
+        await turn.wait()
 
     def _put(self, user: Hashable, ring: ServedRing | None, jobs: list[_Job]) -> None:
         with self._lock:
@@ -139,7 +139,7 @@ class CallQueue:
                 return
             self._is_called = True
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
-            self._token.run_sync_soon(self._begin)
+            self._token.run_sync_soon(self._serve_first_pass)
 
     async def run(self) -> None:
         """Serve jobs that do not fit into one pass, until cancelled."""
@@ -149,8 +149,8 @@ class CallQueue:
             while self._serve_some():
                 await trio.lowlevel.checkpoint()
 
-    def calls_of(self, ring: ServedRing) -> Iterator[Call]:
-        """The waiting calls of a ring."""
+    def list_calls(self, ring: ServedRing) -> Iterator[Call]:
+        """List the waiting calls of a ring."""
         with self._lock:
             jobs = [job for line in self._lines.values() for job in line.rings.get(ring, ())]
         return (call for job in jobs for call in job.calls)
@@ -161,7 +161,7 @@ class CallQueue:
             for line in self._lines.values():
                 line.drop(rings)
 
-    def _begin(self) -> None:
+    def _serve_first_pass(self) -> None:
         if self._serve_some():
             self._more.set()
 
@@ -170,15 +170,15 @@ class CallQueue:
         cost = 0.0
         while cost < PASS_COST:
             with self._lock:
-                job = self._next()
+                job = self._take_job()
             if job is None:
                 return False
             cost += job.cost
             job.do(job.calls)
         return True
 
-    def _next(self) -> _Job | None:
-        """With the lock: the next job; None for none, then `put` must schedule `_begin`."""
+    def _take_job(self) -> _Job | None:
+        """Take the next job; None: `put` must schedule `_serve_first_pass`. The caller holds the lock."""
         while self._lines:
             user, line = min(self._lines.items(), key=lambda item: item[1].cost)
             if line.rings:
@@ -198,7 +198,7 @@ def _cost_of(calls: list[Call]) -> float:
 
 
 def _kind_of(calls: Sequence[Call]) -> WaitKind:
-    """Of those that are done together: that of the one that comes last."""
+    """The kind of calls that run together: that of the one served last."""
     kinds = [
         WaitKind.READ if call.entry.flags & Flag.NEAR else KINDS.get(call.entry.op, WaitKind.READ) for call in calls
     ]
@@ -206,12 +206,12 @@ def _kind_of(calls: Sequence[Call]) -> WaitKind:
 
 
 def _measures_of(call: Call) -> Measures | None:
-    """Of the call's namespace; None: it has none."""
+    """Measures of the call's namespace; None: it has none."""
     of = call.namespace if call.namespace is not None else call.file
     return of.measures if of is not None else None
 
 
-def _pieces(calls: list[Call]) -> list[list[Call]]:
+def _cut_pieces(calls: list[Call]) -> list[list[Call]]:
     """Calls of one ring in order, cut where they are of another namespace, and after `PIECE`."""
     if len(calls) == 1:
         return [calls]

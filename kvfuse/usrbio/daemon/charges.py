@@ -1,10 +1,10 @@
-"""Clients' memory that is charged to the daemon: pages that were absent until the daemon wrote to them; and rings.
+"""Counts, by user, clients' memory that the kernel charges to the daemon: absent pages that it wrote to, and rings.
 
 The kernel charges a page of shared memory to the control group of the process that touches it first, until nobody has
-the memory open any more - also after it was dropped here. So what a user has cost is remembered by the memory's file
-handle, which does not keep it, and looked at again where the user asks for more than it may have: how much of the
-memory is still there at all. Pages that the client touched itself cost nothing here. Of a ring all of its size counts
-while the daemon has it, and afterwards what is there, until its client has let go of it, too.
+the memory open, even after the daemon dropped it. So the daemon remembers a user's cost by the memory's file handle,
+which does not keep the memory; where the user asks for more than it may have, the daemon reads how much of it still
+exists. Pages that the client touched itself cost nothing here. A ring counts with its whole size while the daemon has
+it, and afterwards with what exists, until its client drops it, too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ USER_SHARE = 8
 ALL_SHARE = 4
 """part that all users may have together, but no less than one user may"""
 CHARGE_MIN = 64 << 10
-"""Bytes that memory is counted with at least: else remembering it could take more than it has"""
+"""least bytes that a memory counts: else to remember it could take more than it has"""
 LOOKS = 500
-"""memories that are looked at in one go"""
+"""memories that `recount` reads in one go"""
 LOOKS_SECONDS = 0.02
-"""between two rounds of one user"""
+"""least time between two rounds of one user"""
 WATCH_SECONDS = 0.01
-"""between looks at what the group pays for"""
+"""least time between two reads of what the group pays for"""
 SHARED_FILES = "/dev/shm"
 _AT_EMPTY_PATH = 0x1000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,22 +52,22 @@ class _Handle(ctypes.Structure):
 
 
 class MemoryId(NamedTuple):
-    """Which memory it is, without keeping it: a file handle, see name_to_handle_at(2)."""
+    """Identifies a memory without keeping it: a file handle, see name_to_handle_at(2)."""
 
     device: int
     kind: int
     handle: bytes
 
     @classmethod
-    def of(cls, descriptor: int) -> MemoryId:
-        """OSError."""
+    def from_descriptor(cls, descriptor: int) -> MemoryId:
+        """Identify the memory of a descriptor. OSError."""
         found, mount = _Handle(size=128), ctypes.c_int()
         if _libc.name_to_handle_at(descriptor, b"", ctypes.byref(found), ctypes.byref(mount), _AT_EMPTY_PATH):
             raise OSError(ctypes.get_errno(), "no handle of the memory")
         return cls(os.fstat(descriptor).st_dev, found.kind, bytes(found.data[: found.size]))
 
-    def size_there(self, base: int) -> int:
-        """Bytes that are there; 0 when nobody has it any more. ``base``: a descriptor of its file system. OSError."""
+    def read_size(self, base: int) -> int:
+        """Bytes that exist; 0 once nobody has it. ``base``: a descriptor of its file system. OSError."""
         found = _Handle(size=len(self.handle), kind=self.kind)
         ctypes.memmove(found.data, self.handle, len(self.handle))
         descriptor = _libc.open_by_handle_at(base, ctypes.byref(found), os.O_PATH | os.O_CLOEXEC)
@@ -82,8 +82,8 @@ class MemoryId(NamedTuple):
 
 
 @contextmanager
-def _bases() -> Iterator[dict[int, int]]:
-    """Device number -> a descriptor of the file system: of memfds, and of /dev/shm."""
+def _open_bases() -> Iterator[dict[int, int]]:
+    """Open the file systems of memfds and of /dev/shm: device number -> descriptor."""
     with ExitStack() as undo:
         descriptors = [os.memfd_create("kvfuse-base", os.MFD_CLOEXEC)]
         undo.callback(os.close, descriptors[0])
@@ -98,53 +98,53 @@ class Charge:
 
     def __init__(self, limit: float, charges: Charges, *, is_outside: bool) -> None:
         self.is_slow = False
-        """a small copy waited for its memory: see `Iov.holds_lock`"""
+        """a small copy waited for its memory: see `MappedIov.holds_lock`"""
         self._limit = limit
         self._is_outside = is_outside
         self._charges = charges
         self._sizes: dict[MemoryId, int] = {}
-        """counted bytes, the memory last looked at at the end"""
+        """counted bytes; the memory read last is at the end"""
         self._rings: set[MemoryId] = set()
-        """that the daemon has: not to be looked at"""
+        """rings that the daemon has: `recount` skips them"""
         self._held = 0
         self._lock = threading.Lock()
         self._next_look = 0.0
 
     @property
     def is_watched(self) -> bool:
-        """More is charged than was counted: it is to be found out for what, also while memory is being copied."""
+        """The kernel charges more than was counted: each copy finds out what it adds."""
         return self._is_outside and self._charges.is_alarmed()
 
     def mark_slow(self) -> None:
         self._charges.mark_slow(self)
 
     def count_own(self, address: int, length: int) -> int:
-        """Pages of a mapping that are charged to the daemon."""
+        """Count pages of a mapping that the kernel charges to the daemon."""
         group = self._charges.group
         return group.count_pages(address, length) if group is not None else 0
 
     def take(
         self, descriptor: int, size: int, remedy: str = "touch the iov's pages before", *, at_once: bool = False
     ) -> None:  # fmt: skip
-        """``size`` bytes of pages of some memory are about to be brought into being. OSError EDQUOT, ENOMEM.
+        """Charge ``size`` bytes of pages that the caller is about to create in a memory. OSError EDQUOT, ENOMEM.
 
-        ``at_once``: look again at what is there, however lately that was done.
+        ``at_once``: `recount` before a refusal, however lately that was done.
         """
         if not self._charges.is_counting:
             return
-        memory = MemoryId.of(descriptor)
+        memory = MemoryId.from_descriptor(descriptor)
         if memory.device not in self._charges.devices:
-            if self._limit < inf:  # when it is gone is not to be known
+            if self._limit < inf:  # nobody could know when it is gone
                 raise OSError(errno.EDQUOT, "absent pages of an iov in a tmpfs of the client's own: touch them before")
             return
         if self._take(memory, size):
             return
-        self.look_again(at_once=at_once)
+        self.recount(at_once=at_once)
         if self._take(memory, size):
             return
         if self._held + size > self._limit:
             raise OSError(errno.EDQUOT, f"{self._held} bytes are charged to the daemon: {remedy}")
-        self._charges.look_again()
+        self._charges.recount()
         if not self._take(memory, size):
             raise OSError(errno.ENOMEM, f"all users have too much charged to the daemon: {remedy}")
 
@@ -163,16 +163,16 @@ class Charge:
         self._charges.holders.add(self)
 
     @contextmanager
-    def having_ring(self, descriptor: int, size: int, *, is_left: bool) -> Iterator[None]:
-        """The daemon has the memory of a ring until the end of the body. OSError EDQUOT, ENOMEM: with those that ended,
-        and that clients go on to hold, that is too much.
+    def hold_ring(self, descriptor: int, size: int, *, is_left: bool) -> Iterator[None]:
+        """Charge the memory of a ring until the end of the body. OSError EDQUOT, ENOMEM: that is too much, with ended
+        rings that clients still hold.
 
-        ``is_left``: the daemon before this one had it, so that it goes on, whatever the limits are.
+        ``is_left``: the former daemon had it, so it continues, whatever the limits are.
         """
         if not self._charges.is_counting:
             yield
             return
-        memory = MemoryId.of(descriptor)
+        memory = MemoryId.from_descriptor(descriptor)
         if is_left:
             with self._lock:
                 self._charges.pool.force(size)
@@ -185,14 +185,14 @@ class Charge:
         finally:
             self._rings.remove(memory)
 
-    def look_again(self, *, at_once: bool = False) -> None:
-        """Give back what is gone: some memories in turn, as this may be the thread that all wait for."""
-        with self._lock, _bases() as bases:
+    def recount(self, *, at_once: bool = False) -> None:
+        """Refund what is gone: some memories in turn, as all others may wait for this thread."""
+        with self._lock, _open_bases() as bases:
             if time.monotonic() < self._next_look and not at_once:
                 return
             for memory in list(islice((memory for memory in self._sizes if memory not in self._rings), LOOKS)):
                 size = self._sizes.pop(memory)
-                there = memory.size_there(bases[memory.device])
+                there = memory.read_size(bases[memory.device])
                 left = min(size, max(there, CHARGE_MIN)) if there else 0
                 if left:
                     self._sizes[memory] = left
@@ -204,7 +204,7 @@ class Charge:
 
 
 class Charges:
-    """Of all users. ``options``: the limits. ``own_size``: bytes of shared memory that the daemon has for itself."""
+    """The charges of all users. ``options``: the limits. ``own_size``: bytes of the daemon's own shared memory."""
 
     def __init__(self, options: UsrbioOptions, own_size: Callable[[], int] = lambda: 0) -> None:
         size = memory_size()
@@ -212,7 +212,7 @@ class Charges:
         self._size = max(size // ALL_SHARE, self._limit)
         self.pool = SharedPool(self._size)
         self.holders: set[Charge] = set()
-        """of users that have some, also when they are gone"""
+        """charges of users that have some, also when they are gone"""
         self._users: WeakValueDictionary[tuple[int, bool, bool], Charge] = WeakValueDictionary()
         self._slow: set[tuple[int, bool]] = set()
         self._own_size = own_size
@@ -221,22 +221,22 @@ class Charges:
         self.group: OwnGroup | None = None
         with suppress(OSError, StopIteration):  # no group of our own, or not root
             self.group = OwnGroup()
-        with _bases() as bases:
+        with _open_bases() as bases:
             self.devices = frozenset(bases)
             try:
-                self.is_counting = all(MemoryId.of(base).size_there(base) >= 0 for base in bases.values())
+                self.is_counting = all(MemoryId.from_descriptor(base).read_size(base) >= 0 for base in bases.values())
             except OSError:  # not root, or a kernel without handles of tmpfs
                 self.is_counting = False
                 log.info("clients' memory charged to the daemon is not limited: the daemon lacks CAP_DAC_READ_SEARCH")
 
     @property
     def size(self) -> int:
-        """Bytes of all users: no less than what is still there."""
+        """Bytes of all users: no less than what still exists."""
         return self._size - self.pool.free
 
-    def of(self, peer: ClientProcess) -> Charge:
-        """Of the user that a client is. For root with its capabilities only the limit of all holds."""
-        is_outside = self.group is not None and not self.group.has(peer.pid)
+    def get_charge(self, peer: ClientProcess) -> Charge:
+        """The charge of a client's user. For root with its capabilities only the limit of all holds."""
+        is_outside = self.group is not None and not self.group.has_process(peer.pid)
         key = (peer.uid, peer.is_unlimited, is_outside)
         charge = self._users.get(key)
         if charge is None:
@@ -246,14 +246,14 @@ class Charges:
         return charge
 
     def mark_slow(self, slow: Charge) -> None:
-        """From now on nobody else waits for the memory of that user, also when it connects again."""
+        """Let nobody else wait for the memory of that user from now on, also when it connects again."""
         slow.is_slow = True
         self._slow |= {key[:2] for key, charge in list(self._users.items()) if charge is slow}
 
     def is_alarmed(self) -> bool:
-        """The daemon's group pays for much more shared memory than was counted: as of some milliseconds ago.
+        """Whether the daemon's group pays for much more shared memory than was counted, as of some milliseconds ago.
 
-        That is what a client achieves who punches holes after the daemon looked and before it copied.
+        A client achieves that by punching holes after the daemon looked and before it copied.
         """
         now = time.monotonic()
         if self.group is not None and now >= self._next_watch:
@@ -261,6 +261,6 @@ class Charges:
             self._is_alarmed = self.group.shared_size() > self._own_size() + self.size + self._limit
         return self._is_alarmed
 
-    def look_again(self) -> None:
+    def recount(self) -> None:
         for charge in list(self.holders):
-            charge.look_again()
+            charge.recount()

@@ -1,4 +1,4 @@
-"""Memory of clients that rings read and write: registered by its owner, mapped here.
+"""Maps the registered memory of clients, which rings read and write.
 
 The daemon must not die of what an owner does with its memory meanwhile: decision 031 in docs/internals has a table.
 """
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.usrbio.daemon.charges import Charge
-from kvfuse.usrbio.daemon.page_owners import faults
+from kvfuse.usrbio.daemon.page_owners import count_faults
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -27,15 +27,15 @@ Numbers = npt.NDArray[np.int64]
 _SEAL_FUTURE_WRITE = 0x10
 PAGE = mmap.PAGESIZE
 HELD_SIZE = 4 << 30
-"""Bytes of memory into which small copies are made without letting go of the interpreter lock."""
+"""Bytes of the largest memory into which small copies keep the interpreter lock."""
 SLOW_SECONDS = 0.01
 """No small copy takes as long, unless its memory was punched out meanwhile: that takes about 0.2 s for each GiB."""
 SMALL = 64 << 10
-"""Bytes up to which a copy is made without letting go of the interpreter lock: doing so costs more."""
+"""Bytes of the largest copy that keeps the interpreter lock: to release it costs more."""
 TINY = 1024
 """bytes that numpy copies with the lock"""
 LOOK_BYTES = 1 << 20
-"""Bytes that are copied before the daemon looks again whether all of the memory is there"""
+"""Bytes that are copied before the daemon looks for absent pages again"""
 ZEROS = memoryview(bytes(1 << 20))
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -49,23 +49,23 @@ class _Span(ctypes.Structure):
 
 
 def seal_memory(descriptor: int) -> None:
-    """Have shared memory keep its size, where that can be had.
+    """Seal shared memory against shrinking, where the kernel allows it.
 
-    It waits for the inode's lock, which a client may hold as long as it likes: in a thread of the user's own.
+    Waits for the inode's lock, which a client may hold as long as it likes: call it in a thread of the user's own.
     """
     writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if writable and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        with contextlib.suppress(PermissionError):  # as of files in /dev/shm
+        with contextlib.suppress(PermissionError):  # files in /dev/shm refuse seals
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
 class MappedIov:
     """A client's memory.
 
-    Memory that is sealed against shrinking is copied from and to through a mapping. Any other may vanish while
-    we copy, which would kill the daemon (SIGBUS): there the kernel copies, and says EFAULT.
+    The daemon copies memory that is sealed against shrinking through a mapping. Any other may vanish during a copy,
+    which would kill the daemon (SIGBUS): there the kernel copies, and returns EFAULT.
 
-    A copy brings pages into being that are not there yet: the user has a limit for them (`Charge`).
+    A copy into absent pages creates them: the user has a limit for these (`Charge`).
     """
 
     def __init__(self, descriptor: int, size: int, charge: Charge) -> None:
@@ -91,7 +91,7 @@ class MappedIov:
         self.descriptor = self._reopen(descriptor)
         self._charge = charge
         self._known_bytes = 0
-        """so many more may be copied before we look again; 0 or less: not all of the memory is there"""
+        """so many more may be copied before the next look; 0 or less: pages are absent"""
 
     def _reopen(self, descriptor: int) -> int:
         """A descriptor of our own instead of one that shares its position and flags with the client's."""
@@ -105,11 +105,11 @@ class MappedIov:
 
     @property
     def holds_lock(self) -> bool:
-        """Small copies from and to it are made with the interpreter lock: as long as none of its user was slow."""
+        """Small copies from and to it keep the interpreter lock, as long as none of its user was slow."""
         return self._is_small and not self._charge.is_slow
 
     def note_copy(self, seconds: float) -> None:
-        """A small copy has taken so long, for which all others waited."""
+        """Note how long a small copy took, for which all others waited."""
         if seconds > SLOW_SECONDS:
             status = os.fstat(self.descriptor)
             if status.st_blocks * 512 < status.st_size:  # else the machine had no processor for this thread
@@ -117,24 +117,24 @@ class MappedIov:
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy ``len(target)`` bytes from ``offset`` out of it. OSError EFAULT, if the memory went away."""
-        if self.is_sealed and (self.holds_lock or len(target) > TINY) and self.is_there(len(target)):
+        if self.is_sealed and (self.holds_lock or len(target) > TINY) and self.is_present(len(target)):
             np.copyto(target, self.bytes[offset : offset + len(target)])
         elif os.preadv(self.descriptor, [target.data], offset) != len(target):  # brings no page into being
             raise OSError(errno.EFAULT, "the memory was truncated")
 
     def read_checked(self, offset: int, target: Bytes) -> bytes:
-        """As `read`; the checksums of the copy's granules."""
+        """`read`; returns the checksums of the copy's granules."""
         self.read(offset, target)
         return granule_checksums(target.data)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `filling`."""
-        if self.is_there(len(data)):
+        """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `charging`."""
+        if self.is_present(len(data)):
             self._put(offset, data)
             return
         for position in range(0, len(data), LOOK_BYTES):
             part = data[position : position + LOOK_BYTES]
-            with self.filling(offset + position, len(part)):
+            with self.charging(offset + position, len(part)):
                 self._put(offset + position, part)
 
     def _put(self, offset: int, data: memoryview) -> None:
@@ -146,11 +146,10 @@ class MappedIov:
             self.put_guarded(offset, data)
 
     def put_guarded(self, offset: int, data: memoryview) -> None:
-        """Have the kernel copy through the mapping: where memory was truncated it says EFAULT, and sends no signal.
+        """Have the kernel copy through the mapping: for truncated memory it returns EFAULT, and sends no signal.
 
-        The interpreter lock is not held meanwhile.
-
-        pwrite(2) would wait for the inode's lock, which a client holds as long as its own write there takes.
+        The copy releases the interpreter lock. pwrite(2) would wait for the inode's lock, which a client holds as long
+        as its own write there takes.
         """
         source = _Span(np.frombuffer(data, np.uint8).ctypes.data, len(data))
         target = _Span(self.bytes.ctypes.data + offset, len(data))
@@ -159,8 +158,8 @@ class MappedIov:
             number = ctypes.get_errno() if count < 0 else errno.EFAULT
             raise OSError(number, f"the memory was truncated: {os.strerror(number)}")
 
-    def is_there(self, length: int) -> bool:
-        """Whether all of the memory is there, before ``length`` bytes of it are copied. As of some copies ago."""
+    def is_present(self, length: int) -> bool:
+        """Whether no page is absent, before ``length`` bytes are copied. As of some copies ago."""
         self._known_bytes -= length
         if self._known_bytes < 0:
             status = os.fstat(self.descriptor)
@@ -171,31 +170,31 @@ class MappedIov:
         return True
 
     @contextmanager
-    def filling(self, offset: int, length: int) -> Iterator[None]:
+    def charging(self, offset: int, length: int) -> Iterator[None]:
         """Charge the user for absent pages of a range that the body copies into. OSError EDQUOT, ENOMEM.
 
-        While more is charged to the daemon than was counted, also for those that the client punched out meanwhile.
+        While the kernel charges more than was counted, also for those that the client punched out meanwhile.
         """
-        holes = sum(int(np.count_nonzero(holes)) for _, holes in self._holes(offset, length))
+        holes = sum(int(np.count_nonzero(holes)) for _, holes in self._find_holes(offset, length))
         if holes:
             self._charge.take(self.descriptor, holes * PAGE)
         if not self._charge.is_watched:
             yield
             return
-        before = faults()
+        before = count_faults()
         yield
-        if (more := faults() - before - holes) > 0:
+        if (more := count_faults() - before - holes) > 0:
             start = offset - offset % PAGE
             own = self._charge.count_own(self.bytes.ctypes.data + start, offset + length - start) - holes
             if own > 0:
                 self._charge.take(self.descriptor, min(more, own) * PAGE)
 
-    def fill_many(self, offsets: Numbers, lengths: Numbers) -> bool:
-        """Charge the user for absent pages of many ranges, as `filling`. False: the caller fills them one by one."""
+    def charge_many(self, offsets: Numbers, lengths: Numbers) -> bool:
+        """Charge the user for absent pages of many ranges, as `charging`. False: the caller copies them one by one."""
         first, last = int(offsets.min()), int((offsets + lengths).max())
         if self._charge.is_watched or last - first > 4 * int(lengths.sum()):
             return False
-        before = np.cumsum(np.concatenate([[False], *(holes for _, holes in self._holes(first, last - first))]))
+        before = np.cumsum(np.concatenate([[False], *(holes for _, holes in self._find_holes(first, last - first))]))
         starts, ends = offsets // PAGE - first // PAGE, -(-(offsets + lengths) // PAGE) - first // PAGE
         if count := int((before[ends] - before[starts]).sum()):
             self._charge.take(self.descriptor, count * PAGE)
@@ -203,23 +202,24 @@ class MappedIov:
 
     def clear(self, offset: int, length: int) -> None:
         """Write zeros to a range; absent pages stay absent. OSError EFAULT, if the memory went away."""
-        if self.is_there(length):
+        if self.is_present(length):
             self._put_zeros(offset, offset + length)
             return
         if not self.is_sealed and os.fstat(self.descriptor).st_size < offset + length:
             raise OSError(errno.EFAULT, "the memory was truncated")
-        for position, holes in self._holes(offset, length):
+        for position, holes in self._find_holes(offset, length):
             edges = np.flatnonzero(np.diff(np.concatenate(([True], holes, [True])))) * PAGE + position
             for start, end in edges.reshape(-1, 2).tolist():
-                with self.filling(start, end - start):
+                with self.charging(start, end - start):
                     self._put_zeros(max(start, offset), min(end, offset + length))
 
     def _put_zeros(self, start: int, end: int) -> None:
         for position in range(start, end, len(ZEROS)):
             self._put(position, ZEROS[: end - position])
 
-    def _holes(self, offset: int, length: int) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
-        """Pieces of a range: (where its first page begins, for each page: it is neither there nor swapped out)."""
+    def _find_holes(self, offset: int, length: int) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
+        """Pieces of a range: (start of its first page, for each page: whether it is neither present nor swapped
+        out)."""
         last = offset + length
         for start in range(offset - offset % PAGE, last, LOOK_BYTES):
             there = np.zeros(-(-min(LOOK_BYTES, last - start) // PAGE), np.uint8)
@@ -228,13 +228,13 @@ class MappedIov:
             page = 0
             while holes[page:].any():  # or swapped out, for all that mincore(2) says
                 page += int(holes[page:].argmax())
-                page = self._next_data(start + page * PAGE, start) // PAGE
+                page = self._find_data(start + page * PAGE, start) // PAGE
                 if page >= len(holes):
                     break
                 holes[page] = False
             yield start, holes
 
-    def _next_data(self, position: int, start: int) -> int:
+    def _find_data(self, position: int, start: int) -> int:
         """Bytes from ``start`` to the first present page at or after ``position``; the size of the memory if none."""
         try:
             return os.lseek(self.descriptor, position, os.SEEK_DATA) - start
@@ -242,7 +242,7 @@ class MappedIov:
             return self.size
 
     def close(self) -> None:
-        """Give the memory back at once, although a failure somewhere may still know of it. Nobody uses it any more."""
+        """Unmap the memory at once, although an exception may still refer to it. Nobody uses it any more."""
         del self.bytes, self.rows
         os.close(self.descriptor)
         del self.descriptor
@@ -256,7 +256,7 @@ class MappedIov:
 
 
 def map_memory(descriptor: int, size: int, charge: Charge) -> MappedIov:
-    """In a thread: whoever is the last to close memory gives it back to the machine, 0.2 s for each GiB."""
+    """Map memory, in a thread: the last one to close memory frees it, 0.2 s for each GiB."""
     try:
         return MappedIov(descriptor, size, charge)
     except BaseException:

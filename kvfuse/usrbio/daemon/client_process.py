@@ -1,8 +1,8 @@
-"""The process at the other end of a connection, and the permissions that the kernel would grant it.
+"""Identifies the process at the other end of a connection, and grants it the permissions that the kernel would.
 
 Uid 0 alone allows nothing: a container's root often has no capability, or has them in a user namespace of its own. So
-capabilities are read from /proc. A pid may be reused by another process meanwhile; SO_PEERPIDFD (Linux 6.5) proves that
-this did not happen. Where the kernel has no such proof, no process has a capability here.
+the daemon reads capabilities from /proc. Another process may reuse a pid meanwhile; SO_PEERPIDFD (Linux 6.5) proves
+that this did not happen. Where the kernel has no such proof, no process has a capability here.
 
 Between connect() and the look at /proc a process may exec a setuid program. So capabilities count only for a process
 whose effective uid was 0 when it connected, which gains no more by that than its bounding set allows it anyway.
@@ -27,11 +27,11 @@ from kvfuse.volume.api import Attributes, Caller
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
 GROUPS_MAX = 256
-"""what `getsockopt` takes"""
+"""most groups that `getsockopt` can return"""
 
 
 class Owned(Protocol):
-    """What permissions are found by."""
+    """Owner, group and mode, which decide permissions."""
 
     @property
     def uid(self) -> int: ...
@@ -54,8 +54,8 @@ class Powers:
     gids: tuple[range, ...] = ()
 
     @classmethod
-    def of(cls, pid: int) -> Self:
-        """Of a process of effective uid 0. Reads files of /proc. OSError; of any other process: none.
+    def from_pid(cls, pid: int) -> Self:
+        """Read the powers of a process of effective uid 0 from /proc; any other process has none. OSError.
 
         Capabilities first, then the namespace: in between a process may enter a child namespace, never a parent.
         """
@@ -66,11 +66,11 @@ class Powers:
             is_ours = shares_user_namespace(pid)
         except PermissionError:  # the daemon is not root
             is_ours = False
-        uids, gids = (_mapped(Path(f"/proc/{pid}", name).read_text()) for name in ("uid_map", "gid_map"))
+        uids, gids = (_parse_id_map(Path(f"/proc/{pid}", name).read_text()) for name in ("uid_map", "gid_map"))
         return cls(int(fields["CapEff"], 16), is_ours, uids, gids)
 
     def has(self, capability: Capability, inode: Owned | None = None) -> bool:
-        """Whether it counts for the inode; None: for all that the daemon has."""
+        """Whether the capability counts for the inode; None: for all that the daemon has."""
         if not self.capabilities >> capability & 1:
             return False
         if self.is_ours or inode is None:
@@ -78,13 +78,13 @@ class Powers:
         return any(inode.uid in ids for ids in self.uids) and any(inode.gid in ids for ids in self.gids)
 
 
-def _mapped(table: str) -> tuple[range, ...]:
+def _parse_id_map(table: str) -> tuple[range, ...]:
     """The ids that a uid_map or gid_map maps, as the reader's user namespace numbers them."""
     rows = [[int(word) for word in line.split()] for line in table.splitlines()]
     return tuple(range(outside, outside + count) for _, outside, count in rows)
 
 
-def credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int, int]:
+def read_credentials(connection: socket.socket | trio.socket.SocketType) -> tuple[int, int, int]:
     """(pid, uid, gid) of the process that connected."""
     pid, uid, gid = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid, gid
@@ -101,30 +101,30 @@ class ClientProcess:
     powers: Powers = Powers()
 
     @classmethod
-    async def of(cls, connection: trio.socket.SocketType, limiter: trio.CapacityLimiter | None = None) -> Self:
-        """``limiter``: of threads that look at processes of uid 0."""
-        pid, uid, gid = credentials(connection)
+    async def from_socket(cls, connection: trio.socket.SocketType, limiter: trio.CapacityLimiter | None = None) -> Self:
+        """Identify the peer of a socket. ``limiter``: of threads that look at processes of uid 0."""
+        pid, uid, gid = read_credentials(connection)
         try:
             raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_MAX)
         except OSError:
-            raw = b""  # in more groups than Python lets us ask for: none of them counts
+            raw = b""  # the process has more groups than Python can ask for: none counts
         groups = frozenset(struct.unpack(f"{len(raw) // 4}I", raw))
         powers = Powers()
         if uid == 0 and pid > 0:
-            powers = await trio.to_thread.run_sync(_proven_powers, connection.fileno(), pid, limiter=limiter)
+            powers = await trio.to_thread.run_sync(_prove_powers, connection.fileno(), pid, limiter=limiter)
         return cls(pid, uid, gid, groups, powers)
 
     @property
     def is_unlimited(self) -> bool:
-        """It could end the daemon, so limits of users would not hold it back."""
+        """Whether it could end the daemon, so that limits of users would not hold it back."""
         if self.uid == 0:
             return self.powers.has(Capability.SYS_ADMIN) or self.powers.has(Capability.SYS_RESOURCE)
         return self.uid == os.geteuid()
 
-    def caller(self) -> Caller:
+    def make_caller(self) -> Caller:
         return Caller(self.uid, self.gid, self.pid, self.powers.has(Capability.FSETID), self.groups)
 
-    def may(self, inode: Owned, wanted: int) -> bool:
+    def may_access(self, inode: Owned, wanted: int) -> bool:
         """Whether the kernel would grant the permission bits ``wanted`` (4 read, 2 write, 1 search)."""
         if self.uid == inode.uid:
             granted = inode.mode >> 6
@@ -135,7 +135,7 @@ class ClientProcess:
         return wanted & ~granted & 7 == 0 or self._may_override(inode, wanted)
 
     def _may_override(self, inode: Owned, wanted: int) -> bool:
-        """As the kernel's ``generic_permission`` after the permission bits refused."""
+        """Decide as the kernel's ``generic_permission`` does after the permission bits refused."""
         is_directory = stat.S_ISDIR(inode.mode)
         reads = not wanted & 2 if is_directory else wanted == 4
         if reads and self.powers.has(Capability.DAC_READ_SEARCH, inode):
@@ -152,13 +152,13 @@ class ClientProcess:
         )
 
 
-def _proven_powers(connection: int, pid: int) -> Powers:
-    """Of the process that connected a socket; none where it has ended, or the kernel cannot prove that it has not."""
+def _prove_powers(connection: int, pid: int) -> Powers:
+    """Powers of the process that connected a socket; none where it ended, or the kernel cannot prove otherwise."""
     try:
         with socket.socket(fileno=os.dup(connection)) as peer:
             pidfd = struct.unpack("i", peer.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
         try:
-            powers = Powers.of(pid)
+            powers = Powers.from_pid(pid)
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             return Powers() if poll.poll(0) else powers

@@ -1,4 +1,4 @@
-"""The registered things of one client, as the threads of its rings and its calls in the event loop find them."""
+"""Holds the registered things of one client, for its ring threads and for its calls in the event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THINGS_MAX = 65536
 RINGS_MAX = 256
 """rings of one connection: each has a thread"""
 TIER_PART = 0.5
-"""of the tier's capacity, for calls of one user that are under way"""
+"""part of the tier's capacity for calls in flight of one user"""
 
 
 class ClientRegistry:
@@ -45,24 +45,24 @@ class ClientRegistry:
         self, limits: Limits, peer: ClientProcess, account: UserAccount, share: Share, calls: Calls,
         fail: Callable[[], None], left: KeptConnection | None = None,
     ) -> None:  # fmt: skip
-        """``left``: the connection, by the daemon before this one."""
+        """``left``: the connection, from the former daemon."""
         keeping = self.keeping = ConnectionKeeping(limits.keeper, left, limits.kept_files)
-        self.files = HandleMap("file", THINGS_MAX, keeping, account, "user_files", keep=kept_records.file)
-        self.iovs = HandleMap("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.iov)
+        self.files = HandleMap("file", THINGS_MAX, keeping, account, "user_files", keep=kept_records.pack_file)
+        self.iovs = HandleMap("iov", THINGS_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.pack_iov)
         self.devices = HandleMap(
-            "device", MEMORIES_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.device
+            "device", MEMORIES_MAX, keeping, account, "user_iovs", "user_iov_size", kept_records.pack_device
         )
         self.namespaces = HandleMap(
-            "namespace", THINGS_MAX, keeping, account, "user_files", keep=kept_records.namespace
+            "namespace", THINGS_MAX, keeping, account, "user_files", keep=kept_records.pack_namespace
         )
         self.rings: HandleMap[Any] = HandleMap(
-            "ring", RINGS_MAX, keeping, account, "user_rings", "user_ring_size", lambda ring: ring.kept()
+            "ring", RINGS_MAX, keeping, account, "user_rings", "user_ring_size", lambda ring: ring.describe()
         )
         pins_max = THINGS_MAX if limits.volume.tier.may_show(is_unlimited=peer.is_unlimited) else 0
         self.pins = Pins(pins_max, limits.pinned, account.key, keeping, left.pins if left else None)
         self.share = share
         self._user_key: Hashable = (peer.uid, peer.is_unlimited)
-        self.user = limits.bell_watcher.interpreter.user(self._user_key)
+        self.user = limits.bell_watcher.interpreter.get_user(self._user_key)
         self._peer = peer
         self._limits = limits
         self._calls = calls
@@ -74,23 +74,23 @@ class ClientRegistry:
         return self._limits.bell_watcher
 
     def start(self, calls: list[Call]) -> None:
-        """In the event loop: do these calls of a ring."""
+        """Have the event loop execute calls of a ring."""
         self._limits.call_queue.put(self._user_key, calls, self._calls.start)
 
     def start_writes(self, batch: WriteBatch) -> None:
-        """In the event loop: do these writes."""
+        """Have the event loop execute a batch of writes."""
         self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
 
     def start_puts(self, batch: PutBatch) -> None:
-        """In the event loop: do these puts."""
+        """Have the event loop execute a batch of puts."""
         self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.puts.start(batch))
 
     def cancel(self, call: Call) -> None:
-        """In the event loop: end the call that ``call`` wants to cancel."""
+        """Have the event loop cancel the call that ``call`` names."""
         self._limits.call_queue.put(self._user_key, [call], self._calls.cancel)
 
-    def in_loop(self, function: Callable[[], object]) -> None:
-        """Call it in the event loop soon, unless that ends."""
+    def run_in_loop(self, function: Callable[[], object]) -> None:
+        """Call a function in the event loop soon, unless that has ended."""
         with suppress(trio.RunFinishedError):  # the daemon has ended: nobody waits for an answer
             self._token.run_sync_soon(function)
 
@@ -99,9 +99,9 @@ class ClientRegistry:
         return self.allocate_many(namespace, [size])[0]
 
     def allocate_many(self, namespace: NamespaceHandle, sizes: Sequence[int]) -> list[TierBlock | None]:
-        """As `allocate`, for many new files.
+        """Allocate blocks for many new files as `allocate` does.
 
-        None where the user's calls under way could hold too much of the tier: their blocks cannot be evicted. Also
+        None where the user's calls in flight could hold too much of the tier: their blocks cannot be evicted. Also
         where the directory may give new files another group by now, until the event loop has looked at it.
         """
         tier = self._limits.volume.tier
@@ -110,17 +110,17 @@ class ClientRegistry:
         group = namespace.group
         readers = ReadClass(namespace.ino, self._peer.uid, group.gid, namespace.mode & 0o444)
         blocks = [tier.allocate(size, readers) if size else None for size in sizes]
-        if not group.is_current:  # or others than who may read the files would have the arena mapped
+        if not group.is_current:  # else users who may not read the files could map the arena
             return [None] * len(sizes)
         return blocks
 
-    def failed(self, reason: str) -> None:
-        """The client broke its ring: disconnect it."""
+    def disconnect(self, reason: str) -> None:
+        """Disconnect the client, which broke its ring."""
         log.info("disconnecting a client: %s", reason)
-        self.in_loop(self._fail)
+        self.run_in_loop(self._fail)
 
-    def counts(self) -> dict[str, int]:
-        """How much of what is registered."""
+    def count_things(self) -> dict[str, int]:
+        """Count registered things, by kind."""
         counts = {name: len(getattr(self, name)) for name in ("files", "iovs", "namespaces", "rings", "pins")}
         counts["iovs"] += len(self.devices)
         return counts

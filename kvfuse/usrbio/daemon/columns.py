@@ -1,4 +1,4 @@
-"""Entries as rows and columns of plain numbers, which numpy compares and copies much faster than fields of records."""
+"""Serves entries as columns of plain numbers, which numpy compares and copies much faster than fields of records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS_MIN = 24
 """Entries in a batch from which they are served as columns."""
 OFFSET_MAX = 1 << 62
 TIMEOUT_US_MAX = (1 << 32) - 1
-"""in an SQE's last word; the bits above are reserved"""
+"""largest value of the timeout in an SQE's last word; higher bits are reserved"""
 _NONE = np.zeros(0, np.intp)
 
 
@@ -32,7 +32,7 @@ def as_words(rows: Entries) -> npt.NDArray[np.uint64]:
     return rows.view(np.uint64).reshape(len(rows), 8)
 
 
-def same(column: npt.NDArray[np.uint64]) -> bool:
+def are_equal(column: npt.NDArray[np.uint64]) -> bool:
     """Whether all numbers of a column, which has one at least, are equal."""
     return bool((column == column[0]).all())
 
@@ -59,7 +59,7 @@ def find_overlaps(rows: Entries, registered: Mapping[int, MappedIov]) -> npt.NDA
     words = as_words(rows)
     starts, lengths = words[:, 3], words[:, 4]
     ends = starts + lengths
-    if bool((starts[1:] >= ends[:-1]).all()) and bool((ends >= starts).all()) and same(words[:, 1] & LOW_HALF):
+    if bool((starts[1:] >= ends[:-1]).all()) and bool((ends >= starts).all()) and are_equal(words[:, 1] & LOW_HALF):
         return _NONE  # one after the other, as most are
     ops = rows["op"]
     iovs, iov_numbers = np.unique(rows["iov"], return_inverse=True)
@@ -87,7 +87,7 @@ class ColumnReads:
         """Serve plain reads of a batch taken at ``taken_at`` (monotonic seconds); returns all other entries."""
         words = as_words(rows)
         kinds = words[:, 0], words[:, 1] & LOW_HALF
-        if same(kinds[0]) and same(kinds[1]):
+        if are_equal(kinds[0]) and are_equal(kinds[1]):
             done = self._serve_reads(words, taken_at)
             return rows if done is None else rows[~done] if not done.all() else rows[:0]
         left = np.ones(len(rows), bool)
@@ -137,7 +137,7 @@ class ColumnReads:
         done: npt.NDArray[np.bool_] = results != ring_reads.ASK
         if file.map.notes_reads:
             file.map.note_read()
-        _measure(file, results[done], time.monotonic() - taken_at)
+        _count_reads(file, results[done], time.monotonic() - taken_at)
         if done.all():
             self._ring.completions.post(user_data, results)
         elif done.any():
@@ -145,8 +145,8 @@ class ColumnReads:
         return done
 
 
-def _measure(file: OpenFile, sizes: npt.NDArray[np.int64], seconds: float) -> None:
-    """Reads of these sizes were served."""
+def _count_reads(file: OpenFile, sizes: npt.NDArray[np.int64], seconds: float) -> None:
+    """Count served reads of these sizes."""
     times = file.measures.seconds["read"]
     times.counts[bisect_left(times.bounds, seconds)] += len(sizes)
     times.sum += len(sizes) * seconds

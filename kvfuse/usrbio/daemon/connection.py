@@ -1,7 +1,7 @@
-"""One client: its requests on the control socket, the things it registered, and their end.
+"""Serves one client: answers its control messages, registers things for it, and drops them at its end.
 
-A connection is the lifetime of everything it registered. When it ends - closed, killed, or broken - its rings stop
-first, then its calls are cancelled, then its files, memory and pins go.
+Everything registered lives as long as the connection. When it ends - closed, killed, or broken - its rings stop first,
+then the daemon cancels its calls, then it drops files, memory and pins.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ COSTS = {
     Request.MAP_ARENA: 16,
     Request.MAP_INDEX: 16,
 }
-"""of a message for the event loop, beside its answer, in calls"""
+"""cost of a message for the event loop, beside its answer, in calls"""
 
 WITH_DESCRIPTOR = (Request.ADD_FILE, Request.ADD_IOV, Request.ADD_DMABUF, Request.OPEN_NAMESPACE)
 WITH_TEXT = (Request.SHOW_TOKEN, Request.DESCRIBE)
@@ -85,37 +85,37 @@ class Connection:
         share: Share,
         left: KeptConnection | None = None,
     ) -> None:
-        """``left``: the connection, by the daemon before this one."""
+        """``left``: the connection, from the former daemon."""
         self.peer = peer
-        self._charge = limits.charges.of(peer)
+        self._charge = limits.charges.get_charge(peer)
         self._audience = audience
         self._penalty = Penalty()
         self._receiver = receiver
         self._limits = limits
         self._stream = stream
         self._calls = Calls(
-            limits.volume, limits.kernel, peer, nursery, share, limits.call_queue.calls_of, limits.device_staging
+            limits.volume, limits.kernel, peer, nursery, share, limits.call_queue.list_calls, limits.device_staging
         )
         self._admission = self._calls.admission
         self._greeted = self._has_asked = left is not None
-        """for something that it got"""
+        """a request other than HELLO succeeded"""
         self._scope = trio.CancelScope()
         self.registered = ClientRegistry(limits, peer, account, share, self._calls, self._scope.cancel, left)
         self._remembered = Remembered()
         self._follower: BlockFeed | None = None
-        """what the connection is for from now on"""
+        """set by FOLLOW: the connection then serves nothing else"""
 
     # -- the control socket --------------------------------------------------------------------------
 
     async def run(self, left: KeptConnection | None = None) -> None:
-        """Answer requests until the client disconnects, or breaks something. Then reap all it had.
+        """Answer requests until the client disconnects, or breaks a rule. Then drop all that it had.
 
-        The first message is there, and it is its turn; but for a connection that was ``left``.
+        The caller has waited for the first message and its turn, except for a connection that was ``left``.
         """
         try:
             with self._scope:
                 if left is not None:
-                    await self._adopt(left)
+                    await self._restore(left)
                 while self._follower is not None or await self._answer_one():
                     if self._penalty.is_broken:
                         log.info("disconnecting a client: %d more of its messages were refused than answered", BOUND)
@@ -123,7 +123,7 @@ class Connection:
                     if self._follower is not None:
                         await self._follower.run()
                         break
-                    await self._audience.turn(self._stream)
+                    await self._audience.wait_turn(self._stream)
         finally:
             if not self._has_asked:
                 self._audience.penalty.judge_one(is_bad=True)
@@ -131,24 +131,24 @@ class Connection:
             with trio.CancelScope(shield=True):
                 await self._reap(is_cut=is_cut)
 
-    async def _adopt(self, left: KeptConnection) -> None:
-        """Go on with a connection of the daemon before this one."""
+    async def _restore(self, left: KeptConnection) -> None:
+        """Continue a connection of the former daemon."""
         things, volume = self.registered, self._limits.volume
         memories = restored_connection.Memories(self._charge, self._limits.device_memories, self._receiver)
         pause = self._audience.pause
         try:
-            reply = await restored_connection.adopt(
+            reply = await restored_connection.restore(
                 left, things, volume, self._calls, memories, self._remembered, pause
             )
         except (errors.KvfuseError, OSError):
             raise
         except Exception as error:
-            if not things.keeping.failed_again():
+            if not things.keeping.note_failure():
                 failing.end_process(error)  # the next daemon tries again, once
             raise
         if reply is not None:
             await self._reply(reply, [])
-            things.keeping.answered()
+            things.keeping.end_reply()
         if left.said.follows:
             namespace = NamespaceHandle(left.said.follows, 0, NO_GROUP, by_path=left.said.by_path)
             self._follower = BlockFeed(
@@ -156,8 +156,8 @@ class Connection:
             )
 
     async def _answer_one(self) -> bool:
-        """False when the client is gone, or sends what is no message."""
-        data = await self._receiver.look()
+        """Answer the next message. False: the client is gone, or sent no valid message."""
+        data = await self._receiver.peek_message()
         shown: list[int] = []
         try:
             if not data:
@@ -165,10 +165,10 @@ class Connection:
             message = Message.unpack(data)
             reply, shown = await self._answer(message)
             self._judge(message, is_bad=reply.status < 0)
-            self.registered.keeping.answering()
+            self.registered.keeping.begin_reply()
             await self._reply(reply, shown)
-            self.registered.keeping.answered()
-            await self._receiver.take()
+            self.registered.keeping.end_reply()
+            await self._receiver.take_message()
         except ValueError as error:
             log.info("disconnecting a client: %s", error)
             return False
@@ -177,7 +177,7 @@ class Connection:
         return True
 
     def _judge(self, message: Message, *, is_bad: bool) -> None:
-        """A message was answered."""
+        """Count an answered message for the penalties."""
         if not is_bad and message.request == Request.HELLO:
             return  # else a client that connects, greets and disconnects again and again was good half of the time
         self._has_asked |= not is_bad
@@ -185,18 +185,16 @@ class Connection:
         self._audience.penalty.judge_one(is_bad=is_bad)
 
     async def _answer(self, message: Message) -> tuple[Message, list[int]]:
-        """(reply, descriptors to send and then to close)."""
+        """Execute a request: (reply, descriptors to send and then to close)."""
         try:
             kind = Request(message.request)
             if not self._greeted and kind is not Request.HELLO:
                 raise errors.InvalidArgument("the first message of a connection must be HELLO")
             has_descriptors = self._receiver.has_descriptors
             if has_descriptors != (kind in WITH_DESCRIPTOR):
-                raise errors.InvalidArgument(
-                    f"{kind.name} came {'with' if has_descriptors else 'without'} a descriptor"
-                )
+                raise errors.InvalidArgument(f"{kind.name} {'carries' if has_descriptors else 'lacks'} a descriptor")
             if has_descriptors:
-                self.registered.keeping.taking(message.request, message.number)
+                self.registered.keeping.begin_request(message.request, message.number)
             if kind in COSTS:
                 await self._audience.pause(COSTS[kind])
             arguments = (message.values, message.text) if kind in WITH_TEXT else (message.values,)
@@ -219,7 +217,7 @@ class Connection:
         self._greeted = True
         with suppress(OSError):  # Linux before 6.16 cannot refuse them
             self._stream.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 1)
-        self.registered.keeping.greet(self._stream, self.peer)
+        self.registered.keeping.keep_connection(self._stream, self.peer)
         abilities = Ability(0) if self._limits.device_memories.lacks else Ability.DMABUF
         epoch, pid, namespace = own_id()
         return (VERSION, pid, ENTRIES_MAX, abilities, epoch, namespace), []
@@ -234,8 +232,8 @@ class Connection:
             ino = await self._receiver.inspect(
                 partial(registered_things.check_file, device=self._limits.device, access=access)
             )
-            await self._admission.check(ino)
-            opened = await self._limits.volume.files.open(ino, flags, self.peer.caller())
+            await self._admission.check_access(ino)
+            opened = await self._limits.volume.files.open(ino, flags, self.peer.make_caller())
             try:
                 shown = self._limits.volume.files.content_map(opened)
             except errors.Stale:  # another host removed it meanwhile
@@ -247,7 +245,7 @@ class Connection:
         return (files.add(file), ino, opened.size), []
 
     async def _drop_file(self, values: tuple[int, ...]) -> Answer:
-        if self.registered.files.is_gone(values[0]):
+        if self.registered.files.is_dropped(values[0]):
             return (), []
         file = self.registered.files.remove(values[0])
         with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
@@ -259,28 +257,28 @@ class Connection:
             raise errors.InvalidArgument(f"an iov of {values[0]} bytes")
         iovs = self.registered.iovs
         with iovs.taking(values[0]):
-            descriptor = await self._receiver.memory()
-            with trio.CancelScope(shield=True):  # else the descriptor would be nobody's
+            descriptor = await self._receiver.take_memory()
+            with trio.CancelScope(shield=True):  # else the descriptor would leak
                 iov = await self._receiver.run(map_memory, descriptor, values[0], self._charge)
         return (iovs.add(iov), iov.writable), []
 
     async def _add_dmabuf(self, values: tuple[int, ...]) -> Answer:
         memories, iovs = self._limits.device_memories, self.registered.devices
-        return (await device_iovs.add(memories, iovs, self._receiver, values[0], values[1]),), []
+        return (await device_iovs.add_iov(memories, iovs, self._receiver, values[0], values[1]),), []
 
     async def _drop_iov(self, values: tuple[int, ...]) -> Answer:
-        if self.registered.iovs.is_gone(values[0]) and values[0] not in self.registered.devices:
+        if self.registered.iovs.is_dropped(values[0]) and values[0] not in self.registered.devices:
             return (), []
         if values[0] in self.registered.devices:
             iov = self.registered.devices.remove(values[0])
             with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
                 for ring in list(self.registered.rings.values()):
-                    await self._calls.settled(ring.loop, iov)
-                await device_iovs.let_go(iov)
+                    await self._calls.end_writes(ring.loop, iov)
+                await device_iovs.close_iovs(iov)
             return (), []
         last = [self.registered.iovs.remove(values[0])]
         for ring in list(self.registered.rings.values()):
-            await self._calls.settled(ring.loop, last[0])
+            await self._calls.end_writes(ring.loop, last[0])
         await _drop_memory(self._receiver, last)
         return (), []
 
@@ -299,19 +297,19 @@ class Connection:
         return (handle, layout.size), shown
 
     async def _drop_ring(self, values: tuple[int, ...]) -> Answer:
-        if self.registered.rings.is_gone(values[0]):
+        if self.registered.rings.is_dropped(values[0]):
             return (), []
         ring = self.registered.rings.remove(values[0])
         with trio.CancelScope(shield=True):  # `_reap` does not know of it any more
-            await self._end(ring)
+            await self._end_ring(ring)
         return (), []
 
-    async def _end(self, ring: OwnedRing) -> None:
+    async def _end_ring(self, ring: OwnedRing) -> None:
         ring.loop.stop()
         await self._receiver.run(ring.loop.thread.join)
         self._limits.volume.reading_threads.discard(ring.loop.jobs)
-        self._calls.end(ring.loop)
-        await self._calls.devices.settled()
+        self._calls.cancel_ring(ring.loop)
+        await self._calls.devices.wait_for_lists()
         ring.close()
 
     async def _open_namespace(self, values: tuple[int, ...]) -> Answer:
@@ -320,16 +318,16 @@ class Connection:
             ino, read_only = await self._receiver.inspect(
                 partial(registered_things.check_directory, device=self._limits.device)
             )
-            has_token = await self._admission.check(ino)
-            by_path = await self._admission.reaches(ino)
-            group = await self._admission.group_in(ino)
+            has_token = await self._admission.check_access(ino)
+            by_path = await self._admission.may_reach(ino)
+            group = await self._admission.find_group(ino)
             directory = await self._limits.volume.inodes.attributes(ino)
         namespace = NamespaceHandle(
             ino,
             values[0] & 0o777,
             group,
             read_only,
-            may_put=has_token or self.peer.may(directory, 3),
+            may_put=has_token or self.peer.may_access(directory, 3),
             waits=self._limits.volume.blocks.waits(ino),
             by_path=by_path,
             measures=self._limits.volume.inodes.measures(ino),
@@ -337,40 +335,40 @@ class Connection:
         )
         return (namespaces.add(namespace), ino), []
 
-    def _namespace(self, handle: int) -> NamespaceHandle:
+    def _get_namespace(self, handle: int) -> NamespaceHandle:
         namespace = self.registered.namespaces.get(handle)
         if namespace is None:
             raise errors.BadHandle(f"{handle} is no namespace")
         return namespace
 
     async def _close_namespace(self, values: tuple[int, ...]) -> Answer:
-        if not self.registered.namespaces.is_gone(values[0]):
+        if not self.registered.namespaces.is_dropped(values[0]):
             self.registered.namespaces.remove(values[0])
         return (), []
 
     async def _follow(self, values: tuple[int, ...]) -> Answer:
-        registered = self._namespace(values[0])
+        registered = self._get_namespace(values[0])
         namespace = NamespaceHandle(registered.ino, 0, NO_GROUP, by_path=registered.by_path)
         follower = BlockFeed(self._limits.volume, self._admission, self._stream, namespace, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
-        self.registered.keeping.learn(follows=namespace.ino, by_path=namespace.by_path)
+        self.registered.keeping.keep_words(follows=namespace.ino, by_path=namespace.by_path)
         self._follower = follower
         return (), []
 
     async def _show_token(self, values: tuple[int, ...], token: str) -> Answer:
-        self._admission.show(token)
-        self.registered.keeping.learn(token=token)
+        self._admission.add_token(token)
+        self.registered.keeping.keep_words(token=token)
         return (), []
 
     async def _describe(self, values: tuple[int, ...], descriptor: str) -> Answer:
-        namespace = self._namespace(values[0])
+        namespace = self._get_namespace(values[0])
         await self._admission.describe(namespace, descriptor)
-        self.registered.keeping.change("namespace", values[0], kept_records.namespace(namespace)[0])
+        self.registered.keeping.change("namespace", values[0], kept_records.pack_namespace(namespace)[0])
         return (), []
 
     async def _map_index(self, values: tuple[int, ...]) -> Answer:
-        namespace, account = self._namespace(values[0]), self.registered.namespaces.account
+        namespace, account = self._get_namespace(values[0]), self.registered.namespaces.account
         return await self._calls.indexes.open(namespace, values[1], account)
 
     async def _map_arena(self, values: tuple[int, ...]) -> Answer:
@@ -381,19 +379,19 @@ class Connection:
     # -- the end -------------------------------------------------------------------------------------
 
     async def _reap(self, *, is_cut: bool) -> None:
-        """``is_cut``: the daemon ends, not the client, which goes on to read its views."""
+        """Drop all that is registered. ``is_cut``: the daemon ends, not the client, which still reads its views."""
         things = self.registered
         if self._limits.hands_over:
-            await restored_connection.leave(things, self._calls, self._receiver)
+            await restored_connection.leave_connection(things, self._calls, self._receiver)
             return
         self._calls.indexes.close()
         for ring in things.rings.values():
             ring.loop.stop()
         devices = list(things.devices.values())
         things.devices.clear()
-        await device_iovs.let_go(*devices)
+        await device_iovs.close_iovs(*devices)
         for ring in things.rings.values():
-            await self._end(ring)
+            await self._end_ring(ring)
         self._limits.call_queue.drop({ring.loop for ring in things.rings.values()})
         things.rings.clear()
         self._calls.close()
@@ -405,13 +403,13 @@ class Connection:
         things.iovs.clear()
         await _drop_memory(self._receiver, iovs)
         if is_cut:
-            restored_connection.hold_on(things.pins)
+            restored_connection.hold_pins(things.pins)
         things.pins.clear()
         things.keeping.close()
 
 
 async def _drop_memory(receiver: DescriptorReceiver, iovs: list[MappedIov]) -> None:
-    """In a thread: memory that nobody else has is given back to the machine here, 0.2 s for each GiB."""
+    """Unmap in a thread: the last one to close memory frees it, 0.2 s for each GiB."""
 
     def drop() -> None:
         for iov in iovs:

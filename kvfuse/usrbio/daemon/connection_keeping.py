@@ -1,19 +1,19 @@
-"""What outlives the daemon of one connection: its socket, and what is registered through it, under ``ring/NAME/...``.
+"""Keeps a connection for the next daemon: its socket, and what the client registered, under ``ring/NAME/...``.
 
-A client notices nothing of a daemon that was killed: its socket stays connected, as the holder has it, too, and so have
-the memory, the bells and the journals of its rings. `restored_connection.py` makes a connection of it again.
+A client does not notice that its daemon was killed: the holder has its socket, too, so it stays connected; it also has
+the memory, the bells and the journals of the client's rings. `restored_connection.py` makes a connection of them again.
 
-Each thing is kept before the client hears of it, and dropped before the client hears of that. A *page* of the
+The daemon keeps each thing before it answers the client, and drops it before it answers that. A *page* of the
 connection, shared memory that the client does not see, has what changes often: the last handle, the pins, and the
-request that is being answered. A request is taken out of the socket after its reply; so the next daemon
-finds it there and answers it. Only one that carries a descriptor is taken before: the page says of it whether it was
-done. If it was, the next daemon replies; if not, it answers EINTR, and the client asks again. What was registered for
-a request that nobody was told of is dropped, as that is done anew. Once the reply is on its way it stays: the client
-may have it, and throws a second reply away; or it has not, and then nobody uses it until the connection ends.
+request in progress. The daemon takes a request out of the socket after its reply; so the next daemon finds it there and
+answers it. It takes only a request with a descriptor before: the page says whether that was done. If it was, the next
+daemon replies; if not, it answers EINTR, and the client retries. The next daemon drops what was registered for a
+request without a reply, as the retry registers it anew. Once the reply is in flight the thing stays: the client may
+have the reply, and ignores a second one; or it has not, and then nobody uses the thing until the connection ends.
 
-Of a connection that was accepted and not yet greeted the socket alone is kept: the next daemon accepts it once more.
+Before HELLO the daemon keeps the socket alone: the next daemon accepts it once more.
 
-A daemon of a version with another `FORM`, or another protocol of rings, ends the connection: nothing of it is read.
+A daemon of a version with another `FORM`, or another protocol of rings, ends the connection, and reads nothing of it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from kvfuse.volume.views.ring_files import PREFIX, KeptFile
 log = logging.getLogger(__name__)
 
 FORM = 1
-"""format of all that is kept of a connection: its page, journals of rings, and what is said of each thing"""
+"""format of all that is kept of a connection: its page, journals of rings, and records of things"""
 _SOCKET, _SAID = "socket", "said"
 PINS_MAX = 65536
 ARRIVALS_MAX = 500
-"""connections of one second that are kept before they are greeted"""
+"""connections of one second that are kept before HELLO"""
 _PIN_WORDS = 4
 """pin, arena, offset, size; a pin of 0: the row is free"""
 PAGE_SIZE = PAGE + PINS_MAX * _PIN_WORDS * 8
@@ -53,7 +53,7 @@ _LAST_HANDLE, _LAST_PIN, _REQUEST, _ADDED, _DROPPED = range(5)
 
 
 class ConnectionOwner(msgspec.Struct):
-    """Whose a connection is."""
+    """The process that owns a connection."""
 
     pid: int
     uid: int
@@ -67,15 +67,15 @@ class ConnectionOwner(msgspec.Struct):
     protocol: int = 1
 
     @classmethod
-    def of(cls, peer: ClientProcess) -> ConnectionOwner:
+    def from_process(cls, peer: ClientProcess) -> ConnectionOwner:
         powers = peer.powers
         uids, gids = ([(ids.start, ids.stop) for ids in mapped] for mapped in (powers.uids, powers.gids))
         groups = sorted(peer.groups)
         known = peer.pid, peer.uid, peer.gid, groups, powers.capabilities, powers.is_ours, uids, gids
         return cls(*known, FORM, VERSION)
 
-    def peer(self) -> ClientProcess:
-        """ValueError where what is kept is of another version."""
+    def to_process(self) -> ClientProcess:
+        """The process again. ValueError: the record is of another version."""
         if (self.form, self.protocol) != (FORM, VERSION):
             raise ValueError(f"form {self.form} and protocol {self.protocol} are of another version")
         uids, gids = (tuple(range(*ids) for ids in mapped) for mapped in (self.uids, self.gids))
@@ -84,19 +84,19 @@ class ConnectionOwner(msgspec.Struct):
 
 
 class KeptWords(msgspec.Struct):
-    """What a client has said beside what it registered."""
+    """Tokens that a client showed, and the directory that it follows."""
 
     tokens: list[str] = msgspec.field(default_factory=list)
     follows: int = 0
-    """directory; the connection is for news of its blocks"""
+    """directory, of whose blocks the connection carries news; 0: none"""
     failed: bool = False
-    """a daemon raised what nobody foresaw when it took the connection over"""
+    """a daemon raised an unexpected exception when it restored the connection"""
     by_path: bool = False
-    """as `registered_things.NamespaceHandle` has it, of that directory"""
+    """`NamespaceHandle.by_path` of that directory"""
 
 
 class KeptConnection(NamedTuple):
-    """A connection that a daemon before this one left."""
+    """A connection that a former daemon left."""
 
     name: str
     peer: ClientProcess
@@ -104,7 +104,7 @@ class KeptConnection(NamedTuple):
     socket: int
     page: Page
     names: dict[str, None]
-    """of all that is kept of it; `ConnectionKeeping` takes out what it drops"""
+    """names of its kept entries; `ConnectionKeeping` takes out what it drops"""
     files: list[str]
     """those of registered files that the volume counts as open"""
     pins: dict[int, TierBlock]
@@ -112,21 +112,22 @@ class KeptConnection(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A connection that a daemon before this one accepted, and did not greet."""
+    """A connection that a former daemon accepted, before HELLO."""
 
     name: str
     socket: int
 
 
 class Arrivals:
-    """Keeps connections that were accepted. Not all of them where very many come: the holder is for others, too."""
+    """Keeps accepted connections. Where very many connect it keeps only some: the holder serves others, too."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._second, self._count = 0, 0
 
     def keep(self, stream: socket.socket, name: str = "") -> str:
-        """Until it is greeted, or dropped. Returns its name; "": it is not kept. ``name``: under which it is kept."""
+        """Keep a connection until HELLO, or `drop`. Returns its name; "": not kept. ``name``: of one that is kept
+        already."""
         second = int(time.monotonic())
         self._second, self._count = second, self._count + 1 if second == self._second else 1
         if not name and (not self._keeper.outlives or self._count > ARRIVALS_MAX):
@@ -136,13 +137,13 @@ class Arrivals:
         return name
 
     def drop(self, name: str) -> None:
-        """It has ended, greeted or not."""
+        """Drop a connection that ended."""
         if name:
             self._keeper.drop(f"{PREFIX}{name}/{_SOCKET}")
 
 
 class KeptFiles:
-    """Where the registered files of all connections are. Event loop only."""
+    """Keeps the names of registered files of all connections current. Event loop only."""
 
     def __init__(self) -> None:
         self._rows = defaultdict[int, dict[tuple[ConnectionKeeping, int], None]](dict)
@@ -156,10 +157,10 @@ class KeptFiles:
         if not self._rows[ino]:
             del self._rows[ino]
 
-    def moved(self, ino: int, parent: int, name: bytes) -> None:
-        """A file has another name, and perhaps is still stored under the former one."""
+    def note_move(self, ino: int, parent: int, name: bytes) -> None:
+        """Note a file's new name; the store may still have the former one."""
         for keeping, handle in self._rows.get(ino, ()):
-            keeping.move(handle, (parent, name))
+            keeping.move_file(handle, (parent, name))
 
 
 class Page:
@@ -169,8 +170,8 @@ class Page:
         self._mapping = mmap.mmap(descriptor, PAGE_SIZE)
         self.words = memoryview(self._mapping)[:PAGE].cast("Q")
         self._rows = memoryview(self._mapping)[PAGE:].cast("Q")
-        self._kept_end = _data_end(descriptor) - PAGE
-        """bytes of rows that a daemon before this one may have used"""
+        self._kept_end = _find_data_end(descriptor) - PAGE
+        """bytes of rows that a former daemon may have used"""
         self._places: dict[int, int] = {}
         """pin -> first word of its row"""
         self._free: list[int] = []
@@ -179,7 +180,7 @@ class Page:
         self.is_closed = False
 
     def close(self) -> None:
-        """Nobody uses it any more: unmap it now, not when Python finds the connection among its garbage."""
+        """Unmap it now, not when Python collects the connection. Nobody uses it any more."""
         self.words.release()
         self._rows.release()
         self._mapping.close()
@@ -189,8 +190,8 @@ class Page:
     def last_pin(self) -> int:
         return self.words[_LAST_PIN]
 
-    def hold(self, pin: int, block: TierBlock) -> None:
-        """The client has this pin. Under the lock of `Pins`, as the next one."""
+    def add_pin(self, pin: int, block: TierBlock) -> None:
+        """Note a pin of the client. The caller holds the lock of `Pins`, as for `remove_pin`."""
         if self._free:
             place = self._free.pop()
         else:
@@ -201,14 +202,14 @@ class Page:
         rows[place] = pin
         self._places[pin] = place
 
-    def let_go(self, pin: int) -> None:
+    def remove_pin(self, pin: int) -> None:
         place = self._places.pop(pin)
         self._rows[place] = 0
         self._free.append(place)
 
     def adopt_pins(self, tier: SharedTier) -> dict[int, TierBlock]:
-        """Blocks that the client of the daemon before this one holds, by pin."""
-        # A look at what was never used would make memory of it: 2 MiB for each connection.
+        """Hold again what the client held with the former daemon: pin -> block."""
+        # To read rows that were never used would allocate them: 2 MiB for each connection.
         table = np.frombuffer(self._rows[: self._kept_end // 8], np.uint64).reshape(-1, _PIN_WORDS)
         found: dict[int, TierBlock] = {}
         used = np.flatnonzero(table[:, 0])
@@ -219,14 +220,14 @@ class Page:
             self._places[pin] = row * _PIN_WORDS
             block = tier.adopt_pin(*where)
             if block is None:  # nobody writes there; the client's mapping keeps its bytes
-                self.let_go(pin)
+                self.remove_pin(pin)
             else:
                 found[pin] = block
         return found
 
 
-def _data_end(descriptor: int) -> int:
-    """Where the memory behind the page's words ends that exists: rows are used from the first one on."""
+def _find_data_end(descriptor: int) -> int:
+    """End of the allocated memory behind the page's words: rows are used from the first one on."""
     try:
         if os.lseek(descriptor, PAGE, os.SEEK_DATA) == PAGE:
             return os.lseek(descriptor, PAGE, os.SEEK_HOLE)
@@ -237,9 +238,9 @@ def _data_end(descriptor: int) -> int:
 
 
 class ConnectionKeeping:
-    """Of one connection. For the event loop, but for what its page says of pins.
+    """Keeps one connection. Event loop only, except for pins in its page.
 
-    Nothing is kept before `greet`, nor where nobody keeps things.
+    Keeps nothing before `keep_connection`, nor without a keeper that outlives the daemon.
     """
 
     def __init__(self, keeper: Keeper, left: KeptConnection | None = None, all_files: KeptFiles | None = None) -> None:
@@ -267,8 +268,8 @@ class ConnectionKeeping:
 
     # -- the connection ------------------------------------------------------------------------------
 
-    def greet(self, stream: Any, peer: ClientProcess) -> None:
-        """From here on the connection outlives the daemon. ``stream``: its socket. OSError."""
+    def keep_connection(self, stream: Any, peer: ClientProcess) -> None:
+        """Keep the connection from now on. ``stream``: its socket. OSError."""
         if not self._keeper.outlives or self.page is not None:
             return
         descriptor = os.memfd_create("kvfuse-connection", os.MFD_CLOEXEC)
@@ -277,17 +278,17 @@ class ConnectionKeeping:
             page = Page(descriptor)
             self._name = self._name or os.urandom(8).hex()
             page.words[_LAST_HANDLE] = self._handle
-            self._keep(_SOCKET, ConnectionOwner.of(peer), [stream.fileno(), descriptor])
+            self._keep(_SOCKET, ConnectionOwner.from_process(peer), [stream.fileno(), descriptor])
             self.page = page
         finally:
             os.close(descriptor)
 
-    def arrived(self, name: str) -> None:
-        """Its socket is kept under this name since it was accepted."""
+    def set_name(self, name: str) -> None:
+        """Set the name under which `Arrivals` keeps its socket."""
         self._name = name
 
-    def learn(self, *, token: str = "", follows: int = 0, by_path: bool = False) -> None:
-        """The client has shown a token, or follows a directory."""
+    def keep_words(self, *, token: str = "", follows: int = 0, by_path: bool = False) -> None:
+        """Keep a token that the client showed, or the directory that it follows."""
         if self.page is None:
             return
         if token and token not in self._said.tokens:
@@ -296,25 +297,25 @@ class ConnectionKeeping:
             self._said.follows, self._said.by_path = follows, by_path
         self._keep(_SAID, self._said, [])
 
-    def failed_again(self) -> bool:
-        """A mistake of ours kept the connection from being taken over. False: for the first time."""
+    def note_failure(self) -> bool:
+        """Note that an unexpected exception stopped the restore. False: for the first time."""
         before, self._said.failed = self._said.failed, True
         self._keep(_SAID, self._said, [])
         return before
 
     def close(self) -> None:
-        """The connection has ended: nothing of it is kept any more."""
+        """Drop all that is kept of the connection, which has ended."""
         names = [name for name in self._names if not name.endswith(_SOCKET)]
         for name in [*names, *self._names]:
             self._keeper.drop(name)
         self._names.clear()
-        self.leave()
+        self.forget_files()
         if self.page is not None:
             self.page.close()
             self.page = None
 
-    def leave(self) -> None:
-        """All stays as it is, for the next daemon."""
+    def forget_files(self) -> None:
+        """Keep the names of files current no more; kept entries stay, for the next daemon."""
         for handle, row in self._files.items():
             self._all_files.remove(row.ino, self, handle)
         self._files.clear()
@@ -322,34 +323,34 @@ class ConnectionKeeping:
     # -- things --------------------------------------------------------------------------------------
 
     def add(self, kind: str, handle: int, content: object, descriptors: list[int]) -> None:
-        """Something was registered. The descriptors stay the caller's."""
+        """Keep a registered thing. The descriptors stay the caller's."""
         if self.page is not None:
             self.page.words[_ADDED] = handle
             if isinstance(content, KeptFile):
-                self.go_on(handle, content)
+                self.add_file(handle, content)
             self._keep(f"{kind}/{handle}", content, descriptors)
 
-    def go_on(self, handle: int, row: KeptFile) -> None:
-        """A file is registered, and kept, here or by the daemon before this one."""
+    def add_file(self, handle: int, row: KeptFile) -> None:
+        """Keep the name of a kept file current; this daemon or the former one kept it."""
         self._files[handle] = row
         self._all_files.add(row.ino, self, handle)
 
-    def move(self, handle: int, place: tuple[int, bytes]) -> None:
-        """A registered file has this name now."""
+    def move_file(self, handle: int, place: tuple[int, bytes]) -> None:
+        """Keep the new name of a registered file."""
         row = self._files[handle]
         if row.places[:1] != [place]:
             row.places = [place, *row.places][:2]
             self._keep(f"file/{handle}", row, [])
 
-    def told(self, handle: int) -> None:
-        """The client knows that bytes of a file may be lost."""
+    def clear_cut(self, handle: int) -> None:
+        """Note that the client knows that bytes of a file may be lost."""
         row = self._files.get(handle)
         if row is not None:
             row.is_cut = False
             self._keep(f"file/{handle}", row, [])
 
     def change(self, kind: str, handle: int, content: object) -> None:
-        """Something without descriptors is different now."""
+        """Keep new content of a thing without descriptors."""
         if self.page is not None:
             self._keep(f"{kind}/{handle}", content, [])
 
@@ -363,14 +364,14 @@ class ConnectionKeeping:
                 self._all_files.remove(row.ino, self, handle)
 
     def was_dropped(self, handle: int) -> bool:
-        """The daemon before this one began to drop it, and did not answer."""
+        """Whether the former daemon began to drop it, and did not answer."""
         return self.page is not None and handle != 0 and self.page.words[_DROPPED] == handle
 
     def take(self, name: str) -> Kept | None:
-        """What the daemon before this one kept under one of `left_names`."""
+        """Take what the former daemon kept under a name of `list_kept`."""
         return self._keeper.take(name)
 
-    def left_names(self) -> list[tuple[str, str, int]]:
+    def list_kept(self) -> list[tuple[str, str, int]]:
         """(name, kind, handle) of all that was registered, in that order."""
         rows = [(name, *name.split("/")[2:]) for name in self._names if not name.endswith((_SOCKET, _SAID))]
         return sorted([(row[0], row[1], int(row[2])) for row in rows], key=lambda row: row[2])
@@ -382,26 +383,26 @@ class ConnectionKeeping:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def taking(self, request: int, number: int) -> None:
-        """A request is about to be taken out of the socket, before it is answered."""
+    def begin_request(self, request: int, number: int) -> None:
+        """Note a request that the daemon is about to take out of the socket, before it answers."""
         if self.page is not None:
             words = self.page.words
             words[_ADDED] = 0
             words[_REQUEST] = request << 32 | number
 
-    def answering(self) -> None:
-        """The reply is about to be sent: from here on the client may know of what was registered."""
+    def begin_reply(self) -> None:
+        """Note that the reply is about to be sent: from now on the client may know what was registered."""
         if self.page is not None:
             self.page.words[_ADDED] = 0
 
-    def answered(self) -> None:
-        """The reply was sent."""
+    def end_reply(self) -> None:
+        """Note that the reply was sent."""
         if self.page is not None:
             words = self.page.words
             words[_REQUEST] = words[_ADDED] = words[_DROPPED] = 0
 
-    def unanswered(self) -> tuple[int, int, int]:
-        """(request, number, handle) of the one that the daemon before this one took and did not answer; 0: none.
+    def read_unanswered(self) -> tuple[int, int, int]:
+        """(request, number, handle) of the one that the former daemon took and did not answer; 0: none.
 
         ``handle``: of what it registered, perhaps also for a request that is still in the socket.
         """
@@ -415,8 +416,8 @@ def _client_of(name: str) -> str:
     return name.split("/", 2)[1]
 
 
-def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[list[KeptConnection], list[Arrival]]:
-    """The connections that a daemon before this one left. What they hold of the tier is held when this returns.
+def find_kept(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[list[KeptConnection], list[Arrival]]:
+    """Find the connections that a former daemon left, and hold again what they hold of the tier.
 
     ``files``: names of registered files that the volume counts as open.
     """
@@ -436,11 +437,11 @@ def find_left(keeper: Keeper, tier: SharedTier, files: Iterable[str]) -> tuple[l
             continue
         (page_descriptor,) = pages
         try:
-            peer, page = msgspec.json.decode(kept.content, type=ConnectionOwner).peer(), Page(page_descriptor)
+            peer, page = msgspec.json.decode(kept.content, type=ConnectionOwner).to_process(), Page(page_descriptor)
             words = keeper.take(f"{PREFIX}{client}/{_SAID}")
             said = KeptWords() if words is None else msgspec.json.decode(words.content, type=KeptWords)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            log.warning("a client of the daemon before this one is lost: %s", error)
+            log.warning("a client of the former daemon is lost: %s", error)
             os.close(stream)
             for thing in names:
                 keeper.drop(thing)

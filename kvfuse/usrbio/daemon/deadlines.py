@@ -1,4 +1,4 @@
-"""Deadlines of calls in flight: one timer for all, as a task for each would cost more than most calls."""
+"""Expires calls in flight at their deadlines: one timer for all, as a task for each would cost more than most calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Deadlines(Generic[T]):
         self._nursery = nursery
         self._expire = expire
         self._due: dict[T, float] = {}
-        """in the event loop's time, which is the monotonic clock with an offset"""
+        """deadlines in the event loop's time, which is the monotonic clock with an offset"""
         self._offset = trio.current_time() - time.monotonic()
         self._alarm = float("inf")
-        """when the timer runs; its item may have been removed by then"""
+        """next run of the timer; its item may have been removed by then"""
         self._sleep: trio.CancelScope | None = None
 
     def add(self, item: T, deadline: float) -> None:
-        """``deadline``: monotonic seconds."""
+        """Add an item. ``deadline``: monotonic seconds."""
         due = self._due[item] = deadline + self._offset
         if due >= self._alarm:
             return

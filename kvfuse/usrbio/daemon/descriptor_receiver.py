@@ -1,16 +1,16 @@
-"""Takes the descriptors that clients pass, where they harm nobody but their own user.
+"""Receives client descriptors in throw-away threads, so that one whose close blocks cannot block the daemon.
 
 The close of a foreign descriptor may wait: for a TCP peer (SO_LINGER), for a file system of the client's, or, for a
-file of our own mount, until this daemon has answered a flush. So an *receiver* takes each message that carries
+file of our own mount, until this daemon has answered a flush. So a *receiver* takes each message that carries
 descriptors: a thread with a table of descriptors of its own. It closes none. It ends, and the kernel closes its table:
 a thread that exits does not linger for a TCP peer, and nobody waits for it where a file system does not answer.
 
 A user has few receivers at a time. A stuck one counts until its table is closed, so a user who sticks all of them has
 only its own requests refused. The last free threads are for users who have none.
 
-The table of a receiver has not the descriptor that answers the kernel. So a daemon that is killed while a receiver
+The table of a receiver lacks the descriptor that answers the kernel. So a daemon that is killed while a receiver
 flushes a file of its own mount does not wait for itself: the other threads drop that descriptor, the kernel ends the
-file system, and with it the wait. Only memory of clients (`DescriptorReceiver.memory`) enters the table of the process.
+file system, and with it the wait. Only memory (`DescriptorReceiver.take_memory`) enters the table of the process.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ SECONDS = 10.0
 SETTLE_SECONDS = 1.0
 """how long a daemon that hands over waits for threads that take messages"""
 USER_THREADS_MAX = 4
-"""of one user; some perhaps for ever, for a file system that never answers"""
+"""receivers of one user; some perhaps last for ever, for a file system that never answers"""
 THREADS_MAX = 64
-"""of all users"""
+"""receivers of all users"""
 RESERVED_THREADS = 16
-"""of those: for users who have none"""
+"""receivers of all that only users without any get"""
 RETRY_SECONDS = 0.1
-"""after which a receiver is tried again that could not be had"""
+"""time after which the daemon tries again to start a receiver"""
 DESCRIPTORS_MAX = 253
-"""of one message (SCM_MAX_FD): a receiver takes all, for the kernel would close the rest before the thread exits"""
+"""most of one message (SCM_MAX_FD): a receiver takes all, or the kernel would close the rest before the thread exits"""
 MESSAGES_TURNED_AWAY = 8
-"""that are looked at before somebody else does"""
+"""messages that `try_close` looks at before a receiver does"""
 CREDENTIALS_SPACE = socket.CMSG_SPACE(12)
 NO_CALL = b"\xff" * 8
 SO_PASSRIGHTS = 83
@@ -68,7 +68,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NotTaken(TimeoutError):
-    """No receiver was free in time: the message and its descriptors are where they were."""
+    """No receiver was free in time: the message and its descriptors stay in the socket."""
 
 
 @dataclass(eq=False)
@@ -91,12 +91,12 @@ class _UserThreads:
     turns: trio.Semaphore = field(default_factory=lambda: trio.Semaphore(USER_THREADS_MAX))
     count: int = 0
     threads: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(USER_THREADS_MAX))
-    """with the table of the process, for what this user alone waits for"""
+    """threads with the table of the process, for jobs that only this user waits for"""
 
 
 @asynccontextmanager
 async def open_receivers() -> AsyncIterator[DescriptorReceivers]:
-    """At the end nobody waits for threads that are stuck."""
+    """Run receivers for the body. At the end nobody waits for stuck threads."""
     async with trio.open_nursery() as nursery:
         receivers = DescriptorReceivers(nursery)
         try:
@@ -134,8 +134,8 @@ class DescriptorReceivers:
         if self.is_apart:
             self._theirs.close()
 
-    def of(self, user: Hashable, stream: trio.socket.SocketType) -> DescriptorReceiver:
-        """The receiver of one connection of ``user``, whose socket is ``stream``."""
+    def make_receiver(self, user: Hashable, stream: trio.socket.SocketType) -> DescriptorReceiver:
+        """Make the receiver of one connection of ``user``, whose socket is ``stream``."""
         return DescriptorReceiver(self, self._users.setdefault(user, _UserThreads()), stream)
 
     def close(self) -> None:
@@ -164,10 +164,10 @@ class DescriptorReceivers:
         user.turns.release()
         self._freed.unpark_all()
 
-    async def do(self, user: _UserThreads, stream: trio.socket.SocketType, call: _PassingCall[Any]) -> None:
+    async def run_call(self, user: _UserThreads, stream: trio.socket.SocketType, call: _PassingCall[Any]) -> None:
         """Have a thread do a call; return when the thread's table is closed. The user's turn ends with that.
 
-        NotTaken where no thread began in time; TimeoutError where it did not end: it goes on.
+        NotTaken where no thread began in time; TimeoutError where it did not end: it continues.
         """
         number = self._start(user, stream, call)
         with trio.move_on_after(SECONDS):
@@ -205,7 +205,7 @@ class DescriptorReceivers:
             socket.send_fds(self._ours, [NO_CALL], [stream.fileno()])
             self._wanted.release()
         except OSError:
-            os.dup(stream.fileno())  # it stays until the process exits, which closes it without a wait
+            os.dup(stream.fileno())  # the process keeps it until its exit, which closes it without a wait
 
     async def _follow(self, call: _PassingCall[Any], ours: socket.socket, user: _UserThreads) -> None:
         """Wait until the thread's exit, after it flushed every file, closed its end of a socket; then end the turn."""
@@ -229,14 +229,14 @@ class DescriptorReceivers:
             self.is_apart = True
             os.closerange(0, channel)
             os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
-            for _ in range(3):  # whoever started the daemon waits until nobody has its output any more
+            for _ in range(3):  # the daemon's starter waits until no thread has its output open
                 os.open(os.devnull, os.O_RDWR)
         ready.set()
         while self._wanted.acquire() and not self._closed:
-            while not _start_thread(self._attend, channel):
+            while not _start_thread(self._do_call, channel):
                 time.sleep(RETRY_SECONDS)  # this thread only starts others, and there is no event for a free one
 
-    def _attend(self, channel: int) -> None:
+    def _do_call(self, channel: int) -> None:
         """Do one call. With a table of its own the thread closes nothing by itself: see the module."""
         while self.is_apart and _libc.unshare(CLONE_FILES) != 0:  # the machine has no memory now
             time.sleep(RETRY_SECONDS)  # its user alone waits for this thread
@@ -246,9 +246,9 @@ class DescriptorReceivers:
         if call is not None:
             try:
                 call.results.append(call.job(own[0], own[1]))
-            except Exception as error:  # whatever it is, the caller raises it
+            except Exception as error:  # the caller raises it, of any kind
                 call.failures.append(error)
-        del call  # its failure may know of it
+        del call  # its failure may refer to it
         if not self.is_apart:
             close_all(own)
 
@@ -270,24 +270,24 @@ class DescriptorReceiver:
         self._user = user
         self._stream = stream
         self.has_descriptors = False
-        """the message that was looked at has some"""
+        """the peeked message has some"""
         self._is_taken = False
-        """that message"""
+        """the peeked message was taken out"""
         self._last: _PassingCall[Any] | None = None
         """the last call that takes a message"""
 
-    async def look(self) -> bytes:
+    async def peek_message(self) -> bytes:
         """Peek at the next message, which stays in the socket; empty where the client is gone."""
         data, _, flags, _ = await self._stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK)
         self.has_descriptors, self._is_taken = bool(flags & socket.MSG_CTRUNC), False
         return data
 
-    async def take(self) -> None:
-        """Take the message that `look` returned out of the socket, unless it was taken with its descriptor."""
+    async def take_message(self) -> None:
+        """Take the message that `peek_message` returned out of the socket, unless it was taken with its descriptor."""
         if self._is_taken:
             return
         if self.has_descriptors:
-            await self.drop()
+            await self.drop_message()
         else:
             await self._stream.recv(1)
 
@@ -301,13 +301,13 @@ class DescriptorReceiver:
         await self._do_in_time(call)
         return _answer(call)
 
-    async def memory(self, check: Callable[[int], None] | None = None) -> int:
-        """The descriptor of memory of the next message, after ``check`` of it. As `inspect`.
+    async def take_memory(self, check: Callable[[int], None] | None = None) -> int:
+        """Take the next message: the descriptor of memory in it, after ``check``. As `inspect`.
 
-        None: it has to be shared memory, OSError EINVAL for others, and keeps its size from now on, where it can.
+        ``check`` None: it must be shared memory, OSError EINVAL for others, whose size the daemon seals, where it can.
         """
         call: _PassingCall[None] = _PassingCall(
-            lambda own, end: self._inspect(own, partial(_pass_on, end, check or _check_shared))
+            lambda own, end: self._inspect(own, partial(_send_memory, end, check or _check_shared))
         )
         try:
             await self._do_in_time(call)
@@ -319,24 +319,24 @@ class DescriptorReceiver:
             raise
         return call.memory
 
-    async def empty(self) -> None:
-        """Shut the socket down and drop all that it received, so that its close waits for nothing. `drop` may wait.
+    async def empty_socket(self) -> None:
+        """Shut the socket down and drop all that it received, so that its close does not wait. `drop_message` may.
 
         After a cancellation a receiver has the rest, with the socket itself.
         """
-        with suppress(OSError):  # the client did
+        with suppress(OSError):  # the client did that
             self._stream.shutdown(socket.SHUT_RDWR)
-        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # which tells an empty message from the end
+        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # tells an empty message from the end
         try:
             while True:
                 try:
                     _, ancillary, flags, _ = await self._stream.recvmsg(1, CREDENTIALS_SPACE, socket.MSG_PEEK)
-                except ConnectionResetError:  # said once, before what was received
+                except ConnectionResetError:  # the kernel says so once, before what it received
                     continue
                 if not ancillary:
                     return
                 if flags & socket.MSG_CTRUNC:  # there are descriptors, too
-                    await self.drop()
+                    await self.drop_message()
                 else:
                     await self._stream.recv(1)
         except trio.Cancelled:
@@ -349,8 +349,8 @@ class DescriptorReceiver:
         if call.memory is not None:
             await self.run(os.close, call.memory)
 
-    async def settled(self) -> None:
-        """Return when no thread is about to take a message: the next daemon is to find what is in the socket."""
+    async def wait_for_thread(self) -> None:
+        """Return when no thread is about to take a message: the next daemon must find what is in the socket."""
         if self._last is not None:
             with trio.move_on_after(SETTLE_SECONDS):
                 await self._last.ended.wait()
@@ -359,17 +359,17 @@ class DescriptorReceiver:
         """Run a long job in a thread with the table of the process: ``USER_THREADS_MAX`` of a user at a time."""
         return await trio.to_thread.run_sync(job, *arguments, limiter=self._user.threads)
 
-    async def drop(self) -> None:
+    async def drop_message(self) -> None:
         """Take the next message, and close all that it carries. Waits for a receiver of the user."""
         while True:
             await self._receivers.take_turn(self._user)
             try:
-                await self._receivers.do(
-                    self._user, self._stream, _PassingCall(lambda own, _: self._close_taken(_take(own)))
+                await self._receivers.run_call(
+                    self._user, self._stream, _PassingCall(lambda own, _: self._close_taken(_take_descriptors(own)))
                 )
             except NotTaken:
                 continue
-            except TimeoutError:  # it is taken
+            except TimeoutError:  # the message is taken
                 pass
             except OSError as error:  # the kernel passes on no socket that holds sockets that hold ... (before 6.10)
                 log.warning("a client's descriptors cannot be dropped yet: %s", error)
@@ -389,13 +389,13 @@ class DescriptorReceiver:
         self._is_taken = True
         self._last = call
         try:
-            await self._receivers.do(self._user, self._stream, call)
+            await self._receivers.run_call(self._user, self._stream, call)
         except NotTaken:
             self._is_taken = False
             raise
 
     def _inspect(self, stream: int, check: Callable[[int], T]) -> T:
-        descriptors = _take(stream)
+        descriptors = _take_descriptors(stream)
         try:
             if len(descriptors) != 1:
                 raise InvalidArgument(f"one descriptor belongs to this request, not {len(descriptors)}")
@@ -408,16 +408,16 @@ class DescriptorReceiver:
             close_all(descriptors)
 
 
-def turn_away(client: socket.socket) -> bool:
+def try_close(client: socket.socket) -> bool:
     """Close a socket at once. False, and it is only shut down, where it may carry descriptors: see
-    `DescriptorReceiver.empty`."""
-    with suppress(OSError):  # the client did
+    `DescriptorReceiver.empty_socket`."""
+    with suppress(OSError):  # the client did that
         client.shutdown(socket.SHUT_RDWR)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     for _ in range(MESSAGES_TURNED_AWAY):
         try:
             _, ancillary, flags, _ = client.recvmsg(1, CREDENTIALS_SPACE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except ConnectionResetError:  # said once, before what was received
+        except ConnectionResetError:  # the kernel says so once, before what it received
             continue
         except BlockingIOError:
             return False
@@ -435,7 +435,7 @@ def _check_shared(descriptor: int) -> None:
     seal_memory(descriptor)
 
 
-def _pass_on(end: int, check: Callable[[int], None], descriptor: int) -> None:
+def _send_memory(end: int, check: Callable[[int], None], descriptor: int) -> None:
     check(descriptor)
     with socket.socket(fileno=os.dup(end)) as sender:
         socket.send_fds(sender, [b"m"], [descriptor])
@@ -443,12 +443,12 @@ def _pass_on(end: int, check: Callable[[int], None], descriptor: int) -> None:
 
 def _answer(call: _PassingCall[T]) -> T:
     if call.failures:
-        raise call.failures.pop()  # which keeps no list that keeps it
+        raise call.failures.pop()  # else the list and the error would keep each other
     return call.results[0]
 
 
-def _take(stream: int) -> list[int]:
-    """The descriptors of the next message of a socket."""
+def _take_descriptors(stream: int) -> list[int]:
+    """Take the next message of a socket: its descriptors."""
     with socket.socket(fileno=os.dup(stream)) as own:
         _, ancillary, _, _ = own.recvmsg(
             MESSAGE_SIZE_MAX,

@@ -1,8 +1,8 @@
-"""GETs and READs into memory of devices: what the event loop does of them.
+"""Executes GETs and READs into memory of devices, in the event loop.
 
-A ring's thread finds blocks that are in shared memory (`find_block`), and the event loop has the adapter copy what came
-together as one list. Other blocks, and files, are read into staging memory first. An entry is held while the adapter
-has it: its completion waits until nothing more is written. So an adapter has less time than a client gives the daemon.
+A ring's thread finds blocks that are in shared memory (`find_block`), and the event loop has the adapter copy those of
+one pass as one list. It reads other blocks, and files, into staging memory first. It holds an entry while the adapter
+has it: the completion waits for the last write. So an adapter has less time than a client gives the daemon.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIST_SIZE = 64 << 20
 LIST_MAX = 1024
 """copies in it"""
 FILL_SECONDS = 5.0
-"""that an adapter may take for a list"""
+"""time that an adapter may take for a list"""
 LEAST_SECONDS = 0.5
 """the same, where an entry's deadline is nearer: clients wait for that a second longer"""
 
@@ -41,9 +41,9 @@ def check_range(entry: Entry, iov: DeviceIov) -> None:
 
 
 def find_block(call: Call) -> Completion | None:
-    """For a ring's thread: note where the block of a GET is in shared memory, and hold it there.
+    """Note where the block of a GET is in shared memory, and hold it there. Ring's thread only.
 
-    An answer where there is nothing to copy; None otherwise, also where nothing was noted: the event loop has to look.
+    Returns an answer where nothing is to copy; else None, also where it noted nothing: the event loop has to look.
     """
     namespace, entry = call.namespace, call.entry
     assert namespace is not None
@@ -74,18 +74,18 @@ def find_block(call: Call) -> Completion | None:
 
 @dataclass(eq=False, slots=True)
 class _Filling:
-    """One piece of a call. ``answer``: the call's, when it has come; None: there are more."""
+    """One piece of a call. ``answer``: the call's, once the piece is copied; None: more pieces follow."""
 
     call: Call
     piece: DevicePiece
     answer: Completion | None
     done: Callable[[bool], object]
-    """called at its end, with whether it has come"""
+    """called at its end, with whether it was copied"""
 
 
 @dataclass(eq=False, slots=True)
 class _Queue:
-    """Of one memory. ``list_ended``: the present list has."""
+    """Pieces that wait for one memory. ``list_ended``: set when the present list has ended."""
 
     waiting: deque[_Filling]
     list_ended: trio.Event = field(default_factory=trio.Event)
@@ -93,14 +93,14 @@ class _Queue:
 
 @dataclass(eq=False)
 class DeviceCalls:
-    """Of one connection. Event loop only. ``ended``: a call that was started here has ended."""
+    """The device calls of one connection. Event loop only. ``ended``: called when a call of `start` has ended."""
 
     volume: RingApi
     nursery: trio.Nursery
     staging: DeviceStaging
     ended: Callable[[Call], None]
     _queues: dict[DeviceIov, _Queue] = field(default_factory=dict)
-    """of memory that a task fills"""
+    """queues of memory that a task fills"""
 
     def start(self, call: Call) -> None:
         """Answer a GET whose block was found. `Calls.cancel` finds it until then."""
@@ -128,7 +128,7 @@ class DeviceCalls:
         """Answer a call with bytes of a file, by way of staging memory."""
         done, is_end = 0, False
         while done < length and not is_end:
-            async with self.staging.part() as (memory, start):
+            async with self.staging.take_part() as (memory, start):
                 size = min(length - done, STAGING_PART)
                 count = await self.volume.files.read_into(handle, offset + done, memory[start : start + size].data)
                 piece = DevicePiece(memory, start, count, call.entry.iov_offset + done)
@@ -141,7 +141,7 @@ class DeviceCalls:
     async def _fill(self, call: Call, piece: DevicePiece, answer: Completion | None) -> bool:
         """Have one piece copied. False: the call is completed with an error, if it was not before.
 
-        It returns when nothing of it is under way any more, also when cancelled.
+        It returns when the adapter has ended the piece, also when cancelled.
         """
         outcomes: list[bool] = []
         ended = trio.Event()
@@ -155,7 +155,7 @@ class DeviceCalls:
             await ended.wait()
         return outcomes[0]
 
-    async def settled(self) -> None:
+    async def wait_for_lists(self) -> None:
         """Return when the present lists have ended: later ones have no calls of rings that have stopped."""
         for queue in list(self._queues.values()):
             await queue.list_ended.wait()
@@ -176,9 +176,9 @@ class DeviceCalls:
         """Fill memory until nothing is left to be filled."""
         queue = self._queues[iov]
         try:
-            await trio.lowlevel.checkpoint()  # those that come in this pass of the event loop go together
+            await trio.lowlevel.checkpoint()  # pieces of this pass of the event loop make one list
             while queue.waiting:
-                await _fill_list(iov, _take(queue.waiting))
+                await _fill_list(iov, _take_list(queue.waiting))
                 queue.list_ended.set()
                 queue.list_ended = trio.Event()
         finally:
@@ -196,17 +196,17 @@ async def _fill_list(iov: DeviceIov, fillings: list[_Filling]) -> None:
             is_filled = await iov.memory.fill([one.piece for one in fillings], _seconds_for(fillings))
     finally:
         for one in fillings:
-            one.call.ring.completions.let_go(one.call, one.answer if is_filled else Completion(-errno.EIO))
+            one.call.ring.completions.release_call(one.call, one.answer if is_filled else Completion(-errno.EIO))
             one.done(is_filled)
 
 
-def _take(queue: deque[_Filling]) -> list[_Filling]:
+def _take_list(queue: deque[_Filling]) -> list[_Filling]:
     """Hold the calls of the next list. Those that were completed meanwhile are left out."""
     taken: list[_Filling] = []
     size = 0
     while queue and size < LIST_SIZE and len(taken) < LIST_MAX:
         one = queue.popleft()
-        if one.call.ring.completions.hold(one.call):
+        if one.call.ring.completions.hold_call(one.call):
             taken.append(one)
             size += one.piece.size
         else:

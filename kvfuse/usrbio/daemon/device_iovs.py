@@ -1,4 +1,4 @@
-"""Memory of devices that a connection has registered: how it comes, and how it goes."""
+"""Registers memory of devices for a connection, and drops it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvfuse.usrbio.daemon.registered_things import HandleMap
 from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX
 
 MEMORIES_MAX = 1024
-"""of one connection: each takes a queue pair of the adapter"""
+"""memories of one connection: each takes a queue pair of the adapter"""
 
 
 @dataclass(eq=False)
@@ -25,25 +25,25 @@ class DeviceIov:
     size: int
     offset: int = 0
     descriptor: int = -1
-    """of the dma-buf, while it is being registered"""
+    """the dma-buf, during the registration"""
     idle: trio.Event = field(default_factory=trio.Event)
-    """nothing of it is being filled"""
+    """the adapter fills none of it"""
 
     def __post_init__(self) -> None:
         self.idle.set()
 
 
-async def add(
+async def add_iov(
     memories: DeviceMemories, table: HandleMap[DeviceIov], receiver: DescriptorReceiver, offset: int, size: int
 ) -> int:
-    """Register the memory whose descriptor comes with the next message: its handle. KvfuseError, OSError."""
+    """Register the memory whose descriptor the next message carries; returns its handle. KvfuseError, OSError."""
     if not 0 < size <= IOV_SIZE_MAX or offset > IOV_SIZE_MAX:
         raise errors.InvalidArgument(f"{size} bytes at {offset} of memory of a device")
     if lacks := memories.lacks:
         raise errors.Unsupported(lacks)
     with table.taking(size):
-        descriptor = await receiver.memory(memories.check)
-        with trio.CancelScope(shield=True):  # else what is registered would be nobody's
+        descriptor = await receiver.take_memory(memories.check)
+        with trio.CancelScope(shield=True):  # else the registration would leak
             try:
                 iov = DeviceIov(await memories.add(descriptor, offset, size), size, offset, descriptor)
                 handle = table.add(iov)
@@ -52,8 +52,8 @@ async def add(
     return handle
 
 
-async def let_go(*iovs: DeviceIov) -> None:
-    """Of memory that entries do not find any more. Nothing is written to it from then on."""
+async def close_iovs(*iovs: DeviceIov) -> None:
+    """Close memory that entries do not find any more. Nothing writes to it afterwards."""
     with trio.CancelScope(shield=True):
         for iov in iovs:
             await iov.memory.aclose()

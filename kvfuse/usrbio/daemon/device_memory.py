@@ -1,7 +1,7 @@
-"""Memory of clients' devices that an adapter of this host fills: the interface, and what a host without one says.
+"""Fills memory of clients' devices with an adapter of this host: the interface, and its refusal on a host without one.
 
-The memory is not mapped here, and nothing here can look into it. An adapter reads the daemon's own memory, where bytes
-are verified before, and writes them there. `peer/device_memory` does it by RDMA.
+The daemon does not map that memory, and cannot read it. An adapter reads the daemon's own memory, where bytes are
+verified before, and writes them there. `peer/device_memory` does it by RDMA.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ Bytes = npt.NDArray[np.uint8]
 
 STAGING_PART = 1 << 20
 STAGING_PARTS = 32
-"""of all clients: made with the first entry that needs one"""
+"""parts for all clients: the first entry that needs one allocates them"""
 
 
 class DevicePiece(NamedTuple):
-    """Bytes of the daemon's memory, and where they are to go. Sizes and offsets in bytes."""
+    """Bytes of the daemon's memory, and their target. Sizes and offsets in bytes."""
 
     memory: Bytes
     """all of an arena, or of staging memory: the same object each time, as it is registered as a whole, once"""
     start: int
-    """in ``memory``"""
+    """first byte in ``memory``"""
     size: int
     offset: int
-    """in the device's memory"""
+    """first byte in the device's memory"""
 
 
 class DeviceMemory(Protocol):
     """Registered memory of a device. Event loop only."""
 
     async def fill(self, pieces: Sequence[DevicePiece], seconds: float) -> bool:
-        """Copy all pieces, in one list. False: some of them are not there; their places have any bytes.
+        """Copy all pieces, in one list. False: some failed; their targets have any bytes.
 
         They are within the memory, and each has a byte at least. It takes ``seconds`` at most. When it has returned, or
-        raised, nothing more is written.
+        raised, it writes nothing more.
         """
 
     async def aclose(self) -> None:
-        """Let go of the memory; a `fill` that is under way ends, and is False. To its end, also when cancelled."""
+        """Drop the memory; a `fill` in flight ends, and is False. Runs to its end, also when cancelled."""
 
 
 class DeviceMemories(Protocol):
-    """All of one daemon. Event loop only, but for `check`."""
+    """Device memory of one daemon. Event loop only, but for `check`."""
 
     @property
     def lacks(self) -> str:
-        """Why no memory can be added, "" where it may be possible. It opens nothing."""
+        """The reason why no memory can be added, "" where it may be possible. It opens nothing."""
 
     def check(self, descriptor: int) -> None:
         """OSError unless it may be memory of a device, for which this process may do what its owner may. Any thread."""
 
     async def add(self, descriptor: int, offset: int, size: int) -> DeviceMemory:
-        """Register ``size`` bytes at ``offset`` of what a checked descriptor is of, which stays the caller's.
+        """Register ``size`` bytes at ``offset`` of a checked descriptor, which stays the caller's.
 
         Unsupported, with one line that says what is missing; InvalidArgument for a range that is not in it.
         """
@@ -95,8 +95,8 @@ class DeviceStaging:
         self._turns = trio.Semaphore(STAGING_PARTS)
 
     @asynccontextmanager
-    async def part(self) -> AsyncIterator[tuple[Bytes, int]]:
-        """(memory, where a part begins in it) for the body."""
+    async def take_part(self) -> AsyncIterator[tuple[Bytes, int]]:
+        """Lend a part for the body: (memory, where the part begins in it)."""
         async with self._turns:
             if self._memory is None:
                 self._memory = np.zeros(STAGING_PARTS * STAGING_PART, np.uint8)

@@ -1,7 +1,7 @@
 """Serves submissions in a ring's thread: checks them, reads by itself, makes calls of the rest.
 
-Entries are copies of what the client wrote, and nothing in them is believed: the handles of a call were found, and
-its ranges lie in their iov or in the aux area.
+Entries are copies of what the client wrote, and the daemon trusts nothing in them: it finds the handles of a call, and
+checks that its ranges lie in their iov or in the aux area.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from kvfuse.volume.views.content_map import ContentMap
 T = TypeVar("T")
 
 LARGE = 256 << 10
-"""Bytes of an operation from which it is not kept back for those behind it."""
+"""Bytes of an operation from which it does not wait for those behind it."""
 NAMES_PER_TURN = 1024
-"""Keys that are looked at before others may work."""
+"""Keys that are unpacked before other rings may work."""
 KEY_SIZE = 100
 """Bytes that a key takes beside its own, about."""
 OPS = frozenset(map(int, Op))
@@ -71,21 +71,21 @@ def _is_late(entry: Entry, taken_at: float) -> bool:
 
 
 def _measure(served: dict[Histogram, int], seconds: float) -> None:
-    """Count what was served in a batch that took ``seconds``, and forget it."""
+    """Count operations of a batch that took ``seconds``, and clear them."""
     for times, count in served.items():
         times.counts[bisect_left(times.bounds, seconds)] += count
         times.sum += count * seconds
     served.clear()
 
 
-def _part(aux: Bytes, offset: int, length: int) -> Bytes:
+def _cut_aux(aux: Bytes, offset: int, length: int) -> Bytes:
     if length > len(aux) or offset > len(aux) - length:
         raise RefusedEntry(errno.EINVAL)
     return aux[offset : offset + length]
 
 
 def _note_uses(asked: dict[NamespaceHandle, list[bytes]]) -> None:
-    """Tell the caches, and forget it."""
+    """Note the names with their caches, and clear them."""
     for namespace, names in asked.items():
         if namespace.uses is not None:
             namespace.uses.note(namespace.ino, names)
@@ -107,18 +107,18 @@ class EntryServer:
         self._columns = ColumnReads(ring, registered)
         self._batches = BatchFinder(ring, registered, aux, op_mask)
         self._asked: dict[NamespaceHandle, list[bytes]] = {}
-        """names of blocks of caches that were asked for in the batch that is being served"""
+        """names of blocks of caches that the present batch asks for"""
         self._served: dict[Histogram, int] = {}
-        """where reads and gets of the batch that is being served will be counted -> how many"""
+        """histogram -> reads and gets of the present batch"""
         self.count = 0
         """entries served since somebody set it to 0"""
         self.bad_count = 0
         """malformed ones among them"""
         self._is_lone = False
-        """the entry that is being served has no place"""
+        """the present entry has no place"""
 
     def close(self) -> None:
-        """Let go of memory: the garbage collector takes the rest, as the ring's thread and this know each other."""
+        """Drop memory: the garbage collector frees the rest, as the ring's thread and this refer to each other."""
         self._aux_area = self._aux_area[:0].copy()
         self._batches.close()
         del self._columns, self._batches
@@ -134,11 +134,11 @@ class EntryServer:
         if len(rows) > 1 or rows["op"][0] == Op.WRITE:
             rows = self._batches.serve(rows, taken_at, in_place=in_place)
         if len(rows) >= COLUMNS_MIN:
-            rows = self._without_overlaps(rows)
+            rows = self._refuse_overlaps(rows)
             if self._op_mask >> Op.READ & 1:
                 rows = self._columns.serve(rows, taken_at)
         elif len(rows) > 1 and may_overlap(rows):
-            rows = self._without_overlaps(rows)
+            rows = self._refuse_overlaps(rows)
         calls: list[Call] = []
         done: list[tuple[int, Completion]] = []
         waiting: list[int] = []
@@ -162,11 +162,11 @@ class EntryServer:
             is_wanted = self._turns.is_wanted(self._ring.seat)
             is_put = entry.op == Op.PUT
             if kept_size >= PUTS_SIZE or (not is_put and (is_wanted or entry.length >= LARGE)):
-                self._pass_on(done, calls)
+                self._publish_and_start(done, calls)
                 done, calls, kept_size = [], [], 0
             if is_wanted:
                 self._turns.pause(self._ring.seat)
-        self._pass_on(done, calls)
+        self._publish_and_start(done, calls)
         if self._served:
             _measure(self._served, time.monotonic() - taken_at)
         if self._asked:
@@ -174,7 +174,7 @@ class EntryServer:
         return rows[waiting] if waiting else rows[:0]
 
     def serve_one(self, packed: bytearray, taken_at: float) -> bool:
-        """As `serve`, of an entry that is alone in the queue: it is taken here. False: it has to wait for memory."""
+        """Take an entry that is alone in the queue, and serve it as `serve`. False: it has to wait for memory."""
         entry = Entry._make(SQE_STRUCT.unpack(packed))
         calls: list[Call] = []
         answer, is_short, self._is_lone = None, False, True
@@ -202,14 +202,14 @@ class EntryServer:
             _note_uses(self._asked)
         return True
 
-    def _pass_on(self, done: list[tuple[int, Completion]], calls: list[Call]) -> None:
+    def _publish_and_start(self, done: list[tuple[int, Completion]], calls: list[Call]) -> None:
         if done:
             self._completions.publish(done)
         if calls:
             self._registered.start(calls)
 
-    def _without_overlaps(self, rows: Entries) -> Entries:
-        """Refuse entries whose bytes would land where those of another one of this batch do."""
+    def _refuse_overlaps(self, rows: Entries) -> Entries:
+        """Refuse entries whose target bytes overlap those of another entry of this batch."""
         refused = find_overlaps(rows, self._registered.iovs)
         if not len(refused):
             return rows
@@ -218,7 +218,7 @@ class EntryServer:
         return np.delete(rows, refused)
 
     def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Completion | None:
-        """As `_serve`; an error is an answer, too. Short."""
+        """`_serve`, with an error as an answer. Short."""
         try:
             return self._serve(entry, taken_at, calls)
         except RefusedEntry as refusal:
@@ -234,7 +234,7 @@ class EntryServer:
         if op == Op.RELEASE:
             self._registered.pins.give(entry.offset)
             if not self._is_lone:
-                self._completions.release(entry.user_data)
+                self._completions.forget_entry(entry.user_data)
             return None
         if op not in OPS or entry.reserved or entry.priority > Priority.LOW:
             raise RefusedEntry(errno.EINVAL)
@@ -251,7 +251,7 @@ class EntryServer:
             return self._serve_file(entry, deadline, calls)
         if op == Op.CANCEL:
             return self._cancel(entry, deadline)
-        calls.append(self._call_of_put(entry, deadline) if op == Op.PUT else self._call_of_keys(entry, deadline))
+        calls.append(self._make_put(entry, deadline) if op == Op.PUT else self._make_keys_call(entry, deadline))
         return None
 
     # files
@@ -266,12 +266,12 @@ class EntryServer:
                 raise RefusedEntry(errno.EINVAL)
             device = self._registered.devices.get(entry.iov) if entry.op == Op.READ else None
             if device is not None and file.readable:
-                return self._to_device(call, device, calls)
-            iov = call.iov = self._range(entry)
+                return self._read_to_device(call, device, calls)
+            iov = call.iov = self._find_iov(entry)
             if not (file.readable if entry.op == Op.READ else file.writable):
                 raise RefusedEntry(errno.EBADF)
             if entry.op == Op.WRITE:
-                with self._reserved(call, entry.length):
+                with self._reserving(call, entry.length):
                     self._copy(call, np.empty(entry.length, np.uint8), iov, iov.read)
             else:
                 if not iov.writable:
@@ -287,7 +287,7 @@ class EntryServer:
         return None
 
     def _read(self, content: ContentMap, offset: int, length: int, iov: MappedIov, iov_offset: int) -> int:
-        """`ring_reads.read`, where others work meanwhile if it is much."""
+        """`ring_reads.read`; other rings work during a large one."""
         if length <= SMALL and iov.holds_lock:
             began = time.perf_counter()
             result = ring_reads.read(content, offset, length, iov, iov_offset)
@@ -309,7 +309,7 @@ class EntryServer:
         file.measures.read_bytes += result
         return Completion(result)
 
-    def _range(self, entry: Entry) -> MappedIov:
+    def _find_iov(self, entry: Entry) -> MappedIov:
         """The iov of an entry, whose range lies in it."""
         iov = self._registered.iovs.get(entry.iov)
         if iov is None or entry.length > iov.size or entry.iov_offset > iov.size - entry.length:
@@ -319,7 +319,7 @@ class EntryServer:
         return iov
 
     def _reserve(self, call: Call, size: int) -> None:
-        """Let a call have ``size`` bytes and what its task takes. Short."""
+        """Reserve ``size`` bytes for a call, and what its task takes. Short."""
         size += CALL_SIZE
         weight = weight_of(call)
         if not self._registered.share.take(size, weight, self._ring.jobs.nudge):
@@ -327,8 +327,8 @@ class EntryServer:
         call.size, call.weight = size, weight
 
     @contextmanager
-    def _reserved(self, call: Call, size: int) -> Iterator[None]:
-        """As `_reserve`; given back where the body fails."""
+    def _reserving(self, call: Call, size: int) -> Iterator[None]:
+        """`_reserve`, for the body: gives it back where that fails."""
         self._reserve(call, size)
         try:
             yield
@@ -338,7 +338,7 @@ class EntryServer:
             raise
 
     def _copy(self, call: Call, buffer: npt.NDArray[np.uint8], iov: MappedIov, read: Callable[[int, Bytes], T]) -> T:
-        """The bytes of an entry, which the client may change from now on. What ``read`` answers. OSError."""
+        """Copy an entry's bytes, which the client may change afterwards; returns what ``read`` returns. OSError."""
         if len(buffer) <= SMALL and iov.holds_lock:
             began = time.perf_counter()
             answer = read(call.entry.iov_offset, buffer)
@@ -351,31 +351,31 @@ class EntryServer:
 
     # keys
 
-    def _namespace(self, entry: Entry) -> NamespaceHandle:
+    def _find_namespace(self, entry: Entry) -> NamespaceHandle:
         namespace = self._registered.namespaces.get(entry.handle)
         if namespace is None:
             raise RefusedEntry(errno.EBADF)
         return namespace
 
-    def _name(self, entry: Entry) -> bytes:
+    def _read_name(self, entry: Entry) -> bytes:
         """The file name of the one key of an entry."""
         if not 1 <= entry.key_length <= KEY_SIZE_MAX or entry.flags & ~_VIEW:
             raise RefusedEntry(errno.EINVAL)
-        return file_name(_part(self._aux_area, entry.key_offset, entry.key_length).tobytes())
+        return file_name(_cut_aux(self._aux_area, entry.key_offset, entry.key_length).tobytes())
 
-    def _call_of_put(self, entry: Entry, deadline: float) -> Call:
-        """With a copy of the bytes, unless the event loop has to allow it before. Refused, Short, OSError."""
-        namespace = self._namespace(entry)
-        name = self._name(entry)
-        iov = self._range(entry)
+    def _make_put(self, entry: Entry, deadline: float) -> Call:
+        """A PUT with a copy of the bytes, unless the event loop has to allow that before. Refused, Short, OSError."""
+        namespace = self._find_namespace(entry)
+        name = self._read_name(entry)
+        iov = self._find_iov(entry)
         call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
         if namespace.read_only:
             raise RefusedEntry(errno.EROFS)
         if namespace.may_copy:
-            with self._reserved(call, entry.length):
+            with self._reserving(call, entry.length):
                 self._copy_put(call)
         else:
-            call.again = self._copy_now
+            call.again = self._copy_allowed
             self._reserve(call, 0)
         return call
 
@@ -391,17 +391,17 @@ class EntryServer:
             block.checksums, call.data = checksums, block
 
     def _serve_get(self, entry: Entry, deadline: float, calls: list[Call]) -> Completion | None:
-        namespace = self._namespace(entry)
-        name = self._name(entry)
+        namespace = self._find_namespace(entry)
+        name = self._read_name(entry)
         device = self._registered.devices.get(entry.iov)
-        iov = self._range(entry) if entry.length and device is None else None
+        iov = self._find_iov(entry) if entry.length and device is None else None
         if iov is not None and not iov.writable:
             raise RefusedEntry(errno.EACCES)
         if namespace.uses is not None:
             self._asked.setdefault(namespace, []).append(name)
         if device is not None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), again=find_block)
-            return self._to_device(call, device, calls)
+            return self._read_to_device(call, device, calls)
         answer = self._get(entry, namespace, name, iov) if not namespace.measures.limiters else None
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
@@ -413,8 +413,8 @@ class EntryServer:
             self._served[times] = self._served.get(times, 0) + 1
         return answer
 
-    def _to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Completion | None:
-        """The answer to a GET or READ whose bytes are to go there, or None: it is in ``calls``. Refused, Short."""
+    def _read_to_device(self, call: Call, device: DeviceIov, calls: list[Call]) -> Completion | None:
+        """The answer to a GET or READ into a device, or None: it is in ``calls``. Refused, Short."""
         check_range(call.entry, device)
         call.device = device
         of = call.namespace if call.namespace is not None else call.file
@@ -460,21 +460,21 @@ class EntryServer:
             self._registered.pins.give(pin)
         return None
 
-    def _copy_now(self, call: Call) -> None:
+    def _copy_allowed(self, call: Call) -> None:
         """Copy the bytes of a put that the event loop allowed. OSError, also ENOMEM."""
         if not self._registered.share.take(call.entry.length):
-            raise OSError(errno.ENOMEM, "calls that are under way hold all memory")
+            raise OSError(errno.ENOMEM, "calls in flight hold all memory")
         call.size += call.entry.length
         self._copy_put(call)
 
-    def _call_of_keys(self, entry: Entry, deadline: float) -> Call:
-        namespace = self._namespace(entry)
+    def _make_keys_call(self, entry: Entry, deadline: float) -> Call:
+        namespace = self._find_namespace(entry)
         if entry.flags & ~_OF_KEYS or entry.length > min(entry.key_length, KEYS_MAX):
             raise RefusedEntry(errno.EINVAL)
-        _part(self._aux_area, entry.offset, entry.length)
-        packed = _part(self._aux_area, entry.key_offset, entry.key_length)
+        _cut_aux(self._aux_area, entry.offset, entry.length)
+        packed = _cut_aux(self._aux_area, entry.key_offset, entry.key_length)
         call = Call(self._ring, entry, deadline, namespace=namespace)
-        with self._reserved(call, len(packed) + entry.length * KEY_SIZE):
+        with self._reserving(call, len(packed) + entry.length * KEY_SIZE):
             try:
                 keys = unpack_keys(packed.tobytes(), entry.length)
             except ValueError:
@@ -487,7 +487,7 @@ class EntryServer:
         return call
 
     def _cancel(self, entry: Entry, deadline: float) -> Completion | None:
-        """Take an entry out of the line; one that is with the event loop is cancelled there. Short."""
+        """Drop a waiting entry; the event loop cancels one that it has. Short."""
         if self.lines.remove(entry.offset):
             self._completions.post([entry.offset], [-errno.ECANCELED])
             return Completion(0)

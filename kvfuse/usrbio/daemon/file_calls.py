@@ -1,4 +1,4 @@
-"""Calls for registered files, in the event loop."""
+"""Executes calls for registered files, in the event loop."""
 
 from __future__ import annotations
 

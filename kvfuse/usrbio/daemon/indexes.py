@@ -1,4 +1,4 @@
-"""Indexes of resident blocks that one connection has mapped (`volume/tier/resident`)."""
+"""Opens indexes of resident blocks, and arenas, for a connection that maps them (`volume/tier/resident_indexes`)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvfuse.volume.tier.resident_indexes import Touches
 from kvfuse.volume.tier.shared_tier import ReadClass
 
 INDEXES_MAX = 64
-"""of one connection"""
+"""indexes of one connection"""
 HANDLES_MAX = 16
-"""of one folder that are looked at for a right to an arena, the newest ones"""
+"""newest handles of one folder, which may give a right to an arena"""
 
 
 @dataclass
 class Indexes:
-    """Of one connection. Event loop only."""
+    """The block indexes of one connection. Event loop only."""
 
     volume: RingApi
     admission: NamespaceAccess
@@ -40,11 +40,11 @@ class Indexes:
     async def open(
         self, namespace: NamespaceHandle, number: int, account: UserAccount
     ) -> tuple[tuple[int, ...], list[int]]:
-        """(size), and descriptors of an index and of the page for touches of it.
+        """Open an index: (size), and descriptors of it and of its page for touches.
 
-        ``number`` 0: that of the blocks that this client puts; from 1 on those of other owners and modes. NotFound:
-        there are no more. PermissionDenied: the client may not find out every name. NotSupported: somebody has to
-        count what is read. QuotaExceeded: the client's user has its share of what the daemon has room for; ``account``
+        ``number`` 0: the index of blocks that this client puts; from 1 on those of other owners and modes. NotFound: no
+        more exist. PermissionDenied: the client may not list the folder. Unsupported: the daemon has to count what is
+        read, or could not take memory back. QuotaExceeded: the user has its share of the daemon's indexes; ``account``
         has those of the connection, also at its end.
         """
         if not self.volume.tier.may_show(is_unlimited=self.peer.is_unlimited):
@@ -52,7 +52,7 @@ class Indexes:
         await self._check(namespace)
         if namespace.measures.limiters:
             raise errors.Unsupported("the speed of this namespace is limited: its blocks are got through rings")
-        readers = self._read_class(namespace, number)
+        readers = self._find_read_class(namespace, number)
         for former in [own for own, touches in self._opened.items() if own == readers or touches.index.has_ended]:
             self.volume.tier.residents.leave(self._opened.pop(former))
             account.give("user_indexes")
@@ -94,11 +94,11 @@ class Indexes:
         self._opened.clear()
 
     async def _check(self, namespace: NamespaceHandle) -> None:
-        directory = await self.admission.directory(namespace)
-        if namespace.is_absent or not (namespace.has_token or self.peer.may(directory, 5)):
+        directory = await self.admission.read_directory(namespace)
+        if namespace.is_absent or not (namespace.has_token or self.peer.may_access(directory, 5)):
             raise errors.PermissionDenied("the client's user may not list this folder")
 
-    def _read_class(self, namespace: NamespaceHandle, number: int) -> ReadClass:
+    def _find_read_class(self, namespace: NamespaceHandle, number: int) -> ReadClass:
         own = ReadClass(namespace.ino, self.peer.uid, namespace.group.gid, namespace.mode & 0o444)
         if not number:
             readers = [own]
@@ -111,11 +111,11 @@ class Indexes:
         return readers[number]
 
     def _may_read(self, readers: ReadClass) -> bool:
-        return self.peer.may(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
+        return self.peer.may_access(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
 
 
 class _Readable(NamedTuple):
-    """What `Peer.may` looks at."""
+    """Owner, group and mode for `ClientProcess.may_access`."""
 
     uid: int
     gid: int

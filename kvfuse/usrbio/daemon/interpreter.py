@@ -1,20 +1,20 @@
-"""Which ring works: Python's interpreter runs one thread at a time, and every ring has a thread.
+"""Schedules ring threads: Python's interpreter runs one thread at a time, and every ring has a thread.
 
 Without an order among them, a thread that wants the interpreter waits for all others that want it, 0.1 ms for each: the
 event loop waits for each of 256 rings, several times in one request. So the thread of a ring takes the turn before it
 works, and gives it back when it has nothing more to do, or between two entries where somebody else precedes it:
 
 * *One ring works in the interpreter at a time.* The threads of all others sleep, so the event loop waits for one thread
-  at most. Large copies need no interpreter: others take the turn meanwhile. A user of whom ``COPIES_MAX`` copy
-  has no turn until one of them ends, which may take as long as it likes: see `client_memory.HELD_SIZE`.
-  A thread that wakes wants the interpreter, too: see `bell_watcher.py`.
+  at most. Large copies need no interpreter: others take the turn meanwhile. A user with ``COPIES_MAX`` copies has no
+  turn until one of them ends, which may take as long as it likes: see `client_memory.HELD_SIZE`. A thread that wakes
+  wants the interpreter, too: see `bell_watcher.py`.
 * *Users take turns.* The user that had least of the interpreter lately precedes all others; the ring that works notices
   after its present entry. So a user waits for one entry of another user, however many rings that one has. Looking for
   more work counts like work. Rings of one user follow each other after ``TURN_SECONDS``.
 * *The event loop precedes rings.* While it works, the rings of users that had much of the interpreter stand back - for
   ``STAND_BACK_SECONDS``, then one of them works for ``TURN_SECONDS``, however busy the event loop is.
 
-The turn is a token in a list: a thread that finds it there needs no lock, and nothing else is done where nobody waits.
+The turn is a token in a list: a thread that finds it there needs no lock, and does nothing else where nobody waits.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from weakref import WeakValueDictionary
 import trio
 
 TURN_SECONDS = 0.0005
-"""after which another ring of the same user, or of one that had as much, works"""
+"""a turn's length, after which another ring of the same user, or of one that had as much, works"""
 STAND_BACK_SECONDS = 0.0003
 HALF_LIFE_SECONDS = 0.02
-"""in which half of what a user had is forgotten"""
+"""time in which half of what a user had is forgotten"""
 MUCH_SECONDS = HALF_LIFE_SECONDS / 2
-"""of ``User.lately``, from which on a user stands back: a quarter to a half of all recent time"""
+"""value of ``User.lately`` from which a user stands back: a quarter to a half of all recent time"""
 ALONE_MAX = 4
 """Rings of a user that wait for their bells themselves"""
 COPIES_MAX = min(8, max(2, len(os.sched_getaffinity(0))))
@@ -88,21 +88,21 @@ class Interpreter:
         self._has_timer = False
         """a seat that stands back looks at the clock"""
         self._ours_until = 0.0
-        """until when the event loop precedes nobody"""
+        """time until which the event loop precedes nobody"""
         self._copier: Seat | None = None
         """the seat that has the turn, while it copies"""
         self._looker = [True]
         """empty while a thread looks for more work without a rest"""
 
-    def user(self, key: object) -> User:
+    def get_user(self, key: object) -> User:
         with self._lock:
             return self._users.setdefault(key, User())
 
     # -- turns ---------------------------------------------------------------------------------------
 
-    def take(self, seat: Seat) -> None:
+    def take_turn(self, seat: Seat) -> None:
         """Take the turn, or wait until somebody hands it on to this seat."""
-        if seat.user.copies >= COPIES_MAX or (self._is_loop_busy and self._stands_back(seat.user)):
+        if seat.user.copies >= COPIES_MAX or (self._is_loop_busy and self._has_to_wait(seat.user)):
             self._wait(seat)
         else:
             try:
@@ -111,26 +111,26 @@ class Interpreter:
                 self._wait(seat)
         seat.began = time.perf_counter()
 
-    def give(self, seat: Seat) -> None:
+    def give_turn(self, seat: Seat) -> None:
         """Hand the turn on."""
         now = time.perf_counter()
         seat.user.lately += now - seat.began
         self.token.append(True)
         if self._waiting or now - self._halved_at > HALF_LIFE_SECONDS:
             with self._lock:
-                self._forget(now)
-                self._hand_on()
+                self._decay(now)
+                self._hand_turn()
 
     def is_wanted(self, seat: Seat) -> bool:
         """Whether the event loop or another seat precedes this seat, which has the turn."""
-        if self._is_loop_busy and self._stands_back(seat.user):
+        if self._is_loop_busy and self._has_to_wait(seat.user):
             return True
         if not self._waiting:
             return False
         took = time.perf_counter() - seat.began
         return took > TURN_SECONDS or self._least + TURN_SECONDS < seat.user.lately + took
 
-    def lend(self, seat: Seat) -> None:
+    def lend_turn(self, seat: Seat) -> None:
         """Hand the turn on to the seat that precedes this one, and wait until it is handed back."""
         seat.user.lately += time.perf_counter() - seat.began
         self._wait(seat, has_turn=True)
@@ -139,39 +139,39 @@ class Interpreter:
     def pause(self, seat: Seat) -> None:
         """Lend the turn where the event loop or another seat precedes this one; return at once otherwise."""
         if self.is_wanted(seat):
-            self.lend(seat)
+            self.lend_turn(seat)
 
-    def line_up(self, seat: Seat) -> None:
+    def queue_seat(self, seat: Seat) -> None:
         """Queue a seat, whose thread blocks in `sleep`, for the turn."""
         with self._lock:
             self._append(seat)
-            self._hand_on()
+            self._hand_turn()
 
     def sleep(self, seat: Seat) -> None:
-        """Block this seat's thread until `line_up` queued the seat and the turn was handed to it."""
+        """Block this seat's thread until `queue_seat` queued the seat and the turn was handed to it."""
         seat.wake.acquire()
         seat.began = time.perf_counter()
         seat.has_turn = True
 
     def may_sleep_alone(self, user: User) -> bool:
-        """Whether one more thread may wait for something by itself, until `woke_alone`."""
+        """Whether one more thread may wait for something by itself, until `end_sleep_alone`."""
         with self._lock:
             may = user.alone < ALONE_MAX
             user.alone += may
             return may
 
-    def woke_alone(self, user: User) -> None:
+    def end_sleep_alone(self, user: User) -> None:
         with self._lock:
             user.alone -= 1
 
     @contextmanager
     def copying(self, seat: Seat) -> Iterator[None]:
-        """Others may take the turn from this seat during this large copy; after it the seat has the turn again."""
+        """Let others take the turn from this seat during a large copy; after it the seat has the turn again."""
         seat.lent.append(True)
         self._copier = seat
         if self._waiting:
             with self._lock:
-                self._hand_on()
+                self._hand_turn()
         try:
             yield
         finally:
@@ -181,14 +181,14 @@ class Interpreter:
             except IndexError:
                 with self._lock:
                     seat.user.copies -= 1
-                    self._hand_on()
+                    self._hand_turn()
                 seat.user.lately += time.perf_counter() - seat.began
-                self.take(seat)
+                self.take_turn(seat)
 
     # -- looking for more work -----------------------------------------------------------------------
 
     def may_look(self) -> bool:
-        """Whether this thread may look for more work without a rest: one at a time, until `looked`."""
+        """Whether this thread may look for more work without a rest: one at a time, until `end_look`."""
         if not self.token:
             return False
         try:
@@ -197,24 +197,24 @@ class Interpreter:
             return False
         return True
 
-    def looked(self, seat: Seat, seconds: float) -> None:
+    def end_look(self, seat: Seat, seconds: float) -> None:
         self._looker.append(True)
         seat.user.lately += seconds
 
     # -- the event loop ------------------------------------------------------------------------------
 
-    def loop_works(self) -> None:
+    def note_loop_busy(self) -> None:
         self._is_loop_busy = True
 
-    def loop_rests(self) -> None:
+    def note_loop_idle(self) -> None:
         self._is_loop_busy = False
         if self._waiting and self.token:
             with self._lock:
-                self._hand_on()
+                self._hand_turn()
 
     # -- within --------------------------------------------------------------------------------------
 
-    def _stands_back(self, user: User) -> bool:
+    def _has_to_wait(self, user: User) -> bool:
         return user.lately > MUCH_SECONDS and time.perf_counter() > self._ours_until
 
     def _wait(self, seat: Seat, *, has_turn: bool = False) -> None:
@@ -225,7 +225,7 @@ class Interpreter:
             self._has_timer |= has_timer
             if has_turn:
                 self.token.append(True)
-            self._hand_on()
+            self._hand_turn()
         if not has_timer:
             seat.wake.acquire()
             return
@@ -234,7 +234,7 @@ class Interpreter:
             self._has_timer = False
             if not has_turn:
                 self._ours_until = time.perf_counter() + TURN_SECONDS
-                self._hand_on()
+                self._hand_turn()
         if not has_turn:
             seat.wake.acquire()
 
@@ -244,14 +244,14 @@ class Interpreter:
         self._waiting.add(seat.user)
         self._least = min(self._least, seat.user.lately)
 
-    def _hand_on(self) -> None:
+    def _hand_turn(self) -> None:
         """Hand a free turn to the user that had least, unless the event loop precedes it. The caller holds the lock."""
         users = [user for user in self._waiting if user.copies < COPIES_MAX]
         if not users:
             return
-        self._forget(time.perf_counter())
+        self._decay(time.perf_counter())
         user = min(users, key=lambda user: user.lately)
-        if self._is_loop_busy and self._has_timer and self._stands_back(user):
+        if self._is_loop_busy and self._has_timer and self._has_to_wait(user):
             return
         if not self._free_turn():
             return
@@ -275,7 +275,7 @@ class Interpreter:
                 return True
         return False
 
-    def _forget(self, now: float) -> None:
+    def _decay(self, now: float) -> None:
         """Decay what users had: by half in each ``HALF_LIFE_SECONDS``. The caller holds the lock."""
         if now - self._halved_at < HALF_LIFE_SECONDS:
             return
@@ -294,14 +294,14 @@ class _Watch(trio.abc.Instrument):
 
     def before_io_wait(self, timeout: float) -> None:
         if timeout > 0:
-            self._interpreter.loop_rests()
+            self._interpreter.note_loop_idle()
 
     def after_io_wait(self, timeout: float) -> None:
-        self._interpreter.loop_works()
+        self._interpreter.note_loop_busy()
 
 
 @contextmanager
-def watched_loop(interpreter: Interpreter) -> Iterator[None]:
+def watch_loop(interpreter: Interpreter) -> Iterator[None]:
     """Report to ``interpreter`` when the event loop of this thread works, and when it waits for events."""
     watch = _Watch(interpreter)
     trio.lowlevel.add_instrument(watch)
@@ -309,4 +309,4 @@ def watched_loop(interpreter: Interpreter) -> Iterator[None]:
         yield
     finally:
         trio.lowlevel.remove_instrument(watch)
-        interpreter.loop_rests()
+        interpreter.note_loop_idle()

@@ -1,4 +1,4 @@
-"""Jobs for a ring's thread, which does them between entries."""
+"""Queues jobs for a ring's thread, which does them between entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Jobs:
         return self._append(self.here, job)
 
     def run_in_turn(self, job: Callable[[], None]) -> bool:
-        """As `run_here`, of a job that never waits: the thread has its turn meanwhile."""
+        """Let the ring's thread call a job that never waits, as `run_here`: the thread keeps its turn."""
         return self._append(self.in_turn, job)
 
     def _append(self, jobs: deque[Callable[[], None]], job: Callable[[], None]) -> bool:
@@ -43,8 +43,8 @@ class Jobs:
             os.eventfd_write(self.wake, 1)
             return True
 
-    async def ask(self, job: Callable[[], bool]) -> bool:
-        """The result of ``job``, called by the ring's thread in its turn; False if that has ended. Event loop only."""
+    async def ask_thread(self, job: Callable[[], bool]) -> bool:
+        """Have the ring's thread call ``job`` in its turn: the result; False if that has ended. Event loop only."""
         done = trio.Event()
         token = trio.lowlevel.current_trio_token()
         results: list[bool] = []
@@ -83,7 +83,7 @@ class Jobs:
             os.eventfd_write(self.wake, 1)
 
     def end(self) -> None:
-        """At the end of the thread: do the jobs that are left."""
+        """Do the jobs that are left, at the end of the thread."""
         with self._lock:
             self.stopped = True
             self.is_reading = False
@@ -92,5 +92,5 @@ class Jobs:
                 jobs.popleft()()
 
     def close(self) -> None:
-        """After the thread has ended."""
+        """Close the descriptor. The thread has ended."""
         os.close(self.wake)

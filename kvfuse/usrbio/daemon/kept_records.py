@@ -1,4 +1,4 @@
-"""What is kept of each thing that a connection registers, for the next daemon: content, and descriptors."""
+"""Packs registered things of a connection for the next daemon: content, and descriptors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Kept = tuple[object, list[int]]
 
 
 class KeptIov(msgspec.Struct):
-    """With the descriptor of the memory."""
+    """An iov; kept with the descriptor of the memory."""
 
     size: int
     offset: int = 0
-    """of memory of a device"""
+    """first byte of a device's memory"""
 
 
 class KeptNamespace(msgspec.Struct):
@@ -30,7 +30,7 @@ class KeptNamespace(msgspec.Struct):
 
 
 class KeptRing(msgspec.Struct):
-    """With descriptors of its memory, its journal, the daemon's bell and the client's."""
+    """A ring; kept with descriptors of its memory, its journal, the daemon's bell and the client's."""
 
     entries: int
     aux_size: int
@@ -38,19 +38,19 @@ class KeptRing(msgspec.Struct):
     """-1: all operations"""
 
 
-def file(thing: OpenFile) -> Kept:
+def pack_file(thing: OpenFile) -> Kept:
     place = thing.handle.place
     return KeptFile(thing.ino, thing.readable, thing.writable, [place] if place[1] else []), []
 
 
-def iov(thing: MappedIov) -> Kept:
+def pack_iov(thing: MappedIov) -> Kept:
     return KeptIov(thing.size), [thing.descriptor]
 
 
-def device(thing: DeviceIov) -> Kept:
+def pack_device(thing: DeviceIov) -> Kept:
     return KeptIov(thing.size, thing.offset), [thing.descriptor]
 
 
-def namespace(thing: NamespaceHandle) -> Kept:
+def pack_namespace(thing: NamespaceHandle) -> Kept:
     row = KeptNamespace(thing.ino, thing.mode, thing.group.gid, thing.read_only, thing.descriptor, thing.by_path)
     return row, []

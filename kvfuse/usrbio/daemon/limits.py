@@ -1,4 +1,4 @@
-"""State that all clients of a mount share, and the limits of all together."""
+"""Holds state that all clients of a mount share, and the limits of all together."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Limits:
     ) -> None:  # fmt: skip
         """``device``: st_dev of the mount's files. ``device_memories``: None: clients can register none.
 
-        ``keeper``: has what outlives the daemon."""
+        ``keeper``: keeps what outlives the daemon."""
         self.keeper = keeper
         self.kept_files = KeptFiles()
         self.hands_over = False
-        """the next daemon is to have the clients: what ends here is left to it"""
+        """the next daemon takes the clients over: what ends here stays kept"""
         self.volume = volume
         self.kernel = kernel
         self.device = device

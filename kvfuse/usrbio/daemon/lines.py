@@ -1,4 +1,4 @@
-"""Entries that a ring's thread has taken, and that wait to be served: a line for each priority."""
+"""Queues entries that a ring's thread has taken and not yet served: a line for each priority."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvfuse.usrbio.protocol.wire import Priority
 
 TURN_ENTRIES = 256
 TURN_BYTES = 16 << 20
-"""served before higher priorities are looked for again"""
+"""served before the next look for higher priorities"""
 LOW_TURN = 8
 """One turn of so many serves the priority that has waited for longest."""
 _PRIORITY_BITS = np.uint64(0xFF00)
-"""in the first word of an SQE"""
+"""the priority in the first word of an SQE"""
 CLASSES = (Priority.HIGH, Priority.NORMAL, Priority.LOW)
 
 

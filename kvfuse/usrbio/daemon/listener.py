@@ -1,4 +1,4 @@
-"""The daemon's side of the control socket: who is connected, and what all clients together may have.
+"""Accepts clients on the control socket, and bounds what all of them together have.
 
 `connection.py` serves each of them.
 """
@@ -23,12 +23,12 @@ from kvfuse.usrbio.daemon import restored_connection
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
 from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_process import ClientProcess, credentials
+from kvfuse.usrbio.daemon.client_process import ClientProcess, read_credentials
 from kvfuse.usrbio.daemon.connection import Connection
-from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping, KeptConnection, find_left
-from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver, DescriptorReceivers, open_receivers, turn_away
+from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping, KeptConnection, find_kept
+from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver, DescriptorReceivers, open_receivers, try_close
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
-from kvfuse.usrbio.daemon.interpreter import Interpreter, watched_loop
+from kvfuse.usrbio.daemon.interpreter import Interpreter, watch_loop
 from kvfuse.usrbio.daemon.limits import MEMORY_SIZE, Limits
 from kvfuse.usrbio.daemon.ring_thread import THREAD_NAME
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
@@ -41,13 +41,13 @@ UNPROVEN_MAX = 64
 """clients of uid 0 whose capabilities are not known yet"""
 UNPROVEN_THREADS = 4
 WARNING_SECONDS = 1.0
-"""between two warnings of clients that were turned away"""
+"""least time between two warnings of refused clients"""
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 HAND_OVER_SECONDS = 2.0
-"""that entries under way have to end, before the next daemon does them again"""
+"""time that entries in flight have to end, before the next daemon executes them again"""
 HAND_OVER_LOOK_SECONDS = 0.005
 SCARCE_SECONDS = 0.1
-"""after which it is tried again to accept a client"""
+"""time after which a failed accept is retried"""
 
 
 async def serve_rings(
@@ -64,31 +64,31 @@ async def serve_rings(
 ) -> None:
     """Serve clients that connect to ``listener``, until cancelled. ``device``: st_dev of the mount's files.
 
-    ``options``: the limits of users; None: the default ones. ``device_memories``: see `Limits`. ``keeper``: has what
-    outlives this daemon, and the clients of one before it, which go on. Once ``handing_over`` is set, nothing more is
-    taken from rings; what is under way ends, or is left to the next daemon after ``HAND_OVER_SECONDS``, with all
-    clients; then it returns.
+    ``options``: the limits of users; None: the default ones. ``device_memories``: see `Limits`. ``keeper``: keeps what
+    outlives this daemon, and clients of a former one, which continue. Once ``handing_over`` is set, rings take no more
+    entries; those in flight end, or stay for the next daemon after ``HAND_OVER_SECONDS``, with all clients; then it
+    returns.
     """
     turns = Interpreter()
-    with listener.dup() as accepting, BellWatcher(turns) as bell_watcher, watched_loop(turns), ExitStack() as undo:
+    with listener.dup() as accepting, BellWatcher(turns) as bell_watcher, watch_loop(turns), ExitStack() as undo:
         accepting.setblocking(False)
         limits = Limits(volume, kernel, device, bell_watcher, options or UsrbioOptions(), device_memories, keeper)
         files, movers = volume.left_open.ring_files, volume.left_open.movers
-        left, arrivals = find_left(keeper, volume.tier, files)
+        left, arrivals = find_kept(keeper, volume.tier, files)
         restored_connection.give_up_files(volume, set(files).difference(*[one.files for one in left]))
-        movers.add(limits.kept_files.moved)
-        undo.callback(movers.discard, limits.kept_files.moved)
+        movers.add(limits.kept_files.note_move)
+        undo.callback(movers.discard, limits.kept_files.note_move)
         async with open_receivers() as receivers, limits.device_memories.serving(), trio.open_nursery() as nursery:
             clients = Clients(limits, receivers, nursery)
             nursery.start_soon(failing.vital_task, limits.call_queue.run)
             if handing_over is not None:
                 nursery.start_soon(failing.vital_task, clients.hand_over, handing_over)
             for one in left:
-                clients.go_on(one)
+                clients.restore_client(one)
             for arrival in arrivals:
                 stream = socket.socket(fileno=arrival.socket)
                 stream.setblocking(False)
-                clients.receive(stream, arrival.name)
+                clients.receive_client(stream, arrival.name)
             volume.sections["rings"] = clients.statistics
             volume.sections["ring_users"] = limits.accounts.statistics
             volume.user_sections["rings"] = clients.statistics_of
@@ -102,7 +102,7 @@ async def _accept(listener: socket.socket, clients: Clients) -> None:
     while True:
         await trio.lowlevel.wait_readable(listener)
         try:
-            clients.receive(listener.accept()[0])  # one in a pass of the event loop: others wait for that long
+            clients.receive_client(listener.accept()[0])  # one in a pass of the event loop: others wait for that long
         except BlockingIOError:
             pass
         except OSError as error:
@@ -113,7 +113,7 @@ async def _accept(listener: socket.socket, clients: Clients) -> None:
 
 
 class Clients:
-    """All that are connected; the listener's task owns it."""
+    """All connected clients; the listener's task owns it."""
 
     def __init__(self, limits: Limits, receivers: DescriptorReceivers, nursery: trio.Nursery) -> None:
         """``nursery``: of tasks that end with it."""
@@ -127,33 +127,33 @@ class Clients:
         self._connections: set[Connection] = set()
         self._arrivals = Arrivals(limits.keeper)
 
-    def receive(self, client: socket.socket, name: str = "") -> None:
-        """Somebody has connected. One that is too many of its user is gone at once: to be cheap where many come.
+    def receive_client(self, client: socket.socket, name: str = "") -> None:
+        """Serve a new client, or close it at once where its user has too many: cheap where many connect.
 
-        ``name``: under which the daemon before this one has kept it.
+        ``name``: under which the former daemon kept it.
         """
-        uid = credentials(client)[1]
+        uid = read_credentials(client)[1]
         try:
             if uid:
                 self.limits.accounts.check_connections(uid)
             elif self._unproven >= UNPROVEN_MAX:
                 raise errors.QuotaExceeded(f"{UNPROVEN_MAX} processes of uid 0 have connected at once")
         except errors.QuotaExceeded as error:
-            if turn_away(client):
+            if try_close(client):
                 self._arrivals.drop(name)
                 self._warn(error)
                 return
         name = self._arrivals.keep(client, name)
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(client), None, name)
 
-    def go_on(self, left: KeptConnection) -> None:
-        """Serve a client of the daemon before this one."""
+    def restore_client(self, left: KeptConnection) -> None:
+        """Serve a client of the former daemon."""
         stream = socket.socket(fileno=left.socket)
         stream.setblocking(False)
         self._nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(stream), left)
 
     async def hand_over(self, wanted: trio.Event) -> None:
-        """Once that is set, leave all clients to the next daemon."""
+        """Once ``wanted`` is set, leave all clients to the next daemon."""
         await wanted.wait()
         with trio.move_on_after(HAND_OVER_SECONDS):
             while True:
@@ -172,43 +172,43 @@ class Clients:
     async def _find_peer(self, stream: trio.socket.SocketType) -> ClientProcess:
         self._unproven += 1
         try:
-            return await ClientProcess.of(stream, self._unproven_threads)
+            return await ClientProcess.from_socket(stream, self._unproven_threads)
         finally:
             self._unproven -= 1
 
     async def _serve(self, stream: trio.socket.SocketType, left: KeptConnection | None = None, name: str = "") -> None:
-        """One client, until it is gone and its socket is closed. It counts for its user until then."""
-        with stream, self._kept(name):
+        """Serve one client until it is gone and its socket is closed. It counts for its user until then."""
+        with stream, self._dropping_arrival(name):
             try:
                 peer = await self._find_peer(stream) if left is None else left.peer
                 user = (peer.uid, peer.is_unlimited)
-                receiver = self._receivers.of(user, stream)
+                receiver = self._receivers.make_receiver(user, stream)
                 with closing(self.limits.accounts.open(peer)) as account:
                     try:
                         account.take("user_connections")
-                        async with self._audiences.of(user) as audience:
+                        async with self._audiences.join(user) as audience:
                             if left is None:
-                                await audience.turn(stream, CONNECT_COST)
+                                await audience.wait_turn(stream, CONNECT_COST)
                             await self._serve_peer(stream, peer, account, audience, receiver, left, name)
                     finally:
                         if not self.limits.hands_over:
                             if left is not None:
-                                left.pins.clear()  # where nobody has come to take them over
+                                left.pins.clear()  # where no connection took them over
                                 restored_connection.give_up_files(self.limits.volume, left.files)
                                 if not left.page.is_closed:
                                     ConnectionKeeping(self.limits.keeper, left).close()
-                            await receiver.empty()
+                            await receiver.empty_socket()
             except* (errors.QuotaExceeded, errors.InvalidArgument) as group:
                 self._warn(group.exceptions[0])
             except* OSError as group:
                 log.info("a client's connection failed: %s", group.exceptions[0])
-            except* Exception as group:  # its own connection ends; all others go on
+            except* Exception as group:  # its own connection ends; all others continue
                 failing.failures["clients of rings"] += 1
                 log.error("serving a client failed", exc_info=group)
 
     @contextmanager
-    def _kept(self, name: str) -> Iterator[None]:
-        """Until the end of the body, unless that is for the next daemon."""
+    def _dropping_arrival(self, name: str) -> Iterator[None]:
+        """Drop the kept socket at the end of the body, unless that is for the next daemon."""
         try:
             yield
         finally:
@@ -225,7 +225,7 @@ class Clients:
             async with trio.open_nursery() as nursery:
                 connection = Connection(self.limits, stream, peer, account, audience, receiver, nursery, share, left)
                 if name:
-                    connection.registered.keeping.arrived(name)
+                    connection.registered.keeping.set_name(name)
                 self._connections.add(connection)
                 try:
                     await connection.run(left)
@@ -235,20 +235,20 @@ class Clients:
 
     def statistics(self) -> dict[str, int]:
         """Counts of all that clients have registered now."""
-        counts = _counts(self._connections)
+        counts = _count_things(self._connections)
         threads = sum(thread.name == THREAD_NAME for thread in threading.enumerate())
         with suppress(OSError):  # no descriptor is free
-            self.limits.charges.look_again()  # of those that have ended, too, what is still there
+            self.limits.charges.recount()  # also what still exists of ended rings
         sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
 
     def statistics_of(self, uid: int) -> dict[str, int]:
         """The counts of one user's clients."""
-        return dict(_counts([connection for connection in self._connections if connection.peer.uid == uid]))
+        return dict(_count_things([connection for connection in self._connections if connection.peer.uid == uid]))
 
 
-def _counts(connections: Collection[Connection]) -> Counter[str]:
+def _count_things(connections: Collection[Connection]) -> Counter[str]:
     counts = Counter(connections=len(connections), files=0, iovs=0, namespaces=0, rings=0, pins=0)
     for connection in connections:
-        counts.update(connection.registered.counts())
+        counts.update(connection.registered.count_things())
     return counts

@@ -1,11 +1,10 @@
-"""Calls that the event loop does for rings: everything that a ring's thread cannot do by itself.
+"""Executes calls of rings in the event loop: everything that a ring's thread cannot do by itself.
 
-A `Call` runs as a task of its connection. A read or a block whose bytes can be shown in a content map goes back to the
-ring's thread, which copies them; else the event loop reads them into memory of the daemon, and the thread copies them
-when they are there. So a call that ran out of time, or was cancelled, is answered at once, and never written to later.
+A `Call` runs as a task of its connection. The event loop has a content map show the bytes of a read or a block, and the
+ring's thread copies them; else the event loop reads them into memory of the daemon, and the thread copies them from
+there. So the daemon answers a call that timed out, or was cancelled, at once, and never writes to its memory later.
 
-Before the completion of a change is posted, the ring's thread, which may wait for the kernel, has the kernel drop what
-the change made untrue.
+The ring's thread may wait for the kernel: it has the kernel drop what a change made stale, then completes the change.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PUTS_SECONDS = 1e-3
 PUTS_TOGETHER = 32
 """done in one go, which takes about as long"""
 BESIDE_READERS = 0.25
-"""of that, where callers of other namespaces read"""
+"""part of that where callers of other namespaces read"""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +56,7 @@ class _Runner:
 
     busy: bool = False
     weight: int = 0
-    """of its user's calls under way; the first runner has none"""
+    """part of its user's calls in flight; the first runner has none"""
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Calls:
     """calls of a ring that are queued for `start`"""
     staging: DeviceStaging = field(default_factory=DeviceStaging)
     _under_way: dict[tuple[ServedRing, int], list[Call]] = field(default_factory=dict)
-    """by ring and user_data, oldest first"""
+    """(ring, user_data) -> calls in flight, oldest first"""
     _puts: deque[Call] = field(default_factory=deque)
     """not yet begun"""
     _runner: _Runner | None = None
@@ -84,7 +83,7 @@ class Calls:
     """those of ``_done`` that no ring's thread has yet, while puts are done one after the other without a wait"""
 
     def __post_init__(self) -> None:
-        devices = self.devices = DeviceCalls(self.volume, self.nursery, self.staging, self._ended)
+        devices = self.devices = DeviceCalls(self.volume, self.nursery, self.staging, self._end_call)
         files = self.files = FileCalls(self.volume, self._finish, self._drop_content, devices.read)
         self.batches = WriteBatches(
             files, self.nursery, self.share, lambda ino: self._drop(self.kernel.drop_content, ino)
@@ -94,7 +93,7 @@ class Calls:
         blocks = self._blocks = BlockCalls(
             self.volume, self.admission, self._finish, files.read_here, devices.answer_found
         )
-        self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._tell_puts)
+        self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._complete_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
             Op.READ: files.read,
@@ -113,7 +112,7 @@ class Calls:
         From here on `cancel` finds these calls.
         """
         ring = calls[0].ring
-        if ring.completions.stopped:  # `end` has been here: nobody would end them
+        if ring.completions.stopped:  # `cancel_ring` ran before: nobody would end them
             for call in calls:
                 self.share.give(call.size, call.weight)
             return
@@ -126,16 +125,16 @@ class Calls:
                 writes.setdefault(call.file, []).append(call)
             elif call.piece is not None:
                 self.devices.start(call)
-            elif call.entry.op != Op.PUT or self.volume.blocks.waits(_directory(call)):
+            elif call.entry.op != Op.PUT or self.volume.blocks.waits(_directory_of(call)):
                 self.nursery.start_soon(self._run, call)
             else:
                 self._puts.append(call)
-        self._see_to_puts()
+        self._start_runner()
         for file, of_file in writes.items():
             self.nursery.start_soon(self._run_writes, file, of_file)
 
     async def _run_writes(self, file: OpenFile, calls: list[Call]) -> None:
-        """Small writes of one file: together, as far as they can be; the others one by one."""
+        """Execute small writes of one file: together, as far as possible; the others one by one."""
         written = [False] * len(calls)
         if len(calls) > 1 and not file.measures.limiters:
             try:
@@ -146,14 +145,14 @@ class Calls:
         for call, is_done in zip(calls, written, strict=True):  # before any wait, in which this may be cancelled
             if is_done:
                 self._finish(Done(call, call.entry.length, content=file.ino))
-                self._ended(call)
+                self._end_call(call)
             else:
                 others.append(call)
         for call in others:
             await self._run(call)
 
-    def _see_to_puts(self) -> None:
-        """Start a task for puts that were not begun, unless there is one that does not wait itself."""
+    def _start_runner(self) -> None:
+        """Start a task for puts that were not begun, unless one runs that does not wait itself."""
         if not self._puts or (self._runner is not None and not self._runner.busy):
             return
         if self._runner is None or self.share.take(0, 1):
@@ -163,13 +162,13 @@ class Calls:
     async def _run_puts(self, runner: _Runner) -> None:
         """Do puts one after the other in one cancel scope: to enter one takes a good part of what a put takes.
 
-        Rings hear of those together that were done without a wait: to wake a thread for each takes as long again.
-        Where one has to wait, another task goes on with the rest; after a turn of them others have theirs.
+        It completes those together that needed no wait: to wake a thread for each takes as long again. Where one has to
+        wait, another task does the rest; after a turn of puts other tasks run.
         """
         while self._puts and self._runner is runner:
-            if self._kept is None:  # else a task that waits has left some, which `_at_a_wait` has not told yet
+            if self._kept is None:  # else a task that waits has left some, which `_post_at_wait` has not posted yet
                 self._kept = {}
-            self.nursery.start_soon(self._at_a_wait)
+            self.nursery.start_soon(self._post_at_wait)
             turn_end = time.perf_counter() + PUTS_SECONDS
             namespace = self._puts[0].namespace
             assert namespace is not None
@@ -187,25 +186,25 @@ class Calls:
                     runner.busy = True
                     try:
                         if not (call.ended or call.ring.completions.stopped):
-                            await self._do(call)
+                            await self._do_call(call)
                     finally:
                         runner.busy = False
-                        self._ended(call)
+                        self._end_call(call)
                     if time.perf_counter() > turn_end:
                         break
             if scope.cancelled_caught:
                 call.ring.completions.give_up(call, errno.ECANCELED)
             if self._runner is runner:
-                await self._tell_kept()
+                await self._post_kept()
                 if self._puts:
                     await trio.lowlevel.checkpoint()
         if self._runner is runner:
             self._runner = None
         self.share.give(0, runner.weight)
-        self._see_to_puts()
+        self._start_runner()
 
     def _put_together(self) -> bool:
-        """Do the first puts, if they are of one namespace and need no wait. False: the next one is to be done alone."""
+        """Do the first puts, if they are of one namespace and need no wait. False: the next one must be done alone."""
         ready: list[Call] = []
         while self._puts and len(ready) < PUTS_TOGETHER and not self._puts[0].is_alone:
             if ready and self._puts[0].namespace is not ready[0].namespace:
@@ -213,29 +212,29 @@ class Calls:
             ready.append(self._puts.popleft())
         try:
             done = self._blocks.put_together(ready) if ready else []
-        except Exception:  # each is done alone then, also those that are stored by now: again, with the same bytes
+        except Exception:  # `_do_call` does each alone, also those stored by now: again, with the same bytes
             log.exception("puts together failed")
             done = [False] * len(ready)
         for call, is_done in zip(reversed(ready), reversed(done), strict=True):
             if is_done:
-                self._ended(call)
+                self._end_call(call)
             else:
                 call.is_alone = True
                 self._puts.appendleft(call)
         return True in done
 
-    async def _at_a_wait(self) -> None:
-        """Runs once the task that does puts waits: post the kept calls, and start a task for the other puts."""
-        await self._tell_kept()
-        self._see_to_puts()
+    async def _post_at_wait(self) -> None:
+        """Post the kept calls, and start a task for the other puts, once the task that does puts waits."""
+        await self._post_kept()
+        self._start_runner()
 
-    async def _tell_kept(self) -> None:
+    async def _post_kept(self) -> None:
         kept, self._kept = self._kept, None
         for ring, queue in (kept or {}).items():
-            self._off_loop(ring, partial(self._tell_kernel, ring, queue))
+            self._run_off_loop(ring, partial(self._complete_done, ring, queue))
 
     def cancel(self, cancels: list[Call]) -> None:
-        """Cancel the call that each of these names."""
+        """Cancel the call that each of ``cancels`` names."""
         for call in cancels:
             self._cancel(call)
             self.share.give(call.size)
@@ -251,12 +250,12 @@ class Calls:
         found[0].cancel()
         completions.give_up(found[0], errno.ECANCELED, partial(completions.complete, call, 0))
 
-    async def settled(self, ring: ServedRing, iov: MappedIov | DeviceIov) -> None:
-        """Return when nothing that is under way for a ring can write into the iov any more, but for an adapter."""
-        await ring.jobs.ask(lambda: True)  # what the thread served before is a call of ours now
+    async def end_writes(self, ring: ServedRing, iov: MappedIov | DeviceIov) -> None:
+        """Cancel a ring's calls that use the iov; return when none of them can write into it, but for an adapter."""
+        await ring.jobs.ask_thread(lambda: True)  # all that the thread served before is a call now
         if isinstance(iov, MappedIov):
-            self.batches.let_go(ring, iov)
-        for call in self._of(ring):
+            self.batches.cancel_batches(ring, iov)
+        for call in self._list_calls(ring):
             if iov in (call.iov, call.device):
                 call.cancel()
                 ring.completions.give_up(call, errno.ECANCELED)
@@ -265,12 +264,12 @@ class Calls:
                 call.cancel()
             elif iov in (call.iov, call.device):
                 ring.completions.give_up(call, errno.ECANCELED)
-        await ring.jobs.ask(lambda: True)  # and it is not at one of those any more
+        await ring.jobs.ask_thread(lambda: True)  # and does none of those any more
 
-    def end(self, ring: ServedRing) -> None:
-        """Cancel what is under way for a ring that has stopped."""
-        self.batches.let_go(ring)
-        for call in self._of(ring):
+    def cancel_ring(self, ring: ServedRing) -> None:
+        """Cancel what is in flight for a ring that has stopped."""
+        self.batches.cancel_batches(ring)
+        for call in self._list_calls(ring):
             call.cancel()
 
     def close(self) -> None:
@@ -280,7 +279,7 @@ class Calls:
         self._puts.clear()
         self._done.clear()
 
-    def _of(self, ring: ServedRing) -> list[Call]:
+    def _list_calls(self, ring: ServedRing) -> list[Call]:
         return [call for (other, _), calls in self._under_way.items() if other is ring for call in calls]
 
     async def _run(self, call: Call) -> None:
@@ -289,24 +288,24 @@ class Calls:
             with trio.CancelScope() as scope:
                 call.scope = scope
                 if not (call.ended or completions.stopped):
-                    await self._do(call)
+                    await self._do_call(call)
         finally:
-            self._ended(call)
+            self._end_call(call)
         if scope.cancelled_caught:
             completions.give_up(call, errno.ECANCELED)
 
-    def _ended(self, call: Call) -> None:
+    def _end_call(self, call: Call) -> None:
         self._deadlines.remove(call)
         key = (call.ring, call.entry.user_data)
         calls = self._under_way.get(key, [])
         if call in calls:
-            calls.remove(call)  # the first one, mostly, where a client uses a number for many
+            calls.remove(call)  # mostly the first one, where a client uses a number for many
         if not calls:
             self._under_way.pop(key, None)
         call.data = None
         self.share.give(call.size, call.weight)
 
-    async def _do(self, call: Call) -> None:
+    async def _do_call(self, call: Call) -> None:
         try:
             await self._handlers[call.entry.op](call)
         except Exception as error:
@@ -315,7 +314,7 @@ class Calls:
     # -- the kernel ----------------------------------------------------------------------------------
 
     def _finish(self, done: Done) -> None:
-        """Complete a call after the kernel has dropped what is no longer true; many at once where they come fast."""
+        """Complete a call once the kernel has dropped what is stale; many at once where they follow each other fast."""
         if (seal := self.volume.seal) is not None:
             seal()
         ring = done.call.ring
@@ -326,9 +325,9 @@ class Calls:
         if self._kept is not None:
             self._kept[ring] = queue
         else:
-            self._off_loop(ring, partial(self._tell_kernel, ring, queue))
+            self._run_off_loop(ring, partial(self._complete_done, ring, queue))
 
-    def _tell_kernel(self, ring: ServedRing, queue: deque[Done]) -> None:
+    def _complete_done(self, ring: ServedRing, queue: deque[Done]) -> None:
         """Have the kernel drop what queued calls changed, then complete them. May block: not in the event loop."""
         rows = []
         while queue:
@@ -345,37 +344,38 @@ class Calls:
                 ring.completions.answer_keys(row.call, row.found)
         ring.completions.complete_many([(row.call, row.result) for row in rows if row.found is None])
 
-    def _tell_puts(self, batch: PutBatch, numbers: list[int]) -> None:
-        """Have the kernel drop that the names of these puts were absent, then complete them."""
+    def _complete_puts(self, batch: PutBatch, numbers: list[int]) -> None:
+        """Have the kernel drop negative entries for the names of these puts, then complete them."""
 
         def tell() -> None:
-            directory = _directory(batch)
+            directory = _directory_of(batch)
             for number in numbers:
                 self._drop(self.kernel.drop_name, directory, batch.names[number], 0)
             self._drop(self.kernel.drop_attributes, directory)
             complete(batch, numbers)
 
-        self._off_loop(batch.ring, tell)
+        self._run_off_loop(batch.ring, tell)
 
     def _drop(self, drop: Callable[..., None], *arguments: object) -> None:
-        """Data that the kernel refuses to drop expires: the change is done, and its call completes all the same."""
+        """Drop data of the kernel; what it refuses to drop expires. The change is done, and its call completes
+        anyway."""
         try:
             drop(*arguments)
         except errors.KvfuseError as error:
             log.warning("%s", error)
 
     def _drop_content(self, ring: ServedRing, ino: int) -> None:
-        self._off_loop(ring, partial(self._drop, self.kernel.drop_content, ino))
+        self._run_off_loop(ring, partial(self._drop, self.kernel.drop_content, ino))
 
-    def _off_loop(self, ring: ServedRing, job: Callable[[], None]) -> None:
+    def _run_off_loop(self, ring: ServedRing, job: Callable[[], None]) -> None:
         """Call ``job``, which may wait for the kernel, in the ring's thread; in any other one if that has ended."""
         if not ring.jobs.run_here(job):
-            self.nursery.start_soon(_in_any_thread, job)
+            self.nursery.start_soon(_run_in_thread, job)
 
 
 def _expire(call: Call) -> None:
-    """Answer at the deadline, also where what is under way cannot be cancelled at once."""
-    _measure(TimeoutError(), call)
+    """Answer at the deadline, also where the task cannot be cancelled at once."""
+    _count_failures(TimeoutError(), call)
     call.ring.completions.give_up(call, errno.ETIMEDOUT)
     call.cancel()
 
@@ -385,23 +385,23 @@ def _answer(error: Exception, *calls: Call) -> None:
     number = error.errno if isinstance(error, OSError) else errno_of(error)
     if number is None:
         log.error("%s failed", Op(calls[0].entry.op).name, exc_info=error)
-    _measure(error, *calls)
+    _count_failures(error, *calls)
     for call in calls:
         call.ring.completions.complete(call, -(number or errno.EIO))
 
 
-def _measure(error: Exception, *calls: Call) -> None:
+def _count_failures(error: Exception, *calls: Call) -> None:
     for call in calls:
         of = call.namespace if call.namespace is not None else call.file
         if of is not None and not call.ended:
             of.measures.failed(error, is_read=call.entry.op in (Op.READ, Op.GET))
 
 
-def _directory(call: Call) -> int:
+def _directory_of(call: Call) -> int:
     assert call.namespace is not None
     return call.namespace.ino
 
 
-async def _in_any_thread(job: Callable[[], None]) -> None:
+async def _run_in_thread(job: Callable[[], None]) -> None:
     with trio.CancelScope(shield=True):
         await trio.to_thread.run_sync(job)

@@ -1,4 +1,4 @@
-"""How much memory this process may have: the machine's, or less where a control group (version 1 or 2) limits it."""
+"""Reads how much memory this process may have: the machine's, or less where a control group (v1 or v2) limits it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path, PurePosixPath
 
 
 def memory_size(root: Path = Path("/")) -> int:
-    """Bytes. ``root``: where /proc and what it names are found."""
-    size = _of_machine(root, "MemTotal:")
-    for top, folder, limit in _groups(root):
+    """Bytes. ``root``: folder of /proc, and of what that names."""
+    size = _read_meminfo(root, "MemTotal:")
+    for top, folder, limit in _find_groups(root):
         for part in (folder, *folder.parents):
             with suppress(OSError, ValueError):  # no such file in the root; "max": no limit
                 size = min(size, int((part / limit).read_text()))
@@ -20,35 +20,35 @@ def memory_size(root: Path = Path("/")) -> int:
 
 
 def free_memory_size(root: Path = Path("/")) -> int:
-    """Bytes that the machine can give to processes without swapping. What a control group uses is not counted: the most
-    of that is pages of files."""
-    return _of_machine(root, "MemAvailable:")
+    """Bytes that the machine can give to processes without swapping. Use of a control group does not count: most of it
+    is pages of files."""
+    return _read_meminfo(root, "MemAvailable:")
 
 
-def _of_machine(root: Path, name: str) -> int:
+def _read_meminfo(root: Path, name: str) -> int:
     lines = (root / "proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
-def own_group(root: Path = Path("/")) -> Path:
+def find_own_group(root: Path = Path("/")) -> Path:
     """The folder of this process's control group for memory. OSError where there is none, or it cannot be limited."""
-    for _, folder, limit in _groups(root):
+    for _, folder, limit in _find_groups(root):
         if (folder / limit).exists():
             return folder
     raise FileNotFoundError("no control group limits this process's memory")
 
 
-def _groups(root: Path) -> list[tuple[Path, Path, str]]:
+def _find_groups(root: Path) -> list[tuple[Path, Path, str]]:
     """(where its hierarchy is mounted, this process's group, name of the file with its limit), of each version."""
     paths: dict[str, str] = {}
-    for line in _rows(root / "proc/self/cgroup"):
+    for line in _read_rows(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             paths["cgroup"] = path
         elif not controllers:
             paths["cgroup2"] = path
     found = []
-    for line in _rows(root / "proc/self/mountinfo"):
+    for line in _read_rows(root / "proc/self/mountinfo"):
         own, _, shared = line.partition(" - ")
         kind, _, words = shared.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "memory" not in words.split(",")):
@@ -61,6 +61,6 @@ def _groups(root: Path) -> list[tuple[Path, Path, str]]:
     return found
 
 
-def _rows(table: Path) -> list[str]:
-    """Names in it may have any bytes but a newline."""
+def _read_rows(table: Path) -> list[str]:
+    """Rows of a table of /proc. Names in it may have any bytes but a newline."""
     return [row for row in os.fsdecode(table.read_bytes()).split("\n") if row]

@@ -1,10 +1,10 @@
-"""Which namespaces a client may use: those without a token, those whose folder lets it in, those whose token it showed.
+"""Decides which namespaces a client may use: without a token, with a folder that lets it in, or whose token it showed.
 
 A client shows tokens once for its connection, and never says whose they are. So it learns of a namespace that it may
-not use only what it learns of a folder that was removed: ESTALE when it registers something of it. A handle that it
-has from before (the namespace was given another token, or its folder another owner) finds nothing. Then names
-that nobody can guess are looked up in place of those asked for, in the same way: so the answer, and the time that it
-takes, do not depend on which names are there.
+not use only what it learns of a folder that was removed: ESTALE when it registers something of it. A handle that it has
+from before (the namespace was given another token, or its folder another owner) finds nothing. The daemon looks up
+names that nobody can guess in place of those asked for, in the same way: so neither the answer, nor the time that it
+takes, depends on which names exist.
 
 Modes decide as they are now, those of the directories above a registered one, too: as the kernel would decide for a
 path. A descriptor of a directory lets a process in whatever becomes of those above, so they count only for a client
@@ -25,23 +25,23 @@ from kvfuse.volume.api import Attributes, Binding, RingApi
 from kvfuse.volume.measures.gates import ENDED, Gate, fits, is_token
 
 TOKENS_MAX = 16
-"""of one connection"""
+"""tokens of one connection"""
 ROUNDS = 4
-"""in which what a client may do is found out, where it changes meanwhile"""
+"""attempts to read the rights of a client, where they change meanwhile"""
 _UNKNOWN = os.urandom(16).hex().encode()
 _numbers = itertools.count()
 
 
 @dataclass
 class NamespaceAccess:
-    """Of one connection. Event loop only."""
+    """The rights of one connection to namespaces. Event loop only."""
 
     volume: RingApi
     peer: ClientProcess
     _tokens: list[str] = field(default_factory=list)
 
-    def show(self, token: str) -> None:
-        """The client has this token. InvalidArgument: it is none, or one too many."""
+    def add_token(self, token: str) -> None:
+        """Add a token that the client showed. InvalidArgument: it is none, or one too many."""
         if not is_token(token):
             raise errors.InvalidArgument("this is no token of a namespace")
         if token in self._tokens:
@@ -50,33 +50,33 @@ class NamespaceAccess:
             raise errors.InvalidArgument(f"a connection shows at most {TOKENS_MAX} tokens")
         self._tokens.append(token)
 
-    async def check(self, ino: int) -> bool:
-        """Whether the client has shown the token for an inode's namespace. Stale: it needs one, and has not."""
+    async def check_access(self, ino: int) -> bool:
+        """Whether the client has shown the token for an inode's namespace. Stale: the client needs one, and has not."""
         gate = await self.volume.inodes.gate(ino)
         if gate is None or not gate.lock:
             return False
         has_token = self._has_token(gate)
-        if not has_token and not await self._is_let_in(gate):
+        if not has_token and not await self._may_enter(gate):
             self.volume.inodes.measures(ino).failures["token"] += 1
             raise errors.Stale(f"inode {ino} was removed")
         return has_token
 
-    async def reaches(self, directory: int) -> bool:
-        """The client's user may search all directories above one. Stale: it was removed."""
+    async def may_reach(self, directory: int) -> bool:
+        """Whether the client's user may search all directories above one. Stale: it was removed."""
         _, above = await self.volume.search.ancestors(directory)
-        return all(self.peer.may(one, 1) for one in above)
+        return all(self.peer.may_access(one, 1) for one in above)
 
-    async def group_in(self, directory: int) -> Group:
+    async def find_group(self, directory: int) -> Group:
         """The group that the client's new blocks in a directory have. Stale: it was removed."""
         ancestors, _ = await self.volume.search.ancestors(directory)
         changes = ancestors.changes
         found = await self.volume.inodes.attributes(directory)
         return Group(found.gid if found.mode & stat.S_ISGID else self.peer.gid, ancestors, changes)
 
-    async def directory(self, namespace: NamespaceHandle) -> Attributes:
-        """A registered directory as it is now. What the namespace says of the client's rights is as of now, too.
+    async def read_directory(self, namespace: NamespaceHandle) -> Attributes:
+        """Read a registered directory, and the client's present rights into ``namespace``.
 
-        PermissionDenied: the client's user may not go there any more. Where it is absent for the client, it says so.
+        PermissionDenied: the client's user may not reach it any more. ``namespace.is_absent`` may be set afterwards.
         """
         for _ in range(ROUNDS):
             if not namespace.is_checked:
@@ -89,27 +89,27 @@ class NamespaceAccess:
         return directory
 
     async def _refresh(self, namespace: NamespaceHandle) -> None:
-        """Find out anew whether the client may use a registered directory."""
+        """Read again whether the client may use a registered directory."""
         gates = self.volume.gates
         epoch, namespace.epoch = gates.epoch, UNCHECKED
         try:
             namespace.ancestors, above = await self.volume.search.ancestors(namespace.ino)
             namespace.changes = namespace.ancestors.changes
-            namespace.group = await self.group_in(namespace.ino)
-            is_cut_off = namespace.by_path and not all(self.peer.may(one, 1) for one in above)
-            namespace.has_token = await self.check(namespace.ino)
+            namespace.group = await self.find_group(namespace.ino)
+            is_cut_off = namespace.by_path and not all(self.peer.may_access(one, 1) for one in above)
+            namespace.has_token = await self.check_access(namespace.ino)
             namespace.is_absent = await self._has_other_descriptor(namespace)
             namespace.is_cut_off = is_cut_off and not namespace.has_token
         except errors.Stale:
             namespace.has_token, namespace.is_absent = False, True
         if namespace.is_absent or namespace.is_cut_off:
-            namespace.bindings = {}  # or ring threads would go on with what names meant
+            namespace.bindings = {}  # or ring threads would use stale bindings
         namespace.gates, namespace.epoch = gates, epoch if epoch != ENDED else UNCHECKED
 
     async def describe(self, namespace: NamespaceHandle, descriptor: str) -> None:
-        """The client says what its blocks are. Exists: they are something else in this namespace. Stale."""
-        namespace.has_token = await self.check(namespace.ino)
-        may_pin = self.may(namespace, await self.volume.inodes.attributes(namespace.ino), 3)
+        """Set what the client says its blocks are. Exists: the namespace has another descriptor. Stale."""
+        namespace.has_token = await self.check_access(namespace.ino)
+        may_pin = self.may_access(namespace, await self.volume.inodes.attributes(namespace.ino), 3)
         may_pin &= not namespace.read_only
         try:
             namespace.descriptor = await self.volume.inodes.describe(namespace.ino, descriptor, may_pin=may_pin)
@@ -124,17 +124,17 @@ class NamespaceAccess:
         gate = await self.volume.inodes.gate(namespace.ino)
         return gate is not None and gate.descriptor not in ("", namespace.descriptor)
 
-    def may(self, namespace: NamespaceHandle, inode: Attributes | Binding, wanted: int) -> bool:
-        """`ClientProcess.may`, of an inode in a namespace; who has shown its token may all."""
-        return namespace.has_token or self.peer.may(inode, wanted)
+    def may_access(self, namespace: NamespaceHandle, inode: Attributes | Binding, wanted: int) -> bool:
+        """`ClientProcess.may_access`, for an inode in a namespace, whose token allows all."""
+        return namespace.has_token or self.peer.may_access(inode, wanted)
 
     def _has_token(self, gate: Gate) -> bool:
-        return True in [fits(gate.lock, token) for token in self._tokens]  # in the same time, whichever it is
+        return True in [fits(gate.lock, token) for token in self._tokens]  # takes the same time for any token
 
-    async def _is_let_in(self, gate: Gate) -> bool:
-        return self.peer.may(await self.volume.inodes.attributes(gate.folder), 1)
+    async def _may_enter(self, gate: Gate) -> bool:
+        return self.peer.may_access(await self.volume.inodes.attributes(gate.folder), 1)
 
 
-def blind(count: int) -> list[bytes]:
-    """New names, of files that are not there."""
+def make_blind_names(count: int) -> list[bytes]:
+    """New names, of files that do not exist."""
     return [_UNKNOWN + b"%d" % next(_numbers) for _ in range(count)]

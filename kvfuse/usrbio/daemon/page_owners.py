@@ -1,4 +1,4 @@
-"""Which control group pays for pages of shared memory. Takes /proc/kpagecgroup, so CAP_SYS_ADMIN, as root has."""
+"""Counts pages of shared memory that the daemon's control group pays for. Reads /proc/kpagecgroup: CAP_SYS_ADMIN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvfuse.usrbio.daemon.machine_memory import own_group
+from kvfuse.usrbio.daemon.machine_memory import find_own_group
 
 PAGE = 4096
 _PRESENT = 1 << 63
@@ -21,14 +21,14 @@ class OwnGroup:
     """This process's control group for memory; OSError where it has none that counts, or pages cannot be looked up."""
 
     def __init__(self) -> None:
-        self.folder = own_group()
+        self.folder = find_own_group()
         self._number = self.folder.stat().st_ino
         self._path = _path_of("self")
-        with _opened("/proc/self/pagemap"), _opened("/proc/kpagecgroup"):
+        with _open_raw("/proc/self/pagemap"), _open_raw("/proc/kpagecgroup"):
             pass
 
-    def has(self, pid: int) -> bool:
-        """Whether a process is in it, or below it. Such a process could use up the group's memory by itself."""
+    def has_process(self, pid: int) -> bool:
+        """Whether a process is in the group, or below it. Such a process could use up the group's memory by itself."""
         try:
             return f"{_path_of(str(pid))}/".startswith(f"{self._path}/")
         except (OSError, StopIteration):
@@ -40,8 +40,8 @@ class OwnGroup:
         return next(int(value) for name, value in rows if name == "shmem")
 
     def count_pages(self, address: int, length: int) -> int:
-        """Mapped pages of a range, from a page's start, that it pays for."""
-        with _opened("/proc/self/pagemap") as pages, _opened("/proc/kpagecgroup") as owners:
+        """Count mapped pages of a range, from a page's start, that the group pays for."""
+        with _open_raw("/proc/self/pagemap") as pages, _open_raw("/proc/kpagecgroup") as owners:
             entries = np.frombuffer(os.pread(pages.fileno(), -(-length // PAGE) * 8, address // PAGE * 8), np.uint64)
             frames = (entries[entries & _PRESENT != 0] & _FRAME).tolist()
             return sum(
@@ -49,8 +49,8 @@ class OwnGroup:
             )
 
 
-def faults() -> int:
-    """How often this thread has touched pages that were not mapped."""
+def count_faults() -> int:
+    """Count this thread's touches of pages that were not mapped."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
@@ -61,5 +61,5 @@ def _path_of(process: str) -> str:
     return next(path for _, names, path in sorted(lines, reverse=True) if "memory" in names.split(",") or not names)
 
 
-def _opened(path: str) -> FileIO:
+def _open_raw(path: str) -> FileIO:
     return open(path, "rb", buffering=0)

@@ -1,9 +1,9 @@
-"""Penalties for malformed entries, and for rings of a bell without an entry.
+"""Counts penalties for malformed entries, and for rings of a bell without an entry.
 
-Both cost the daemon about as much as a good entry. A ring may have ``FREE`` more bad entries
-than good ones; above that the ring rests after each turn, longer each time, and its turns are short.
-Above ``BOUND`` it is disconnected. Occasional errors cost nothing: a good entry compensates a
-bad one. Misses, timeouts, a lack of room, or of permission for a block, count as good entries.
+Both cost the daemon about as much as a good entry. A ring may have ``FREE`` more bad entries than good ones; above that
+the ring rests after each turn, longer each time, and its turns are short. Above ``BOUND`` the daemon disconnects it.
+Occasional errors cost nothing: a good entry compensates a bad one. Misses, timeouts, a lack of room, or of permission
+for a block, count as good entries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Penalty:
         return SHORT_TURN if self.seconds else usual
 
     def judge(self, count: int, bad: int) -> None:
-        """A turn of ``count`` entries, ``bad`` ones among them, has ended."""
+        """Count a turn of ``count`` entries, ``bad`` ones among them."""
         self.excess = max(0, self.excess + 2 * bad - count)
         if self.excess <= FREE:
             self.seconds = 0.0
@@ -45,12 +45,12 @@ class Penalty:
             self.seconds = min(max(2 * self.seconds, FIRST_SECONDS), LAST_SECONDS)
 
     def forget(self, count: float) -> None:
-        """So many bad ones count no more."""
+        """Subtract ``count`` bad ones."""
         self.excess = max(0, self.excess - int(count))
         if self.excess <= FREE:
             self.seconds = 0.0
 
-    def ring_for_nothing(self) -> None:
-        """The client rang, and there was nothing to do. Costs rests, but breaks no ring."""
+    def count_idle_ring(self) -> None:
+        """Count a ring of the bell without an entry. It costs rests, but breaks no ring."""
         if self.excess < BOUND:
             self.judge(1, 1)

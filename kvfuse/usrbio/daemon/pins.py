@@ -1,7 +1,7 @@
-"""Blocks of the shared-memory tier that a client holds, each by a number that it gives back.
+"""Counts blocks of the shared-memory tier that clients hold, each by a number that the client gives back.
 
-A block that is held keeps all of its arena, as the arena serves no other kind before it is wholly free. So what counts
-for a user is the memory of the arenas in which it holds something: beyond its part it gets copies, not views.
+A held block keeps all of its arena, as the arena serves no other kind before it is wholly free. So a user counts with
+the memory of the arenas in which it holds something: beyond its part it gets copies, not views.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvfuse.volume.tier.arenas import Arena
 from kvfuse.volume.tier.shared_tier import ARENAS_MAX, TierBlock
 
 PART = 0.75
-"""of the tier that others leave: so much of it one user may hold"""
+"""part that one user may hold of what others leave of the tier"""
 NUMBER_MAX = (1 << 32) - 1
 """a completion has room for no larger one"""
 
@@ -29,9 +29,9 @@ class Pinned:
         self._lock = threading.Lock()
 
     def take(self, user: Hashable, arena: Arena, *, is_held: bool = False) -> bool:
-        """Count a block that the user is to hold. False where it may not: it holds as much of the tier as it may.
+        """Count a block that the user is about to hold. False: the user holds as much of the tier as it may.
 
-        ``is_held``: it holds it already.
+        ``is_held``: it holds the block already.
         """
         with self._lock:
             held = self._held.get(user)
@@ -70,8 +70,8 @@ class Pins:
         self, count_max: int, pinned: Pinned, user: Hashable = None, keeping: ConnectionKeeping | None = None,
         left: dict[int, TierBlock] | None = None,
     ) -> None:  # fmt: skip
-        """``keeping``: tells the next daemon. ``left``: what the connection held in the daemon before this one;
-        taken out of it, as whoever made it may keep it for longer than the connection lives."""
+        """``keeping``: tells the next daemon. ``left``: what the connection held with the former daemon; `Pins` takes
+        it out, as the maker of the dict may keep that for longer than the connection lives."""
         self._count_max = count_max
         self._pinned = pinned
         self._user = user
@@ -80,7 +80,7 @@ class Pins:
         self._last = 0 if keeping is None or keeping.page is None else keeping.page.last_pin
         self._lock = threading.Lock()
         self.arenas: set[int] = set()
-        """in which the client was ever given a block"""
+        """arenas in which the client ever got a block"""
         while left:
             pin, block = left.popitem()
             self._pinned.take(user, block.home, is_held=True)
@@ -93,7 +93,7 @@ class Pins:
     def take(self, block: TierBlock, note: Callable[[int], object] = lambda pin: None) -> int:
         """Hold a block; returns its pin. 0: not held, the connection has ``count_max``, or the user has its share.
 
-        ``note``: told the pin before the block is held by it.
+        ``note``: called with the pin before the block has it.
         """
         with self._lock:
             if len(self._blocks) >= self._count_max or not self._pinned.take(self._user, block.home):
@@ -105,7 +105,7 @@ class Pins:
             self._last = number
             self._blocks[number] = block
             if self._keeping is not None and self._keeping.page is not None:
-                self._keeping.page.hold(number, block)
+                self._keeping.page.add_pin(number, block)
             self.arenas.add(block.arena)
             return number
 
@@ -115,11 +115,11 @@ class Pins:
             block = self._blocks.pop(pin, None)
             if block is not None:
                 if self._keeping is not None and self._keeping.page is not None:
-                    self._keeping.page.let_go(pin)
+                    self._keeping.page.remove_pin(pin)
                 self._pinned.give(self._user, block.home)
 
-    def blocks(self) -> list[TierBlock]:
-        """All that are held."""
+    def list_blocks(self) -> list[TierBlock]:
+        """List all held blocks."""
         with self._lock:
             return list(self._blocks.values())
 

@@ -1,4 +1,4 @@
-"""Puts of a batch into one namespace, together: columns from the ring's entries to the volume, and back.
+"""Stores puts of a batch into one namespace, together: columns from the ring's entries to the volume, and back.
 
 The ring's thread finds them (`put_finder`) and has copied their bytes. The event loop has the volume store those that
 need no wait in one go, and the ring's thread posts their completions at once. Where too many changes wait for a commit,
@@ -48,19 +48,19 @@ class PutBatch(Call):
     blocks: list[Any] = field(kw_only=True)
     """a copy of the bytes of each"""
     done: list[bool] = field(default_factory=list)
-    """which are completed, or about to be"""
+    """for each: whether it is completed, or about to be"""
 
     def __post_init__(self) -> None:
         self.done = [False] * len(self.rows)
 
-    def left(self) -> list[int]:
-        """Numbers of those that are not done."""
+    def list_left(self) -> list[int]:
+        """Numbers of puts that are not done."""
         return [number for number, is_done in enumerate(self.done) if not is_done]
 
-    def calls(self) -> list[Call]:
+    def make_calls(self) -> list[Call]:
         """Those that are not done, as calls that take over their part of the memory."""
         found = []
-        for number in self.left():
+        for number in self.list_left():
             entry = Entry._make(SQE_STRUCT.unpack(self.rows[number : number + 1].tobytes()))
             deadline = self.taken_at + entry.timeout_us / 1e6 if entry.timeout_us else float("inf")
             call = Call(self.ring, entry, deadline, namespace=self.namespace, names=(self.names[number],))
@@ -74,7 +74,7 @@ class PutBatch(Call):
 class PutBatches:
     """The batches of one connection, in the event loop. ``start_calls``: starts calls of the puts that have to wait.
 
-    ``tell``: has the ring's thread complete puts; told the batch and their numbers. ``nursery``: tasks of batches that
+    ``tell``: has the ring's thread complete puts: gets the batch and their numbers. ``nursery``: tasks of batches that
     wait for a commit run in it, and end with it.
     """
 
@@ -86,17 +86,17 @@ class PutBatches:
     _waiting: set[PutBatch] = field(default_factory=set)
 
     def start(self, batch: PutBatch) -> None:
-        rest = self._put(batch, batch.left())
+        rest = self._put(batch, batch.list_left())
         if rest or self._may_wait(batch):
             self._waiting.add(batch)
-            self.nursery.start_soon(self._go_on, batch, rest)
+            self.nursery.start_soon(self._put_rest, batch, rest)
         else:
-            self._end(batch)
+            self._end_batch(batch)
 
     def cancel(self, call: Call) -> bool:
         """Have the put that ``call`` names cancelled, and the call completed. False: it is in no batch that waits."""
         for batch in self._waiting:
-            for number in batch.left() if batch.ring is call.ring else ():
+            for number in batch.list_left() if batch.ring is call.ring else ():
                 if batch.rows["user_data"][number] == call.entry.offset:
                     batch.done[number] = True
                     batch.ring.completions.post([call.entry.offset], [-errno.ECANCELED])
@@ -105,7 +105,7 @@ class PutBatches:
         return False
 
     def _put(self, batch: PutBatch, numbers: Sequence[int]) -> Sequence[int]:
-        """Do those of these puts that need no wait, for a turn. Those for which there was no time."""
+        """Store those puts that need no wait, for a turn. Returns those for which no time was left."""
         assert batch.namespace is not None
         of = batch.namespace.measures
         part = BESIDE_READERS if len(of.readers) > (of in of.readers) and of.is_beside_readers() else 1
@@ -122,21 +122,21 @@ class PutBatches:
         return numbers if time.monotonic() <= batch.deadline else ()
 
     def _put_some(self, batch: PutBatch, numbers: Sequence[int]) -> list[int]:
-        """Which of these puts are done."""
+        """Store those puts that need no wait; returns which."""
         assert batch.namespace is not None
         try:
             rows = [(batch.names[number], batch.blocks[number]) for number in numbers]
             return list(compress(numbers, self.blocks.put_ready(batch.namespace, rows)))
-        except Exception:  # each is done alone then, also those that are stored by now: again, with the same bytes
+        except Exception:  # calls do each alone, also those stored by now: again, with the same bytes
             log.exception("puts together failed")
             return []
 
     def _may_wait(self, batch: PutBatch) -> bool:
-        """Some are left because too many changes of the user wait for a commit; and they have the time."""
+        """Whether some are left because too many changes of the user are pending; and they have the time to wait."""
         return batch.deadline == float("inf") and False in batch.done and self.blocks.is_crowded()
 
-    async def _go_on(self, batch: PutBatch, rest: Sequence[int]) -> None:
-        """Do ``rest`` in turns between which others have theirs; and after a commit what had to wait for one."""
+    async def _put_rest(self, batch: PutBatch, rest: Sequence[int]) -> None:
+        """Store ``rest`` in turns, between which other tasks run; and after a commit those that had to wait for it."""
         try:
             before = -1
             while True:
@@ -146,18 +146,18 @@ class PutBatches:
                 if batch.done.count(True) == before or batch.ring.completions.stopped or not self._may_wait(batch):
                     break
                 before = batch.done.count(True)
-                await self.blocks.settled()
-                rest = batch.left()
-        except KvfuseError as error:  # each is done alone, and answered with what becomes of it
+                await self.blocks.wait_for_commit()
+                rest = batch.list_left()
+        except KvfuseError as error:  # a call does each alone, and answers with its own result
             log.debug("puts do not wait for a commit together: %s", error)
         finally:
             self._waiting.discard(batch)
-        self._end(batch)
+        self._end_batch(batch)
 
-    def _end(self, batch: PutBatch) -> None:
-        """What is not done is done alone."""
+    def _end_batch(self, batch: PutBatch) -> None:
+        """Make a call of each put that is not done."""
         if False in batch.done:
-            self.start_calls(batch.calls())
+            self.start_calls(batch.make_calls())
         batch.blocks = []
         self.share.give(batch.size, batch.weight)
 

@@ -1,4 +1,4 @@
-"""Finds puts in a ring's entries that may be done together, and copies their bytes: see `put_batches.py`."""
+"""Finds puts in a ring's entries that the daemon stores as one batch, and copies their bytes: see `put_batches.py`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Priority
 from kvfuse.volume.tier.shared_tier import TierBlock
 
 PUTS_SIZE = 4 << 20
-"""Bytes of puts that are passed on together: to begin with the first ones wins more than to do all at once."""
+"""Bytes of puts that the event loop gets at once: to begin with the first ones wins more than to do all together."""
 PUTS_MAX = 64
 """Puts of a batch: the event loop takes one or two milliseconds for them."""
 _HIGH_HALF = np.uint64(32)
 
 
 class PutFinder:
-    """Takes puts out of a ring's entries that may be done as batches. The ring's thread owns it."""
+    """Takes batches of puts out of a ring's entries. The ring's thread owns it."""
 
     def __init__(self, ring: ServedRing, registered: ClientRegistry, aux: Bytes) -> None:
         self._ring = ring
@@ -35,11 +35,11 @@ class PutFinder:
         self._aux = aux
 
     def close(self) -> None:
-        """Let go of the ring's memory."""
+        """Drop references to the ring's memory."""
         self._aux = self._aux[:0].copy()
 
-    def begin(self, rows: Entries, taken_at: float) -> int:
-        """Start batches of entries of one op, handle and iov. How many of the first ones are taken care of."""
+    def start_batches(self, rows: Entries, taken_at: float) -> int:
+        """Start batches of entries of one op, handle and iov. Returns how many of the first ones it took."""
         entry = Entry._make(SQE_STRUCT.unpack(rows[:1].tobytes()))
         namespace, iov = self._registered.namespaces.get(entry.handle), self._registered.iovs.get(entry.iov)
         if entry.flags or entry.priority > Priority.LOW or namespace is None or iov is None:
@@ -57,27 +57,27 @@ class PutFinder:
                 while end < len(rows) and end - start < PUTS_MAX and (end == start or size + lengths[end] <= PUTS_SIZE):
                     size += lengths[end]
                     end += 1
-                taken = self._make(rows[start:end], size, taken_at, namespace, iov, batches)
+                taken = self._make_batch(rows[start:end], size, taken_at, namespace, iov, batches)
                 start += taken
                 kept_size += size
                 if start < end:
                     break
                 if kept_size >= PUTS_SIZE:
-                    kept_size = self._pass_on(batches)
+                    kept_size = self._start_kept(batches)
                 self._ring.turns.pause(self._ring.seat)
         finally:
-            self._pass_on(batches)
+            self._start_kept(batches)
         return start
 
-    def _pass_on(self, batches: list[PutBatch]) -> int:
-        """Nothing is kept then."""
+    def _start_kept(self, batches: list[PutBatch]) -> int:
+        """Start the batches that were kept; returns 0, the bytes kept then."""
         for batch in batches:
             self._registered.start_puts(batch)
         batches.clear()
         return 0
 
     def _are_plain(self, rows: Entries, iov: MappedIov) -> bool:
-        """All their ranges lie in the iov and the aux area, and none is empty."""
+        """Whether all their ranges lie in the iov and the aux area, and none is empty."""
         words = as_words(rows)
         key_lengths, iov_offsets, lengths, key_offsets = (
             words[:, 1] >> _HIGH_HALF,
@@ -98,7 +98,7 @@ class PutFinder:
             and int(words[:, 7].max()) <= TIMEOUT_US_MAX
         )
 
-    def _make(
+    def _make_batch(
         self,
         rows: Entries,
         size: int,
@@ -107,7 +107,7 @@ class PutFinder:
         iov: MappedIov,
         batches: list[PutBatch],
     ) -> int:
-        """Add a batch of as many of the entries as could be copied: how many."""
+        """Add a batch of as many of the entries as could be copied; returns how many."""
         deadline = float("inf")
         timeouts_us = rows["timeout_us"]
         if timeouts_us.any():
@@ -117,9 +117,9 @@ class PutFinder:
             return 0
         copied: list[Bytes | TierBlock] = []
         try:
-            names = self._names(rows)
+            names = self._read_names(rows)
             self._copy(rows, namespace, iov, copied)
-        except OSError:  # of the one behind those that were copied: it is served alone, and answered with the error
+        except OSError:  # of the entry behind the copied ones: it is served alone, and gets the error
             rows = rows[: len(copied)]
             rest = size - sum(rows["length"].tolist()) - len(rows) * CALL_SIZE
             self._registered.share.give(rest)
@@ -137,8 +137,8 @@ class PutFinder:
             )  # fmt: skip
         return len(copied)
 
-    def _names(self, rows: Entries) -> list[bytes]:
-        """The file names of their keys, which the client may change from now on."""
+    def _read_names(self, rows: Entries) -> list[bytes]:
+        """Read the file names of their keys, which the client may change afterwards."""
         starts, lengths = rows["key_offset"].tolist(), rows["key_length"].tolist()
         first, last = min(starts), max([start + length for start, length in zip(starts, lengths, strict=True)])
         if last - first > 2 * sum(lengths):
@@ -156,7 +156,7 @@ class PutFinder:
             np.empty(length, np.uint8) if block is None else block
             for block, length in zip(blocks, lengths, strict=True)
         ]
-        if iov.is_sealed and iov.is_there(sum(lengths)):
+        if iov.is_sealed and iov.is_present(sum(lengths)):
             self._copy_together(iov, offsets, targets, lengths)
             copied += targets
             return
@@ -171,7 +171,7 @@ class PutFinder:
     def _copy_together(
         self, iov: MappedIov, offsets: list[int], targets: list[Bytes | TierBlock], lengths: list[int]
     ) -> None:
-        """From memory that is all there, and stays."""
+        """Copy from memory that has all its pages, and keeps them."""
         memory = iov.bytes  # keeps the mapping
         copies = np.empty((len(targets), 3), np.int64)
         copies[:, 0] = offsets

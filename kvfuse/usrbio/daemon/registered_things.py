@@ -1,7 +1,7 @@
-"""Things that a client registers with the daemon: files, namespaces. Checked here, trusted nowhere else.
+"""Defines things that a client registers, as files and namespaces, their handles, and checks of their descriptors.
 
-Objects are made by the event loop and then read by ring threads, which keep their own references: a thing that
-was dropped stays usable until the last operation that found it has ended.
+The event loop makes objects, and ring threads read them by references of their own: a thing that was dropped stays
+usable until the last operation that found it has ended.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class OpenFile:
     writable: bool
     map: ContentMap
     measures: Measures = field(default_factory=Measures)
-    """of its namespace"""
+    """measures of its namespace"""
     use_count: int = 0
     """operations on the event loop that need the handle"""
     dropped: bool = False
     is_cut: bool = False
-    """the daemon before this one had not stored all that was written to it, and no FSYNC said so yet"""
+    """a former daemon had not stored all bytes written to it, and no FSYNC has reported that yet"""
     when_told: Callable[[], None] = lambda: None
-    """called when one does"""
+    """called when one reports it"""
 
 
 @dataclass(eq=False)
 class Remembered:
-    """How many keys the namespaces of a connection remember together. Event loop only."""
+    """The number of keys that the namespaces of a connection remember together. Event loop only."""
 
     count: int = 0
     namespaces: set[NamespaceHandle] = field(default_factory=set)
 
     def make_room(self) -> None:
-        """Make room for one more key: where ``BINDINGS_MAX`` are remembered, forget all; they are looked up anew."""
+        """Make room for one more key: where ``BINDINGS_MAX`` are remembered, forget all; calls look them up again."""
         if self.count >= BINDINGS_MAX:
             for namespace in self.namespaces:
                 namespace.bindings = {}
@@ -82,12 +82,12 @@ class Group(NamedTuple):
 
     @property
     def is_current(self) -> bool:
-        """Neither the directory's group nor its mode is about to be another one. Any thread."""
+        """Whether no change of the directory's group or mode has begun. Any thread."""
         return self.changes == self.ancestors.changes
 
 
 NO_GROUP = Group(0)
-"""where nothing is put"""
+"""for directories into which nothing is put"""
 
 
 @dataclass(eq=False)
@@ -105,9 +105,9 @@ class NamespaceHandle:
     may_put: bool = True
     """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
     uses: Uses | None = None
-    """if it is in a cache, as far as known: where to note which of its blocks are asked for"""
+    """if it is in a cache, as far as known: notes which of its blocks clients ask for"""
     measures: Measures = field(default_factory=Measures)
-    """of the volume's namespace that it is in"""
+    """measures of the volume's namespace around it"""
     waits: bool = False
     """a put in it waits for its commit, as far as known"""
     by_path: bool = False
@@ -115,12 +115,12 @@ class NamespaceHandle:
     too. Else somebody gave it the descriptor, or it has the directory through a bind mount"""
     gates: Gates = _NO_GATES
     epoch: int = UNCHECKED
-    """of ``gates``, as of which what follows is known"""
+    """epoch of ``gates`` as of which the rights below are known"""
     ancestors: Ancestors = _NO_ANCESTORS
     changes: int = 0
-    """of ``ancestors``, the same"""
+    """changes of ``ancestors``, the same"""
     descriptor: str = ""
-    """what the client says its blocks are; it may not use the directory where the namespace has another one"""
+    """the client's description of its blocks; it may not use the directory where the namespace has another one"""
     has_token: bool = False
     """the peer has shown the token of the volume's namespace that it is in, and may all there"""
     is_absent: bool = False
@@ -128,18 +128,18 @@ class NamespaceHandle:
     is_cut_off: bool = False
     """a directory above it does not let the peer through any more"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)
-    """file name -> what it meant, which this peer may read; to be asked whether it is still valid"""
+    """file name -> its binding, which this peer may read; may be invalid by now"""
     remembered: Remembered = field(default_factory=Remembered)
-    """of all namespaces of the connection"""
+    """shared by all namespaces of the connection"""
 
     @property
     def may_copy(self) -> bool:
-        """A put may be copied before the event loop looks at it. Any thread."""
+        """Whether a put may be copied before the event loop looks at it. Any thread."""
         return self.may_put and self.group.is_current
 
     @property
     def is_checked(self) -> bool:
-        """Nobody may use the directory, or may not, who might, or might not, when that was found out. Any thread."""
+        """Whether the peer's rights are the same as when the event loop read them. Any thread."""
         return self.epoch == self.gates.epoch and self.changes == self.ancestors.changes
 
     def remember(self, name: bytes, binding: Binding) -> None:
@@ -156,8 +156,8 @@ T = TypeVar("T")
 class HandleMap(dict[int, T]):
     """Registered things of one kind, by handles that no other thing of the connection has. Ring threads only look.
 
-    ``limit``, ``size_limit``: the limits of the user's account for their number and their sizes. ``keep``: how the next
-    daemon is to know a thing: content, and descriptors, which stay the thing's.
+    ``limit``, ``size_limit``: the limits of the user's account for their number and their sizes. ``keep``: packs a
+    thing for the next daemon: content, and descriptors, which stay the thing's.
     """
 
     kind: str
@@ -187,8 +187,8 @@ class HandleMap(dict[int, T]):
         self[handle] = thing
         return handle
 
-    def is_gone(self, handle: int) -> bool:
-        """The daemon before this one dropped it, for a request that is asked again, as it was not answered."""
+    def is_dropped(self, handle: int) -> bool:
+        """Whether the former daemon dropped it, for a request that the client retries, as nobody answered it."""
         return handle not in self and self.handles.was_dropped(handle)
 
     def remove(self, handle: int) -> T:

@@ -1,10 +1,10 @@
-"""A connection that a daemon before this one left goes on here, with the same handles; and how one is left.
+"""Restores connections that a former daemon left, with the same handles; and leaves them to the next daemon.
 
-One user may have registered very much. So what it takes to register that again is work of that user, as its messages
-were: it waits for turns in the call queue, between which the mount's calls and all other users' are answered.
+One user may have registered very much. So the restore is work of that user, as its messages were: it waits for turns in
+the call queue, between which the daemon serves the mount's calls and all other users'.
 
-Things that are gone - a file, a folder - are not registered any more: entries that name them are answered with EBADF or
-EFAULT. A ring that cannot go on ends the connection, as nobody would answer its entries.
+It drops things that are gone - a file, a folder: entries that name them get EBADF or EFAULT. A ring that cannot
+continue ends the connection, as nobody would answer its entries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvfuse.usrbio.daemon.client_memory import map_memory
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.connection_keeping import KeptConnection
 from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver
-from kvfuse.usrbio.daemon.device_iovs import DeviceIov, let_go
+from kvfuse.usrbio.daemon.device_iovs import DeviceIov, close_iovs
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
 from kvfuse.usrbio.daemon.kept_records import KeptIov, KeptNamespace, KeptRing
 from kvfuse.usrbio.daemon.loop_calls import Calls
@@ -45,15 +45,15 @@ from kvfuse.volume.views.ring_files import KeptFile
 log = logging.getLogger(__name__)
 
 COSTS = {"file": 4, "iov": 4, "device": 16, "namespace": 4, "ring": 16}
-"""of a thing that is registered again, in calls"""
+"""cost of a thing that is registered again, in calls"""
 
 _held: list[Pins | list[TierBlock]] = []
-"""what clients hold whose daemon ends: nothing may take its place until this process has ended"""
+"""blocks that clients hold as their daemon ends: nothing may reuse them until this process has ended"""
 
 
 @dataclass
 class Memories:
-    """What it takes to register memory. ``charge``: of the client's user."""
+    """Needs of registering memory. ``charge``: of the client's user."""
 
     charge: Charge
     devices: DeviceMemories
@@ -62,7 +62,7 @@ class Memories:
 
 @dataclass
 class _Restoration:
-    """Of one connection: a method for each kind of thing."""
+    """Restores one connection: a method for each kind of thing."""
 
     things: ClientRegistry
     volume: RingApi
@@ -70,23 +70,23 @@ class _Restoration:
     memories: Memories
     remembered: Remembered
 
-    async def left_file(self, handle: int, row: KeptFile) -> None:
-        """A file that the volume has counted as open since it was opened itself."""
+    async def restore_open_file(self, handle: int, row: KeptFile) -> None:
+        """Restore a file that the volume counts as open since the volume itself was opened."""
         left_open, opened = self.volume.left_open, None
         try:
             with self.things.files.taking():
                 await left_open.load(row.ino)
-                opened = left_open.take_over(row.ino, _flags(row), self.calls.peer.caller())
+                opened = left_open.take_over(row.ino, _flags_of(row), self.calls.peer.make_caller())
                 await self._add_file(handle, row, opened)
         finally:
             if opened is None:
                 left_open.give_up(row.ino, writable=row.writable)
 
-    async def file(self, handle: int, kept: Kept) -> None:
-        """The same, where the volume is the one that the former door had."""
+    async def restore_file(self, handle: int, kept: Kept) -> None:
+        """The same, where the former door had this same volume."""
         row = msgspec.json.decode(kept.content, type=KeptFile)
         with self.things.files.taking():
-            opened = await self.volume.files.open(row.ino, _flags(row), self.calls.peer.caller())
+            opened = await self.volume.files.open(row.ino, _flags_of(row), self.calls.peer.make_caller())
             await self._add_file(handle, row, opened)
 
     async def _add_file(self, handle: int, row: KeptFile, opened: Any) -> None:
@@ -98,36 +98,36 @@ class _Restoration:
             raise
         measures = self.volume.inodes.measures(row.ino)
         file = OpenFile(opened, row.ino, row.readable, row.writable, shown, measures, is_cut=row.is_cut)
-        self.things.keeping.go_on(handle, row)
-        file.when_told = partial(self.things.keeping.told, handle)
+        self.things.keeping.add_file(handle, row)
+        file.when_told = partial(self.things.keeping.clear_cut, handle)
         self.things.files[handle] = file
 
-    async def iov(self, handle: int, kept: Kept) -> None:
+    async def restore_iov(self, handle: int, kept: Kept) -> None:
         row, iovs = msgspec.json.decode(kept.content, type=KeptIov), self.things.iovs
         with iovs.taking(row.size), trio.CancelScope(shield=True):
             descriptor = os.dup(kept.descriptors[0])
             iovs[handle] = await self.memories.receiver.run(map_memory, descriptor, row.size, self.memories.charge)
 
-    async def device(self, handle: int, kept: Kept) -> None:
+    async def restore_device(self, handle: int, kept: Kept) -> None:
         row, devices = msgspec.json.decode(kept.content, type=KeptIov), self.things.devices
         with devices.taking(row.size), trio.CancelScope(shield=True):
             memory = await self.memories.devices.add(kept.descriptors[0], row.offset, row.size)
             devices[handle] = DeviceIov(memory, row.size, row.offset)
 
-    async def namespace(self, handle: int, kept: Kept) -> None:
+    async def restore_namespace(self, handle: int, kept: Kept) -> None:
         row, namespaces = msgspec.json.decode(kept.content, type=KeptNamespace), self.things.namespaces
         has_token = False
         with namespaces.taking():
-            with suppress(errors.Stale):  # it may not use it any more: it finds nothing there, as before
-                has_token = await self.calls.admission.check(row.ino)
-            group = await self.calls.admission.group_in(row.ino)
+            with suppress(errors.Stale):  # the client may not use it any more: it finds nothing there, as before
+                has_token = await self.calls.admission.check_access(row.ino)
+            group = await self.calls.admission.find_group(row.ino)
             directory = await self.volume.inodes.attributes(row.ino)
         namespaces[handle] = NamespaceHandle(
             row.ino,
             row.mode,
             group,
             row.read_only,
-            may_put=has_token or self.calls.peer.may(directory, 3),
+            may_put=has_token or self.calls.peer.may_access(directory, 3),
             waits=self.volume.blocks.waits(row.ino),
             by_path=row.by_path,
             measures=self.volume.inodes.measures(row.ino),
@@ -135,35 +135,34 @@ class _Restoration:
             remembered=self.remembered,
         )
 
-    async def ring(self, handle: int, kept: Kept) -> None:
+    async def restore_ring(self, handle: int, kept: Kept) -> None:
         row, rings = msgspec.json.decode(kept.content, type=KeptRing), self.things.rings
         layout = Layout.of(row.entries, row.aux_size)
         memory, journal, bell, client_bell = kept.descriptors
         with rings.taking(layout.size):
             shown = [memory, journal, os.dup(bell), os.dup(client_bell)]
             ring = OwnedRing(self.things, layout, row.op_mask, shown, self.memories.charge, is_left=True)
-            ring.loop.go_on()
+            ring.loop.restore()
             ring.start()
         self.volume.reading_threads.add(ring.loop.jobs)
         rings[handle] = ring
 
 
-async def adopt(
+async def restore(
     left: KeptConnection, things: ClientRegistry, volume: RingApi, calls: Calls, memories: Memories,
     remembered: Remembered, pause: Callable[[float], Awaitable[None]],
 ) -> Message | None:  # fmt: skip
     """Register again what was registered. ``pause``: waits for the user's turn for work of a cost, in calls.
 
-    What is to be replied to the request that nobody has answered, if there is one. KvfuseError, OSError: a ring cannot
-    go on.
+    Returns the reply to the request that no daemon has answered, if any. KvfuseError, OSError: a ring cannot continue.
     """
     keeping = things.keeping
     for token in left.said.tokens:
-        calls.admission.show(token)
+        calls.admission.add_token(token)
     adoption = _Restoration(things, volume, calls, memories, remembered)
-    request, number, added = keeping.unanswered()
-    is_waiting = request != 0 and _is_next(left.socket, number)
-    rows, owed = keeping.left_names(), CONNECT_COST
+    request, number, added = keeping.read_unanswered()
+    is_waiting = request != 0 and _is_next_message(left.socket, number)
+    rows, owed = keeping.list_kept(), CONNECT_COST
     for rings in (False, True):
         for name, kind, handle in rows:
             if (kind == "ring") is not rings:
@@ -172,14 +171,14 @@ async def adopt(
             if owed >= TURN_COST:
                 await pause(owed)
                 owed = 0
-            if handle == added and (is_waiting or not request):  # nobody has heard of it, and it is asked for again
+            if handle == added and (is_waiting or not request):  # the client does not know it, and asks again
                 keeping.drop(kind, handle)
                 continue
             row = volume.left_open.ring_files.pop(name, None)
             kept = keeping.take(name) or Kept(b"", ())
-            add: Callable[[int, Kept], Awaitable[None]] = getattr(adoption, kind)
+            add: Callable[[int, Kept], Awaitable[None]] = getattr(adoption, f"restore_{kind}")
             try:
-                await (add(handle, kept) if row is None else adoption.left_file(handle, row))
+                await (add(handle, kept) if row is None else adoption.restore_open_file(handle, row))
             except (errors.KvfuseError, OSError, ValueError, msgspec.MsgspecError) as error:
                 log.warning("a client loses %s %d: %s", kind, handle, error)
                 if rings:
@@ -190,31 +189,31 @@ async def adopt(
                     os.close(descriptor)
     if not request or is_waiting:
         return None
-    return _reply_to(request, number, added, things)
+    return _make_reply(request, number, added, things)
 
 
 def give_up_files(volume: RingApi, names: Iterable[str]) -> None:
-    """Registered files that nobody goes on with are not open any more. ``names``: under which they were kept."""
+    """Release registered files of connections that do not continue. ``names``: under which they were kept."""
     for name in names:
         file = volume.left_open.ring_files.pop(name, None)
         if file is not None:
             volume.left_open.give_up(file.ino, writable=file.writable)
 
 
-def _flags(row: KeptFile) -> int:
+def _flags_of(row: KeptFile) -> int:
     return os.O_RDWR if row.readable and row.writable else os.O_WRONLY if row.writable else os.O_RDONLY
 
 
-def _is_next(descriptor: int, number: int) -> bool:
-    """The next message in a socket has this number."""
+def _is_next_message(descriptor: int, number: int) -> bool:
+    """Whether the next message in a socket has this number."""
     with socket.socket(fileno=os.dup(descriptor)) as stream, suppress(BlockingIOError, ValueError):
         data, _, _, _ = stream.recvmsg(MESSAGE_SIZE_MAX + 1, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         return Message.unpack(data).number == number
     return False
 
 
-def _reply_to(request: int, number: int, handle: int, things: ClientRegistry) -> Message:
-    """The reply to a request that the daemon before this one has taken, and carried out if the handle is there."""
+def _make_reply(request: int, number: int, handle: int, things: ClientRegistry) -> Message:
+    """The reply to a request that the former daemon took, and executed if the handle exists."""
     values: tuple[int, ...] | None = None
     if request == Request.ADD_FILE and (file := things.files.get(handle)) is not None:
         values = handle, file.ino, file.handle.size
@@ -229,25 +228,25 @@ def _reply_to(request: int, number: int, handle: int, things: ClientRegistry) ->
     return Message(request, number, 0, values)
 
 
-def hold_on(pins: Pins) -> None:
-    """The mount ends while a client reads these blocks: they stay as they are."""
-    _held.append(pins.blocks())
+def hold_pins(pins: Pins) -> None:
+    """Hold blocks that a client reads while the mount ends: they stay as they are."""
+    _held.append(pins.list_blocks())
 
 
-async def leave(things: ClientRegistry, calls: Calls, receiver: DescriptorReceiver) -> None:
-    """Leave a connection to the next daemon: its rings stop where they are, and nothing is given back."""
+async def leave_connection(things: ClientRegistry, calls: Calls, receiver: DescriptorReceiver) -> None:
+    """Leave a connection to the next daemon: its rings stop where they are, and it gives nothing back."""
     _held.append(things.pins)
-    things.keeping.leave()
+    things.keeping.forget_files()
     calls.indexes.close()
     for ring in things.rings.values():
         ring.loop.stop()
-    await let_go(*things.devices.values())
-    await receiver.settled()
+    await close_iovs(*things.devices.values())
+    await receiver.wait_for_thread()
     for ring in things.rings.values():
         await receiver.run(ring.loop.thread.join)
         calls.volume.reading_threads.discard(ring.loop.jobs)
-        calls.end(ring.loop)
-        await calls.devices.settled()
+        calls.cancel_ring(ring.loop)
+        await calls.devices.wait_for_lists()
         ring.close(hands_over=True)
     things.rings.clear()
     calls.close()

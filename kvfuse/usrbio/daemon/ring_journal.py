@@ -1,25 +1,24 @@
-"""What the next daemon must know of a ring after this one was killed: its positions, and the entries under way.
+"""Journals a ring for the daemon after a kill of this one: its positions, and its entries in flight.
 
-It is memory that the client does not see (a memfd which the holder keeps, see `connection_keeping.py`). The client's
-ring says nothing that a daemon may believe, and the places of entries that were taken are the client's again.
+It is memory that the client does not see (a memfd which the holder keeps, see `connection_keeping.py`). A daemon trusts
+nothing in the client's ring, and the client reuses the places of taken entries.
 
-Each entry that is taken gets a *place* here, with a copy of it. The daemon's threads know it by the number of its
-place, which stands in the field ``user_data`` meanwhile; the client's own number is in the copy. A completion frees the
-place.
+Each taken entry gets a *place* here, with a copy of it. The daemon's threads know it by the number of its place, which
+stands in the field ``user_data`` meanwhile; the client's own number is in the copy. A completion frees the place.
 
-A kill may come between any two stores, and both positions change with one: they are written to the half of the
-words that is not the present one, and then that half is made the present one (`commit`). What is written before, for
-a completion or for entries that are being taken, counts from that store on. Each place says in one word what it has:
+A kill may happen between any two stores, and both positions change with one: `commit` writes them to the half of the
+words that is not the present one, and then makes that half the present one. Earlier writes, for a completion or for
+entries that are being taken, count from that store on. Each place says in one word what it has:
 
-* taken, and the position in the submission queue: under way if that queue's position is beyond it. A mark beside it
-  says that answers of the entry are in the aux area (`begin`): of a DELETE they are there before a block is removed;
-* pinned, and a pin: under way; a GET has the pin of the view that it will be answered with;
-* done, and the position of the last completion that was posted with it: under way until that was committed, then free.
+* taken, and the position in the submission queue: in flight if that queue's position is beyond it. A mark beside it
+  says that answers of the entry are in the aux area (`mark_begun`), those of a DELETE before it removes a block;
+* pinned, and a pin: in flight; a GET has the pin of the view that will answer it;
+* done, and the position of the last completion that was posted with it: in flight until that was committed, then free.
 
-So an entry is under way or completed, and never both or neither. Those under way are served again by the next daemon.
+So an entry is in flight or completed, and never both or neither. The next daemon serves those in flight again.
 
-An entry that comes alone, and is answered at once, gets no place: it stays in the submission queue until one `commit`
-moves both positions.
+An entry that is alone in the queue, and gets its answer at once, gets no place: it stays in the submission queue until
+one `commit` moves both positions.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ NO_PLACE = (1 << 64) - 1
 
 
 class KeptRingState(NamedTuple):
-    """What a ring's journal says when a daemon takes over."""
+    """Contents of a ring's journal when a daemon takes over."""
 
     rows: Entries
-    """entries under way, the oldest first; their ``user_data`` are their places"""
+    """entries in flight, the oldest first; their ``user_data`` are their places"""
     times: npt.NDArray[np.float64]
-    """when each was taken, monotonic seconds"""
+    """monotonic seconds when each was taken"""
     pins: list[int]
-    """of views that entries under way would have been answered with"""
+    """pins of views that would have answered entries in flight"""
     uncommitted: range
     """positions of completions that were written and not committed: they may have pins, too"""
 
@@ -88,7 +87,7 @@ class RingJournal:
         self._are_busy = np.frombuffer(self._busy, np.uint8)
         self._places = np.arange(entries, dtype=np.uint64)
         self._next = 0
-        """where to look for a free place first"""
+        """place to look at first for a free one"""
 
     @classmethod
     def create(cls, entries: int) -> tuple[RingJournal, int]:
@@ -106,20 +105,20 @@ class RingJournal:
     # -- positions -----------------------------------------------------------------------------------
 
     def commit(self, taken: int, given: int) -> None:
-        """Both positions in one step: entries taken, completions given."""
+        """Set both positions in one step: entries taken, completions given."""
         words = self._words
         half = _HALVES[words[_HALF] == _HALVES[0]]
         words[half], words[half + 1] = taken, given
         words[_HALF] = half
 
-    def positions(self) -> tuple[int, int]:
+    def read_positions(self) -> tuple[int, int]:
         """(taken, given) as of the last `commit`."""
         half = self._words[_HALF]
         return self._words[half], self._words[half + 1]
 
     # -- places --------------------------------------------------------------------------------------
 
-    def enter(self, packed: bytearray, taken_at: float, taken: int) -> None:
+    def enter_entries(self, packed: bytearray, taken_at: float, taken: int) -> None:
         """Give entries places, from the position ``taken`` on. In ``packed`` they have their places' numbers then."""
         count = len(packed) // SQE.itemsize
         first = self._next if self._next + count <= len(self._busy) else 0
@@ -137,7 +136,7 @@ class RingJournal:
         np.frombuffer(packed, np.uint64)[_USER_DATA::_ROW_WORDS] = self._places[first:end]
 
     def _enter_apart(self, packed: bytearray, taken_at: float, taken: int) -> None:
-        """As `enter`, in places that are not one behind the other."""
+        """Give entries places that are not one behind the other, as `enter_entries`."""
         rows = np.frombuffer(packed, np.uint64).reshape(-1, _ROW_WORDS)
         places = np.flatnonzero(self._are_busy == 0)[: len(rows)]
         self._rows[places] = rows
@@ -147,41 +146,41 @@ class RingJournal:
         self._next = int(places[-1]) + 1
         rows[:, _USER_DATA] = places
 
-    def user_data(self, place: int) -> int:
+    def get_user_data(self, place: int) -> int:
         """The client's number of the entry at a place."""
         return self._row_words[place * _ROW_WORDS + _USER_DATA]
 
     def user_data_of(self, places: Places) -> npt.NDArray[np.uint64]:
-        """`user_data` of many."""
+        """`get_user_data` of many."""
         return self._user_data[places]
 
-    def packed(self, place: int, answer: Sequence[int]) -> bytes:
-        """The completion of the entry at a place: `wire.CQE` without its first field is ``answer``."""
+    def pack(self, place: int, answer: Sequence[int]) -> bytes:
+        """Pack the completion of the entry at a place: ``answer`` is `wire.CQE` without its first field."""
         return CQE_STRUCT.pack(self._row_words[place * _ROW_WORDS + _USER_DATA], *answer)
 
     def find(self, user_data: int, before: int) -> int:
-        """The place of the oldest entry under way with that number of the client's; `NO_PLACE` where there is none.
+        """The place of the oldest entry in flight with that number of the client's; `NO_PLACE` where there is none.
 
-        ``before``: a place; only what was taken before that one is looked for.
+        ``before``: a place; finds only what was taken before that one.
         """
         found = np.flatnonzero((self._user_data == user_data) & (self._are_busy == 1))
         older = [(self._state_words[place] & ~_BEGUN, place) for place in found.tolist()]
         return min([row for row in older if row[0] < self._state_words[before] & ~_BEGUN], default=(0, NO_PLACE))[1]
 
-    def begin(self, place: int) -> None:
-        """The aux area has answers of the entry at a place from here on, as far as it got."""
+    def mark_begun(self, place: int) -> None:
+        """Note that the aux area has answers of the entry at a place from now on, as far as it got."""
         self._state_words[place] |= _BEGUN
 
     def has_begun(self, place: int) -> bool:
-        """This daemon, or one before it, has called `begin`."""
+        """Whether this daemon, or a former one, has called `mark_begun`."""
         return self._state_words[place] & (_KIND | _BEGUN) == _TAKEN | _BEGUN
 
-    def pin(self, place: int, pin: int) -> None:
-        """The entry at a place has this pin, until it is done."""
+    def set_pin(self, place: int, pin: int) -> None:
+        """Note the pin of the entry at a place, until it is done."""
         self._state_words[place] = _PINNED | pin
 
-    def pin_lone(self, taken: int, pin: int) -> None:
-        """The entry at the position ``taken``, which has no place, has this pin."""
+    def set_lone_pin(self, taken: int, pin: int) -> None:
+        """Note the pin of the entry at the position ``taken``, which has no place."""
         self._words[_LONE] = (taken & _LOW) << 32 | pin
 
     def finish_one(self, place: int, taken: int, given: int) -> None:
@@ -191,21 +190,21 @@ class RingJournal:
         self._busy[place] = 0
 
     def finish(self, places: Places | list[int], taken: int, given: int) -> None:
-        """The completions of these have been written, and are committed now, with the positions."""
+        """Commit the written completions of these, with the positions."""
         self._states[places] = _DONE | given - 1
         self.commit(taken, given)
         self._are_busy[places] = 0
 
     def forget(self, place: int) -> None:
-        """The entry at a place is done, and has no completion."""
+        """End the entry at a place, which has no completion."""
         self._state_words[place] = 0
         self._busy[place] = 0
 
     # -- the next daemon -----------------------------------------------------------------------------
 
-    def left(self) -> KeptRingState:
-        """What is under way. `go_on` when the pins are given back."""
-        taken, given = self.positions()
+    def read_state(self) -> KeptRingState:
+        """Read what is in flight. Call `restart` once the pins are given back."""
+        taken, given = self.read_positions()
         kinds, values = self._states & np.uint64(_KIND), self._states & np.uint64(_VALUE)
         is_pinned, is_done = kinds == _PINNED, (kinds == _DONE) & (values >= given)
         places = np.flatnonzero((kinds == _TAKEN) & (values < taken) | is_pinned | is_done)
@@ -222,8 +221,8 @@ class RingJournal:
             rows.view(SQE).reshape(-1), self._times[places], [pin for pin in pins if pin], range(given, end)
         )
 
-    def go_on(self, rows: Entries) -> None:
-        """Begin with these entries under way, which `left` returned. A kill meanwhile changes nothing of them."""
+    def restart(self, rows: Entries) -> None:
+        """Begin with these entries in flight, which `read_state` returned. A kill meanwhile changes nothing of them."""
         places = rows["user_data"].astype(np.intp)
         self._words[_LONE] = 0
         states = self._states[places]

@@ -1,10 +1,10 @@
-"""How a ring thread reads files by itself: through content maps, without asking the event loop.
+"""Reads files in a ring's thread: through content maps, without asking the event loop.
 
-`volume/views/content_map.py` says why that is right: look at the map's version, copy, look again. Whatever a map does
-not show - bytes still staged, a chunk in pieces, a mismatch of a checksum - is the event loop's (``ASK``).
+`volume/views/content_map.py` says why that is right: look at the map's version, copy, look again. The event loop reads
+whatever a map does not show - bytes still staged, a chunk in pieces, a mismatch of a checksum (``ASK``).
 
-For many reads of one file the places of verified granules are also kept in arrays (`_Table`), so that a batch
-of small reads is a few numpy calls: one `take` of rows where the reads are pages that go to neighbouring pages.
+For many reads of one file it also keeps the places of verified granules in arrays (`_Table`), so that a batch of small
+reads is a few numpy calls: one `take` of rows where the reads are pages that go to neighbouring pages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read(content: ContentMap, offset: int, length: int, iov: MappedIov, iov_offs
         if not _read_row(row, start, part, iov, iov_offset + position - offset):
             return ASK
         if row.block is not None and not position:
-            row.block.note_use()  # of the whole file, however many reads it takes
+            row.block.note_use()  # one use of the whole file, however many reads it takes
         position += part
     return max(0, end - offset) if content.version == version else ASK
 
@@ -87,20 +87,20 @@ def _verify(row: MapRow, source: MappedSource, start: int, length: int) -> bool:
 def copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_offset: int) -> bool:
     """Copy bytes of a source into a client's memory; False where the source does not give them.
 
-    OSError EFAULT; see `MappedIov.filling`.
+    OSError EFAULT; see `MappedIov.charging`.
     """
-    if iov.is_there(length):
+    if iov.is_present(length):
         return _copy(source, start, length, iov, iov_offset)
     is_copied = True
     for done in range(0, length, LOOK_BYTES):
         part = min(LOOK_BYTES, length - done)
-        with iov.filling(iov_offset + done, part):
+        with iov.charging(iov_offset + done, part):
             is_copied &= _copy(source, start + done, part, iov, iov_offset + done)
     return is_copied
 
 
 def _copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_offset: int) -> bool:
-    """As `copy`, into memory that is there."""
+    """Copy into memory without absent pages, as `copy`."""
     if not iov.is_sealed:
         return _read_file(source, start, iov.view[iov_offset : iov_offset + length])
     if length <= SMALL and iov.holds_lock:
@@ -113,7 +113,7 @@ def _copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_off
 
 
 def _read_file(source: MappedSource, start: int, target: memoryview) -> bool:
-    """As `copy`, by the kernel: for memory that may vanish."""
+    """Have the kernel copy into memory that may vanish, as `copy`."""
     done = 0
     while done < len(target):
         try:
@@ -129,7 +129,7 @@ def _read_file(source: MappedSource, start: int, target: memoryview) -> bool:
 
 
 class _Table:
-    """Where the verified granules of a file are, as arrays by the granule's number. One ring thread's own."""
+    """Places of a file's verified granules, as arrays by the granule's number. One ring thread's own."""
 
     def __init__(self, content: ContentMap) -> None:
         self.content = content
@@ -137,14 +137,14 @@ class _Table:
         self.unit = min(GRANULE_SIZE, content.chunk_size)
         count = -(-max(content.size, 0) // self.unit)
         self.starts: Numbers = np.full(count, -1, np.int64)
-        """in the source; below 0: not known, or not verified"""
+        """place in the source; below 0: not known, or not verified"""
         self.lengths: Numbers = np.zeros(count, np.int64)
         """bytes stored of the granule"""
         self.sources: npt.NDArray[np.int16] = np.zeros(count, np.int16)
         self.source_list: list[MappedSource] = []
 
     def learn(self, granules: Numbers) -> None:
-        """Look at these granules in the map."""
+        """Copy the places of these granules from the map."""
         per_chunk = self.content.chunk_size // self.unit
         for granule in np.unique(granules).tolist():
             index, number = divmod(granule, per_chunk)
@@ -169,7 +169,7 @@ class RingReader:
         self, content: ContentMap, offsets: Numbers, lengths: Numbers, iov: MappedIov, iov_offsets: Numbers
     ) -> Numbers:
         """Results of reads that all lie in ``iov``, as of `read`; ASK also for those that need a closer look."""
-        table = self._table(content)
+        table = self._get_table(content)
         results: Numbers = np.full(len(offsets), ASK, np.int64)
         if table is None or not len(table.starts):
             return results
@@ -181,7 +181,7 @@ class RingReader:
             starts = table.starts[granules]
         row = content.rows.get(int(granules[0]) * table.unit // content.chunk_size)
         if row is None or content.version != table.version:
-            return results  # else ``row`` keeps a block of the tier, which is the whole file, where it is meanwhile
+            return results  # else ``row`` keeps a block of the tier, which is the whole file, in its place
         if row.block is not None:
             row.block.note_use()
         fits = (within + lengths <= table.lengths[granules]) & (starts >= 0)
@@ -216,7 +216,7 @@ class RingReader:
             copied &= _copy_many(source, starts[same], lengths[same], iov, iov_offsets[same])
         return copied
 
-    def _table(self, content: ContentMap) -> _Table | None:
+    def _get_table(self, content: ContentMap) -> _Table | None:
         """The table of a map as it is now. None for a file that is too large, or ended."""
         table = self._tables.get(content)
         if table is None or table.version != content.version:
@@ -232,7 +232,7 @@ class RingReader:
 
 def _copy_many(source: MappedSource, starts: Numbers, lengths: Numbers, iov: MappedIov, iov_offsets: Numbers) -> bool:
     """Copy ranges of one source: at once where all are whole pages, one by one otherwise. As `copy`."""
-    one_by_one = None if iov.is_there(int(lengths.sum())) or iov.fill_many(iov_offsets, lengths) else copy
+    one_by_one = None if iov.is_present(int(lengths.sum())) or iov.charge_many(iov_offsets, lengths) else copy
     pages = (
         one_by_one is None
         and iov.is_sealed

@@ -1,4 +1,4 @@
-"""The thread of one ring: takes submissions, has them served by priority, does jobs of the event loop, sleeps.
+"""Runs the thread of one ring: takes submissions, has them served by priority, does jobs of the event loop, sleeps.
 
 It works in turns, as `interpreter.py` says. It takes no more than completions have room for.
 """
@@ -35,9 +35,9 @@ TAKE_ENTRIES = 1024
 """taken at once: between two such parts others may work"""
 THREAD_NAME = "kvfuse-ring"
 SPIN_SECONDS = 100e-6
-"""How long it looks for more before it sleeps, while submissions come faster than that."""
+"""How long it looks for more before it sleeps, while submissions follow each other faster than that."""
 FULL_SECONDS, FULL_SECONDS_MAX = 0.01, 0.08
-"""between looks at a ring whose client does not take its completions, or when there is no memory for an entry"""
+"""time between looks at a ring whose client takes no completions, or at an entry without memory"""
 
 
 class RingThread:
@@ -59,7 +59,7 @@ class RingThread:
         self._memory = memory
         self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
         self.completions = Completions(memory, cq_bell, registered.pins.give, journal)
-        self.jobs = Jobs(registered.in_loop)
+        self.jobs = Jobs(registered.run_in_loop)
         self.turns = registered.bell_watcher.interpreter
         self.seat = Seat(registered.user)
         self.server = EntryServer(self, registered, memory.aux, op_mask)
@@ -67,7 +67,7 @@ class RingThread:
         """an entry that was alone in the queue, and when it was seen: it is served before any other, and taken then"""
         self._penalty = Penalty()
         self._poll = select.epoll()
-        for descriptor in (sq_bell, self.jobs.wake):  # neither is ever read, which the client could make wait
+        for descriptor in (sq_bell, self.jobs.wake):  # the thread reads neither: the client could make a read wait
             self._poll.register(descriptor, select.EPOLLIN | select.EPOLLET)
         registered.bell_watcher.add(self._poll.fileno())
         self._rests = 0.0
@@ -77,18 +77,18 @@ class RingThread:
         self.thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def stop(self) -> None:
-        """Have the thread end after what it does now. Nothing is posted any more."""
+        """Have the thread end after what it does now. It posts nothing more."""
         self.completions.stop()
         self.jobs.stop()
 
     def pause(self) -> bool:
-        """Take nothing any more. True: entries that were taken are under way."""
+        """Take no more entries. True: some are in flight."""
         return self.completions.pause()
 
     def close(self, *, hands_over: bool = False) -> None:
         """Free the ring's memory, its descriptors, and pins that the client never received. The thread has ended.
 
-        ``hands_over``: those pins are the next daemon's.
+        ``hands_over``: the next daemon owns those pins.
         """
         self._registered.share.forget(self.jobs.nudge)
         self.server.close()
@@ -98,11 +98,11 @@ class RingThread:
         self._poll.close()
         self.jobs.close()
 
-    def go_on(self) -> None:
-        """Before the thread starts: serve again what was under way when the daemon before this one ended."""
-        rows, times = self.completions.go_on()
+    def restore(self) -> None:
+        """Queue again what was in flight when the former daemon ended. Before the thread starts."""
+        rows, times = self.completions.restore()
         for cancel in np.flatnonzero(rows["op"] == Op.CANCEL).tolist():
-            self._aim(rows, cancel)
+            self._aim_cancel(rows, cancel)
         for taken_at in np.unique(times):  # each has the deadline that it had
             self.server.lines.add(rows[times == taken_at], float(taken_at))
 
@@ -115,10 +115,10 @@ class RingThread:
                     self._drop_turn()
                     self._rest(self._penalty.seconds)
         except Broken as error:
-            self._registered.failed(str(error))
-        except Exception:  # one client's ring ends with its thread; the daemon and the others go on
+            self._registered.disconnect(str(error))
+        except Exception:  # one client's ring ends with its thread; the daemon and the others continue
             log.exception("a ring's thread failed")
-            self._registered.failed("the ring could not be served")
+            self._registered.disconnect("the ring could not be served")
         finally:
             self.completions.stop()
             self._drop_turn()
@@ -132,7 +132,7 @@ class RingThread:
         if self.seat.has_turn:
             self.seat.has_turn = False
         else:
-            self.turns.take(self.seat)
+            self.turns.take_turn(self.seat)
         try:
             while self._take():
                 self.turns.pause(self.seat)
@@ -143,7 +143,7 @@ class RingThread:
             return has_served
         finally:
             jobs.is_reading = False
-            self.turns.give(self.seat)
+            self.turns.give_turn(self.seat)
 
     def _do_jobs(self) -> None:
         """Do the jobs that the event loop queued: ``here`` without the turn, ``in_turn`` with it."""
@@ -153,7 +153,7 @@ class RingThread:
             jobs.here.popleft()()
         if not jobs.in_turn:
             return
-        self.turns.take(self.seat)
+        self.turns.take_turn(self.seat)
         try:
             jobs.is_reading = True
             while jobs.in_turn:
@@ -161,7 +161,7 @@ class RingThread:
                 self.turns.pause(self.seat)
         finally:
             jobs.is_reading = False
-            self.turns.give(self.seat)
+            self.turns.give_turn(self.seat)
 
     def serve_copied(self, rows: Entries, taken_at: float) -> None:
         """Serve entries again, which were counted before; see `call.ServedRing`."""
@@ -172,7 +172,7 @@ class RingThread:
         """Give back the turn with which the thread woke up, where it has not used it."""
         if self.seat.has_turn:
             self.seat.has_turn = False
-            self.turns.give(self.seat)
+            self.turns.give_turn(self.seat)
 
     def _judge(self) -> None:
         """Give the penalty the counts of entries served since the last call. Broken where too many were malformed."""
@@ -187,7 +187,7 @@ class RingThread:
         given = sq.given - sq.position
         if not given:
             return False
-        unread, under_way = self.completions.claims()
+        unread, under_way = self.completions.count_claims()
         if not 0 <= given <= len(sq) or not 0 <= unread <= capacity or not self._memory.header_is_whole():
             raise Broken("the ring's header or indices were overwritten")
         count = min(given, capacity - unread - under_way, TAKE_ENTRIES)
@@ -201,16 +201,16 @@ class RingThread:
         self.completions.take(packed, now)
         rows = sq.unpacked(packed)
         start = 0
-        for cancel in _cancels(packed):  # at once: it concerns what came before, alone
+        for cancel in _find_cancels(packed):  # at once: it concerns earlier entries alone
             lines.add(rows[start:cancel], now)
-            self._aim(rows, cancel)
+            self._aim_cancel(rows, cancel)
             lines.add(self.server.serve(rows[cancel : cancel + 1], now), now)
             start = cancel + 1
             self.turns.pause(self.seat)
         lines.add(rows[start:] if start else rows, now)
         return count < given
 
-    def _aim(self, rows: Entries, cancel: int) -> None:
+    def _aim_cancel(self, rows: Entries, cancel: int) -> None:
         """Let a CANCEL name its target's place."""
         entry = rows[cancel]
         entry["offset"] = self.completions.find(int(entry["offset"]), int(entry["user_data"]))
@@ -231,8 +231,8 @@ class RingThread:
         """Sleep until there is more to do; while submissions follow each other fast, look for more a moment before."""
         started = time.perf_counter()
         if self._rests < 4 * SPIN_SECONDS and self.turns.may_look():
-            has_work = self._look(started)
-            self.turns.looked(self.seat, time.perf_counter() - started)
+            has_work = self._look_for_work(started)
+            self.turns.end_look(self.seat, time.perf_counter() - started)
             if has_work:
                 self._rests = 0.75 * self._rests
                 return
@@ -242,7 +242,7 @@ class RingThread:
         has_slept = self._sleep(self._full_seconds if is_full else None)
         self._own_bell.awake()
         if has_slept and not is_full and not self._has_work():
-            self._penalty.ring_for_nothing()
+            self._penalty.count_idle_ring()
         self._rests = 0.75 * self._rests + 0.25 * (time.perf_counter() - started)
 
     def _sleep(self, seconds: float | None) -> bool:
@@ -255,7 +255,7 @@ class RingThread:
                 self._poll.poll(seconds)
             elif self.turns.may_sleep_alone(self.seat.user):
                 self._poll.poll()
-                self.turns.woke_alone(self.seat.user)
+                self.turns.end_sleep_alone(self.seat.user)
             else:
                 self._registered.bell_watcher.watch(self._poll.fileno(), self.seat)
                 self.turns.sleep(self.seat)
@@ -263,7 +263,7 @@ class RingThread:
             has_slept = True
         return has_slept
 
-    def _look(self, started: float) -> bool:
+    def _look_for_work(self, started: float) -> bool:
         """Look for work for ``SPIN_SECONDS``, as long as no seat has the turn. True: there is some."""
         is_quiet = self.turns.token
         while time.perf_counter() - started < SPIN_SECONDS and is_quiet:
@@ -285,10 +285,10 @@ class RingThread:
         if self.jobs.here or self.jobs.in_turn:
             return True
         sq = self._memory.sq
-        return sq.given != sq.position and sum(self.completions.claims()) < len(self._memory.cq)
+        return sq.given != sq.position and sum(self.completions.count_claims()) < len(self._memory.cq)
 
 
-def _cancels(packed: bytearray) -> list[int]:
+def _find_cancels(packed: bytearray) -> list[int]:
     """Indices of CANCEL entries among packed SQEs."""
     ops = packed[:: SQE.itemsize]
     return [number for number, op in enumerate(ops) if op == Op.CANCEL] if Op.CANCEL in ops else []
@@ -316,7 +316,7 @@ class OwnedRing:
         with ExitStack() as undo:
             undo.callback(os.close, bell)
             undo.callback(os.close, client_bell)
-            undo.enter_context(charge.having_ring(memory_descriptor, layout.size, is_left=is_left))
+            undo.enter_context(charge.hold_ring(memory_descriptor, layout.size, is_left=is_left))
             memory = RingMemory(memory_descriptor, layout)
             memory.sign(own_id())
             journal = RingJournal(journal_descriptor, layout.entries)
@@ -327,8 +327,8 @@ class OwnedRing:
     def create(
         cls, registered: ClientRegistry, layout: Layout, op_mask: int, shown: list[int], charge: Charge
     ) -> OwnedRing:  # fmt: skip
-        """A new one, whose thread runs. ``shown``: the client's descriptors, and the journal's; to be closed once they
-        were sent, and kept."""
+        """Make a ring, and start its thread. ``shown``: the client's descriptors, and the journal's; the caller closes
+        them once they were sent, and kept."""
         with ExitStack() as undo:
             _, descriptor = RingMemory.create(layout)
             shown.append(descriptor)
@@ -338,7 +338,7 @@ class OwnedRing:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.callback(ours.close)
             shown.append(theirs.detach())
-            ours.shutdown(socket.SHUT_RD)  # else what the client sends would lie there until the daemon closes it
+            ours.shutdown(socket.SHUT_RD)  # else bytes from the client would stay until the daemon closes it
             _, journal_descriptor = RingJournal.create(layout.entries)
             shown.append(journal_descriptor)
             undo.pop_all()
@@ -346,13 +346,13 @@ class OwnedRing:
         ring.start()
         return ring
 
-    def kept(self) -> tuple[object, list[int]]:
-        """What the next daemon needs, while the descriptors are open."""
+    def describe(self) -> tuple[object, list[int]]:
+        """Pack what the next daemon needs, while the descriptors are open."""
         layout = self.layout
         return KeptRing(layout.entries, layout.size - layout.aux_offset, self.op_mask), self._shown
 
     def start(self) -> None:
-        """OSError, and it is closed, where the machine cannot start a thread."""
+        """Start the thread. OSError, and the ring is closed, where the machine cannot."""
         try:
             self.loop.thread.start()
         except RuntimeError as error:

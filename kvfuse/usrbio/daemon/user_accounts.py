@@ -1,6 +1,6 @@
-"""How much each user has registered, through all its connections, and how much it may.
+"""Counts what each user has registered, through all its connections, against its limits.
 
-Users are who the kernel says is connected. Root with its capabilities, and the user that runs the daemon, could end it
+The kernel says whose a connection is. Root with its capabilities, and the user that runs the daemon, could end it
 anyway: only the limits of a connection, and those of all clients together, hold for them.
 """
 
@@ -32,13 +32,13 @@ Limit = Literal[
     "user_iov_size",
     "user_indexes",
 ]
-"""the option that says how much; of indexes none does: what the daemon has room for is shared"""
+"""the option that limits it; none limits indexes: users share what the daemon has room for"""
 CONNECTIONS_MAX = 1024
 ALL_RINGS_MAX = 1024
 ALL_INDEXES_MAX = 16384
 """a mapping of each, of 65,530 that a process has"""
 DESCRIPTORS: dict[Limit, int] = {"user_connections": 1, "user_rings": 5, "user_iovs": 2, "user_indexes": 2}
-"""of the daemon, that one of these takes"""
+"""descriptors of the daemon that one of these takes"""
 ADDRESSES = 128
 """times the memory that the daemon may have: so much of clients' memory takes a quarter of it for page tables"""
 
@@ -62,14 +62,14 @@ class UserAccount:
         self.key = None if peer.is_unlimited else peer.uid
 
     def take(self, limit: Limit, amount: int = 1) -> None:
-        """QuotaExceeded, and nothing is taken, where that is more than the user may have."""
+        """Charge the user. QuotaExceeded, and nothing is taken: that is more than it may have."""
         held, allowed = self._user.held[limit], getattr(self._options, limit, inf)
         if not self._peer.is_unlimited and held + amount > allowed:
             raise QuotaExceeded(
                 f"user {self._peer.uid} asks for {amount} more than the {held} it has, and usrbio.{limit} is {allowed}"
             )
         taken: list[tuple[SharedPool, int]] = []
-        for pool, size in self._pools.of(limit, amount):
+        for pool, size in self._pools.list_pools(limit, amount):
             if not pool.take(size, self.key):
                 for other, taken_size in taken:
                     other.give(taken_size, self.key)
@@ -81,7 +81,7 @@ class UserAccount:
         self._held[limit] += amount
 
     def give(self, limit: Limit, amount: int = 1) -> None:
-        for pool, size in self._pools.of(limit, amount):
+        for pool, size in self._pools.list_pools(limit, amount):
             pool.give(size, self.key)
         self._user.held[limit] -= amount
         self._held[limit] -= amount
@@ -97,7 +97,7 @@ class UserAccount:
             raise
 
     def close(self) -> None:
-        """The connection has ended: give back all that it holds."""
+        """Give back all that the connection holds. It has ended."""
         for limit, amount in list(self._held.items()):
             self.give(limit, amount)
 
@@ -113,7 +113,7 @@ class Pools:
             "user_indexes": SharedPool(ALL_INDEXES_MAX),
         }
 
-    def of(self, limit: Limit, amount: int) -> list[tuple[SharedPool, int]]:
+    def list_pools(self, limit: Limit, amount: int) -> list[tuple[SharedPool, int]]:
         """The pools from which ``amount`` of something is taken, and how much of each."""
         found = [(self._descriptors, DESCRIPTORS[limit] * amount)] if limit in DESCRIPTORS else []
         return [*found, (self._things[limit], amount)] if limit in self._things else found
@@ -128,7 +128,7 @@ class UserAccounts:
         self._users: WeakValueDictionary[tuple[int, bool], _UserCounts] = WeakValueDictionary()
 
     def open(self, peer: ClientProcess) -> UserAccount:
-        """The account of one more connection of a user."""
+        """Open the account of one more connection of a user."""
         key = (peer.uid, peer.is_unlimited)  # a container's root does not pay for what the machine's root has
         return UserAccount(peer, self._users.setdefault(key, _UserCounts()), self._options, self._pools)
 

@@ -1,4 +1,4 @@
-"""The weight of a call among those of its user that wait in the event loop: see `call_memory.UnderWay`."""
+"""Weighs a call among those of its user that wait in the event loop: see `call_memory.UnderWay`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvfuse.usrbio.daemon.call import Call
 from kvfuse.usrbio.protocol.wire import Op
 
 WEIGHTS: dict[int, int] = {Op.READ: 1, Op.GET: 1, Op.WRITE: 1, Op.FSYNC: 4, Op.CANCEL: 0}
-"""of calls that wait: see `weight_of`"""
+"""weights of calls that wait: see `weight_of`"""
 PUT_WEIGHT = 2
 KEYS_WEIGHT_MAX = 32
 EXISTS_WEIGHT_MAX = 128
@@ -14,7 +14,7 @@ KEYS_PER_WEIGHT = 64
 
 
 def weight_of(call: Call) -> int:
-    """About how many tasks of a call may go on at once in the event loop. 0: it does not wait there, or briefly."""
+    """About how many tasks of a call may continue at once in the event loop. 0: it does not wait there, or briefly."""
     op, count = call.entry.op, call.entry.length
     if op == Op.PUT:
         return PUT_WEIGHT if call.namespace is not None and call.namespace.waits else 0

@@ -1,10 +1,9 @@
-"""Writes of a batch that change bytes of one file in their slots, together: their bytes go from the iov to the segment.
+"""Executes writes of a batch that change bytes of one file in their slots: straight from the iov to the segment.
 
 The ring's thread finds them (`batch_finder`). The event loop says where their bytes belong, and keeps the places and
-the file's lock while the ring's thread writes there, and until then (`WriteBatches`). The thread then has the kernel
-drop what it knew of the file, and posts the completions. Writes that need more than that go back to the ring's
-thread, which copies their bytes and makes a call of each. So do those whose batch waits when one of them is cancelled
-or late.
+the file's lock until the ring's thread has written there (`WriteBatches`). The thread then has the kernel drop what it
+cached of the file, and posts the completions. Writes that need more than that go back to the ring's thread, which
+copies their bytes and makes a call of each. So do those whose batch waits when one of them is cancelled or late.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class WriteBatch(Call):
     rows: Entries = field(kw_only=True)
     taken_at: float = 0.0
     done: npt.NDArray[np.bool_] = field(kw_only=True)
-    """which are completed, or about to be. The ring's thread sets it while the event loop waits for it"""
+    """for each: whether it is completed, or about to be. The ring's thread sets it while the event loop waits for it"""
     cancels: list[Call] = field(default_factory=list)
-    """of some of the writes"""
+    """CANCELs of some of the writes"""
 
-    def columns(self) -> tuple[Numbers, Numbers, Numbers]:
+    def split_columns(self) -> tuple[Numbers, Numbers, Numbers]:
         """(offset in the file, offset in the iov, length) of each."""
         words = self.rows.view(np.int64).reshape(-1, 8)
         return words[:, 2].copy(), words[:, 3], words[:, 4].copy()
@@ -81,7 +80,7 @@ class WriteBatches:
                 return True
         return False
 
-    def let_go(self, ring: ServedRing, iov: MappedIov | None = None) -> None:
+    def cancel_batches(self, ring: ServedRing, iov: MappedIov | None = None) -> None:
         """Cancel batches of a ring that did not begin to write, all or those from ``iov``."""
         for batch in self._under_way:
             if batch.ring is ring and (iov is None or batch.iov is iov):
@@ -92,7 +91,7 @@ class WriteBatches:
         assert batch.file is not None
         if batch.deadline < float("inf"):
             batch.scope.deadline = trio.current_time() + batch.deadline - time.monotonic()
-        offsets, _, lengths = batch.columns()
+        offsets, _, lengths = batch.split_columns()
         try:
             with batch.scope:
                 async with self.files.using(batch.file) as file:
@@ -117,17 +116,17 @@ class WriteBatches:
             completions.complete(call, 0 if len(found) else -errno.ENOENT)
 
     async def _write(self, batch: WriteBatch, places: WritePlaces) -> None:
-        """Have the ring's thread write; the kernel and the client hear of it soon."""
+        """Have the ring's thread write; it then tells the kernel and the client."""
         await trio.lowlevel.checkpoint_if_cancelled()  # from here on nobody can stop it
         with trio.CancelScope(shield=True):
-            await batch.ring.jobs.ask(partial(self._write_now, batch, places))
+            await batch.ring.jobs.ask_thread(partial(self._write_now, batch, places))
 
     def _write_now(self, batch: WriteBatch, places: WritePlaces) -> bool:
-        """In the ring's thread. Nothing is done where the client punched out memory meanwhile."""
+        """Write, in the ring's thread. It does nothing where the client punched out memory meanwhile."""
         ring, numbers = batch.ring, places.numbers
-        results = batch.columns()[2][numbers]
+        results = batch.split_columns()[2][numbers]
         assert batch.iov is not None
-        if not batch.iov.is_there(int(results.sum())):
+        if not batch.iov.is_present(int(results.sum())):
             return False
         with ring.turns.copying(ring.seat):
             written, number = _write_rows(batch, places)
@@ -139,16 +138,16 @@ class WriteBatches:
         return ring.jobs.run_here(partial(self._complete, batch, numbers, results))
 
     def _complete(self, batch: WriteBatch, numbers: Numbers, results: Numbers) -> None:
-        """In the ring's thread, which may wait for the kernel; the event loop may go on."""
+        """Complete writes, in the ring's thread, which may wait for the kernel; the event loop continues."""
         assert batch.file is not None
         self.drop_content(batch.file.ino)
         batch.ring.completions.post(batch.rows["user_data"][numbers], results)
 
 
 def _write_rows(batch: WriteBatch, places: WritePlaces) -> tuple[int, int]:
-    """As `rowwriter.write_rows`, to these places; with the errno that clients get."""
+    """Call `rowwriter.write_rows` for these places; returns the errno that clients get."""
     assert batch.iov is not None
-    _, iov_offsets, lengths = batch.columns()
+    _, iov_offsets, lengths = batch.split_columns()
     targets = [places.targets[segment] for segment in places.segments.tolist()]
     starts = iov_offsets[places.numbers]
     rows = np.empty((len(targets), 7), np.int64)
@@ -163,21 +162,21 @@ def _write_rows(batch: WriteBatch, places: WritePlaces) -> tuple[int, int]:
     if number:
         error = targets[written].error(OSError(number, os.strerror(number)), int(rows[written, 1]))
         log.warning("a ring's write failed: %s", error)
-        return written, _errno(error)
+        return written, _errno_of(error)
     return written, 0
 
 
-def _errno(error: Exception) -> int:
+def _errno_of(error: Exception) -> int:
     number = error.errno if isinstance(error, OSError) else errno_of(error)
     return number or errno.EIO
 
 
 def _fail(batch: WriteBatch, error: Exception) -> None:
-    """Complete with the error what is not completed."""
+    """Complete with the error the writes that are not completed."""
     if not isinstance(error, OSError) and errno_of(error) is None:
         log.error("a batch of writes failed", exc_info=error)
     assert batch.file is not None
     batch.file.measures.failed(error, is_read=False)
     left = batch.rows["user_data"][~batch.done]
     batch.done[:] = True
-    batch.ring.completions.post(left, np.full(len(left), -_errno(error)))
+    batch.ring.completions.post(left, np.full(len(left), -_errno_of(error)))

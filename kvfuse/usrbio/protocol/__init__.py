@@ -1,1 +1,1 @@
-"""What both sides of a ring agree on: layouts, queues, keys."""
+"""Defines what client and daemon of a ring share: layouts, queues, keys."""

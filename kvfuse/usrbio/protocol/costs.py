@@ -1,7 +1,7 @@
-"""Answers of an EXISTS with COSTS: in one byte the tier that a block is in, and when its bytes are expected.
+"""Encodes answers of an EXISTS with COSTS: one byte has the tier of a block, and when its bytes are expected.
 
-Bits 0 and 1 are the tier, 0 where there is no such block. The other six are a number n: the bytes are expected
-``BASE_MS * FACTOR ** n`` milliseconds after they are asked for, from 10 microseconds to 13 seconds.
+Bits 0 and 1 are the tier, 0 for no such block. The other six are a number n: the bytes are expected ``BASE_MS * FACTOR
+** n`` milliseconds after the request, from 10 microseconds to 13 seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ STEPS = 64
 
 
 class Tier(IntEnum):
-    """Where the bytes of a block are."""
+    """The place of a block's bytes."""
 
     NONE = 0
-    """there is no such block, or it is not worth reading"""
+    """no such block, or it is not worth reading"""
     DRAM = 1
     """memory of the daemon's host"""
     DISK = 2
@@ -31,12 +31,13 @@ class Tier(IntEnum):
 
 
 class Costs(NamedTuple):
-    """Of many blocks, in the order in which they were asked for."""
+    """Costs of many blocks, in the order of the request."""
 
     tiers: npt.NDArray[np.uint8]
     """see `Tier`"""
     milliseconds: npt.NDArray[np.float32]
-    """until the block is expected to be there, if it and all before it are asked for now; infinite where it is not"""
+    """time until the block's bytes are expected, if it and all before it are requested now; infinite for no such
+    block"""
 
 
 def encode_costs(tiers: npt.NDArray[np.uint8], seconds: npt.NDArray[np.float32]) -> bytes:
@@ -47,7 +48,7 @@ def encode_costs(tiers: npt.NDArray[np.uint8], seconds: npt.NDArray[np.float32])
 
 
 def decode_costs(answers: npt.NDArray[np.uint8]) -> Costs:
-    """What `encode_costs` encoded, rounded up to the next step."""
+    """Decode what `encode_costs` encoded, rounded up to the next step."""
     tiers = answers & np.uint8(3)
     milliseconds = np.where(tiers == Tier.NONE, np.inf, BASE_MS * FACTOR ** (answers >> 2).astype(np.float32))
     return Costs(tiers, milliseconds.astype(np.float32))

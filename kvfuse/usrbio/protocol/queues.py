@@ -1,4 +1,4 @@
-"""One ring's memory, and the two ends of each of its queues. Client and daemon use the same code.
+"""Maps a ring's memory, and implements both ends of its queues. Client and daemon use the same code.
 
 **Ordering.** A producer writes entries, then publishes its tail; a consumer reads the tail, then the entries.
 
@@ -38,7 +38,7 @@ Entries = npt.NDArray[np.void]
 RING = (1).to_bytes(8, "little")
 """the bytes to write to a bell: 1, as an eventfd expects"""
 RINGS_SIZE = 4096
-"""bytes to read from a bell: at least all that are there, to avoid a spurious wake-up"""
+"""bytes to read from a bell: at least all that it has, to avoid a spurious wake-up"""
 
 
 def _membarrier() -> Callable[[], None]:
@@ -167,7 +167,7 @@ class Bell:
         _, self._fence = fences()
 
     def ring(self) -> None:
-        """For the other side, after it published: wake the sleeping side, if its tail is reached."""
+        """Wake the sleeping side, if its tail is reached. The other side calls it, after it published."""
         self._fence()
         wanted = self._words[self._sleeps]
         if wanted and self._words[self._tail] >= wanted:
@@ -177,12 +177,12 @@ class Bell:
                 pass  # it is full of rings already, or closed
 
     def ring_always(self) -> None:
-        """As `ring`, where somebody may have published without ringing: whether the other side sleeps or not."""
+        """Wake the other side, whether it sleeps or not, where somebody may have published without ringing."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.descriptor, RING)
 
     def going_to_sleep(self, until: int = 1) -> None:
-        """For the side that sleeps: after this it checks once more for work, and only then waits for the bell.
+        """Note that this side is about to sleep: it checks once more for work, and only then waits for the bell.
 
         ``until``: the tail at which to wake it; 1: at any entry published from here on.
         """
@@ -190,7 +190,7 @@ class Bell:
         self._fence()
 
     def woken(self) -> None:
-        """For the side that slept, or found work after `going_to_sleep`: clear the word and the bell."""
+        """Clear the word and the bell, for the side that slept, or found work after `going_to_sleep`."""
         self.awake()
         try:
             os.read(self.descriptor, RINGS_SIZE)
@@ -247,10 +247,10 @@ class RingMemory:
         return cls(descriptor, layout)
 
     def sign(self, daemon: DaemonId) -> None:
-        """For the daemon, before it takes an entry: this process serves the ring from here on."""
+        """Name this process as the one that serves the ring; the daemon does so before it takes an entry."""
         words = self.words
         words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE] = daemon
 
     def header_is_whole(self) -> bool:
-        """The header is as `create` wrote it."""
+        """Whether the header is as `create` wrote it."""
         return bytes(self.bytes[: len(self._header)]) == self._header

@@ -1,9 +1,9 @@
-"""The protocol of client and daemon: the ring's memory, its entries, and the messages that set it up.
+"""Defines the protocol of client and daemon: the ring's memory, its entries, and the messages that set it up.
 
 ``docs/usrbio.md`` describes the same for clients in other languages. All numbers are little-endian.
 
-A ring is one mapping that the daemon makes: a header, the indices, the submission queue (SQ), the completion
-queue (CQ), and an *aux area* that the client uses as it likes for keys and per-key results.
+A ring is one mapping that the daemon makes: a header, the indices, the submission queue (SQ), the completion queue
+(CQ), and an *aux area* that the client uses as it likes for keys and per-key results.
 
 The daemon trusts none of it: after it wrote the header it reads it only to check that
 it is unchanged, and it copies indices, entries and keys before it checks them.
@@ -27,13 +27,13 @@ from kvfuse.keys import KEY_SIZE_MAX
 VERSION = 1
 MAGIC = int.from_bytes(b"KVFRING1", "little")
 SOCKET_PATH = ".kvfuse/control.sock"
-"""of the control socket, below the mount point"""
+"""path of the control socket below the mount point"""
 
 PAGE = 4096
 ENTRIES_MAX = 1 << 16
 AUX_SIZE_MAX = 64 << 20
 KEYS_MAX = 1 << 16
-"""in one entry"""
+"""most keys in one entry"""
 LENGTH_MAX = 1 << 30
 """bytes that one entry moves"""
 IOV_SIZE_MAX = 1 << 40
@@ -60,7 +60,7 @@ class Word(IntEnum):
     CQ_TAIL = 40
     CLIENT_SLEEPS = 48
     DAEMON_EPOCH = 56
-    """when the daemon that serves the ring began, in ns of CLOCK_MONOTONIC; 0: an older version, which says nothing"""
+    """start of the daemon that serves the ring, in ns of CLOCK_MONOTONIC; 0: a daemon of an older version"""
     DAEMON_PID = 57
     """its number in its own pid namespace"""
     DAEMON_NAMESPACE = 58
@@ -71,33 +71,33 @@ PID_NAMESPACE = "/proc/self/ns/pid"
 
 
 class DaemonId(NamedTuple):
-    """Which process serves, as the head of a ring says, and the reply to HELLO. All 0: an older version says nothing.
+    """The process that serves, as the header of a ring and the reply to HELLO say. All 0: a daemon of an older version.
 
-    What a client remembers of a daemon holds while the epoch is the same. It outlives no connection: the next daemon
-    goes on with that.
+    A client may rely on what it remembers of a daemon while the epoch is the same, and no longer than its connection,
+    with which the next daemon continues.
     """
 
     epoch: int = 0
-    """when it began, in ns of CLOCK_MONOTONIC: of two daemons of a mount the later one has the larger"""
+    """its start, in ns of CLOCK_MONOTONIC: of two daemons of a mount the later one has the larger"""
     pid: int = 0
-    """in its own pid namespace"""
+    """its number in its own pid namespace"""
     namespace: int = 0
     """inode of that"""
 
 
 def own_id() -> DaemonId:
-    """Of this process."""
+    """The identity of this process, as a daemon."""
     return _id_of(os.getpid())
 
 
 @cache
 def _id_of(pid: int) -> DaemonId:
-    """By number, as a daemon may be a fork of a process that stood by."""
+    """Cached by pid, as a daemon may be a fork of the standby."""
     return DaemonId(time.monotonic_ns(), pid, pid_namespace())
 
 
 def pid_namespace() -> int:
-    """Inode of the one that this process lives in; 0: nobody can say."""
+    """Inode of the pid namespace of this process; 0: unknown."""
     try:
         return os.stat(PID_NAMESPACE).st_ino
     except OSError:
@@ -138,11 +138,11 @@ class Flag(IntFlag):
     """Flags of an SQE."""
 
     VIEW = 1
-    """GET: answer with a pinned view of the shared-memory tier if the block is there"""
+    """GET: answer with a pinned view of the shared-memory tier if the block is in it"""
     PREFIX = 2
     """EXISTS: stop at the first key that is absent"""
     COSTS = 4
-    """EXISTS: answer for each block where it is, and when its bytes are expected: see `costs`"""
+    """EXISTS: answer for each block with its tier, and when its bytes are expected: see `costs`"""
     NEAR = 8
     """PREFETCH: only what other hosts have at hand, and as urgent as a GET: the caller waits for it"""
 
@@ -167,7 +167,7 @@ SQE = np.dtype(
         ("iov_offset", "<u8"),
         ("length", "<u8"),  # bytes; many keys: their number
         ("key_offset", "<u8"),  # in the aux area
-        ("user_data", "<u8"),  # comes back in the completion
+        ("user_data", "<u8"),  # repeated in the completion
         ("timeout_us", "<u4"),  # from the moment the daemon takes it; 0: none
         ("reserved", "<u4"),
     ]
@@ -191,7 +191,7 @@ assert CQE.itemsize == CQE_STRUCT.size == 32
 
 
 class Layout(NamedTuple):
-    """Where everything is in a ring's mapping, in bytes."""
+    """Offsets of everything in a ring's mapping, in bytes."""
 
     entries: int
     sq_offset: int
@@ -257,7 +257,7 @@ def unpack_keys(data: bytes, count: int) -> list[bytes]:
 
 
 class Request(IntEnum):
-    """What a client asks on the control socket (SOCK_SEQPACKET, one message each, answered in order)."""
+    """Requests of a client on the control socket (SOCK_SEQPACKET, one message each, answered in order)."""
 
     HELLO = 1
     """(version) -> (version, daemon's pid, entries_max, abilities, its epoch, its pid namespace: see `DaemonId`); the
@@ -293,25 +293,25 @@ class Request(IntEnum):
 
 
 class Ability(IntFlag):
-    """What a daemon can do that others of its version may not: in its reply to HELLO."""
+    """Abilities that other daemons of the version may lack: in the reply to HELLO."""
 
     DMABUF = 1
     """it may have a device that fills memory of others: see ADD_DMABUF"""
 
 
 class NewsKind(IntEnum):
-    """What a message of news says of the names in it."""
+    """The meaning of names in a message of news."""
 
     PRESENT = 1
-    """blocks that are there: some of the directory's names before READY, together all"""
+    """names of present blocks: some of the directory's in each message before READY, together all"""
     READY = 2
-    """all that was there has been told; it has no names"""
+    """all present names were sent; it has no names"""
     STORED = 3
     """the names mean blocks now, or others than before"""
     REMOVED = 4
     """the names mean no blocks any more"""
     CLEARED = 5
-    """no name that was told means a block any more; it has no names"""
+    """no name that was sent means a block any more; it has no names"""
 
 
 NEWS = struct.Struct("<II")
@@ -330,7 +330,7 @@ class Access(IntFlag):
 MESSAGE = struct.Struct("<IIq6Q")
 """request, number (chosen by the client, repeated in the reply), status (replies: 0 or -errno), six values"""
 TEXT_SIZE_MAX = 1024
-"""of the text behind a reply with an error: the reason, UTF-8; or behind a request"""
+"""bytes of the text behind a reply with an error: the reason, UTF-8; or behind a request"""
 MESSAGE_SIZE_MAX = MESSAGE.size + TEXT_SIZE_MAX
 DESCRIPTORS_MAX = 3
 

@@ -42,10 +42,10 @@ def be_deadly_to_rings(folder: Path) -> None:
     answer, reply, answered, greet = (
         Connection._answer,
         Connection._reply,
-        ConnectionKeeping.answered,
-        ConnectionKeeping.greet,
+        ConnectionKeeping.end_reply,
+        ConnectionKeeping.keep_connection,
     )
-    told = ConnectionKeeping.told
+    told = ConnectionKeeping.clear_cut
     present: list[str] = []
 
     def look(moment: str) -> None:
@@ -80,8 +80,8 @@ def be_deadly_to_rings(folder: Path) -> None:
         present[:] = ["cut"]
         look("told")
 
-    Connection._answer, Connection._reply, ConnectionKeeping.told = answer_, reply_, told_
-    ConnectionKeeping.answered, ConnectionKeeping.greet = answered_, greet_
+    Connection._answer, Connection._reply, ConnectionKeeping.clear_cut = answer_, reply_, told_
+    ConnectionKeeping.end_reply, ConnectionKeeping.keep_connection = answered_, greet_
 
 
 if "KVFUSE_TESTS_DEADLY" in os.environ and "kvfuse.cli" in sys.orig_argv:

@@ -101,16 +101,16 @@ def raise_somewhere(folder: Path) -> None:
 def fail_adoptions(folder: Path) -> None:
     from kvfuse.usrbio.daemon import restored_connection
 
-    adopt = restored_connection.adopt
+    restore = restored_connection.restore
 
     async def adopting(*arguments: Any) -> Any:
         left = folder / "adoptions"
         if left.exists() and (count := int(left.read_text())):
             left.write_text(str(count - 1))
             raise Injected("a client")
-        return await adopt(*arguments)
+        return await restore(*arguments)
 
-    restored_connection.adopt = adopting
+    restored_connection.restore = adopting
 
 
 if "KVFUSE_TESTS_RAISING" in os.environ and "KVFUSE_HOLDER" in os.environ and "mount" in sys.orig_argv:

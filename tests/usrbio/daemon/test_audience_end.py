@@ -15,7 +15,7 @@ async def test_who_waits_for_a_turn_may_end_after_whoever_gives_them() -> None:
     with ours, theirs:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(audience.run)
-            nursery.start_soon(audience.turn, ours)
+            nursery.start_soon(audience.wait_turn, ours)
             await trio.testing.wait_all_tasks_blocked()
             audience.scope.cancel()
             await trio.testing.wait_all_tasks_blocked()

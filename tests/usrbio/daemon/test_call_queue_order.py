@@ -127,6 +127,6 @@ async def test_a_ring_that_ended_leaves_the_others(lab: Lab) -> None:
     of = namespace()
     for ring in "abc":
         lab.put(ring, [Op.PUT] * 5, of)
-    assert len(list(lab.call_queue.calls_of(cast(ServedRing, "b")))) == 5
+    assert len(list(lab.call_queue.list_calls(cast(ServedRing, "b")))) == 5
     lab.call_queue.drop({cast(ServedRing, "b"), cast(ServedRing, "unknown")})
     assert Counter(await lab.run()) == {"a": 5, "c": 5}

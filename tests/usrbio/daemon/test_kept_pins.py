@@ -26,9 +26,9 @@ def test_the_next_daemon_finds_what_is_held_and_makes_no_memory_of_the_rest(desc
     page = Page(descriptor)
     for pin in range(1, 1001):
         block: Any = SimpleNamespace(arena=pin % 7, offset=4096 * pin, size=pin)
-        page.hold(pin, block)
+        page.add_pin(pin, block)
     for pin in range(2, 1001, 2):
-        page.let_go(pin)
+        page.remove_pin(pin)
     before = os.fstat(descriptor).st_blocks
     for _ in range(2):
         found: dict[int, TierBlock] = Page(descriptor).adopt_pins(tier)

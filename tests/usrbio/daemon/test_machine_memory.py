@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.usrbio.daemon.machine_memory import free_memory_size, memory_size, own_group
+from kvfuse.usrbio.daemon.machine_memory import find_own_group, free_memory_size, memory_size
 
 MIB = 1 << 20
 V1 = "30 25 0:26 {seen_from} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
@@ -67,8 +67,8 @@ def test_a_group_that_is_not_seen_from_here_counts_by_what_is_seen(root: Path) -
 def test_the_own_group_is_the_one_that_can_be_limited(root: Path) -> None:
     """In a container it is the top of what is seen; that of the machine has no limit."""
     with pytest.raises(FileNotFoundError):
-        own_group(grouped(root, "0::/\n", V2.format(seen_from="/"), {}))
+        find_own_group(grouped(root, "0::/\n", V2.format(seen_from="/"), {}))
     grouped(root, "0::/\n", V2.format(seen_from="/"), {"memory.max": "max"})
-    assert own_group(root) == root / "sys/fs/cgroup"
+    assert find_own_group(root) == root / "sys/fs/cgroup"
     grouped(root, "0::/a\n", V2.format(seen_from="/"), {"a/memory.max": "max"})
-    assert own_group(root) == root / "sys/fs/cgroup/a"
+    assert find_own_group(root) == root / "sys/fs/cgroup/a"

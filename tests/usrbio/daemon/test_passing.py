@@ -22,7 +22,7 @@ async def test_a_user_has_its_turns_again_when_the_daemon_has_descriptors(monkey
     client, stream = trio.socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with client, stream:
         async with open_receivers() as receivers:
-            receiver = receivers.of("user", stream)
+            receiver = receivers.make_receiver("user", stream)
             with monkeypatch.context() as patch:
                 patch.setattr(socket, "socketpair", refuse)
                 for _ in range(USER_THREADS_MAX):

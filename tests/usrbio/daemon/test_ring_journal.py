@@ -108,10 +108,10 @@ class Daemon:
         """place -> the client's number"""
 
     def go_on(self) -> None:
-        rows, times = self.completions.go_on()
+        rows, times = self.completions.restore()
         assert (times > 0).all()
         for place in rows["user_data"].tolist():
-            self.under_way[place] = self.completions._journal.user_data(place)
+            self.under_way[place] = self.completions._journal.get_user_data(place)
 
     def _pin(self, place: int | None) -> int:
         if self.rng.random() < 0.5:
@@ -123,7 +123,9 @@ class Daemon:
 
     def take(self) -> None:
         sq = self.memory.sq
-        count = min(sq.given - sq.position, ENTRIES - sum(self.completions.claims()), self.rng.choice([1, 1, 3, 9]))
+        count = min(
+            sq.given - sq.position, ENTRIES - sum(self.completions.count_claims()), self.rng.choice([1, 1, 3, 9])
+        )
         if count <= 0:
             return
         packed = sq.read_packed(count)
@@ -199,7 +201,7 @@ def test_the_oldest_entry_of_a_number_is_found(descriptors: list[int]) -> None:
     rows = np.zeros(6, SQE)
     rows["user_data"] = [7, 8, 7, 9, 7, 1]
     packed = bytearray(rows.tobytes())
-    journal_.enter(packed, 1.0, 0)
+    journal_.enter_entries(packed, 1.0, 0)
     places = np.frombuffer(packed, SQE)["user_data"].tolist()
     assert journal_.find(7, places[5]) == places[0]
     journal_.finish_one(places[0], 6, 1)
@@ -217,11 +219,11 @@ def test_answers_that_were_begun_are_known_to_the_next_daemon(descriptors: list[
         journal_ = daemon.completions._journal
         if not turn:
             daemon.completions.take(daemon.memory.sq.read_packed(4), 1.0)
-            journal_.begin(1)
-            journal_.begin(3)
-            journal_.pin(3, 77)
+            journal_.mark_begun(1)
+            journal_.mark_begun(3)
+            journal_.set_pin(3, 77)
         assert [journal_.has_begun(place) for place in range(4)] == [False, True, False, False]
-        rows = journal_.left().rows
+        rows = journal_.read_state().rows
         assert sorted(rows["user_data"].tolist()) == [0, 1, 2, 3]
     daemon.completions.publish([(1, Completion(1))])
     assert not journal_.has_begun(1)

@@ -283,7 +283,7 @@ async def test_puts_of_a_ring_that_stopped_are_not_begun() -> None:
         calls.start(puts_of(stopping, "abc"))
         calls.start(puts_of(other, "de"))
         stopping.stopped = True
-        calls.end(cast(Any, stopping))
+        calls.cancel_ring(cast(Any, stopping))
     assert volume.begun == [b"d", b"e"]
     assert other.names == [b"d", b"e"]
 
@@ -294,7 +294,7 @@ async def test_puts_that_wait_end_with_their_ring() -> None:
         calls.start(puts_of(stopping, "abc"))
         await trio.testing.wait_all_tasks_blocked()
         stopping.stopped = True
-        calls.end(cast(Any, stopping))
+        calls.cancel_ring(cast(Any, stopping))
         await trio.testing.wait_all_tasks_blocked()
         calls.start(puts_of(other, "de"))
     assert volume.begun == [b"a", b"b", b"c", b"d", b"e"]
@@ -316,7 +316,7 @@ class AwaitedWorker(IdleWorker):
         self.given.send_nowait(job)
         return True
 
-    ask = Jobs.ask
+    ask_thread = Jobs.ask_thread
 
     def attempt(self, call: Call, attempt: Callable[[Call], Completion | None]) -> bool:
         return attempt(call) is not None
@@ -380,7 +380,7 @@ async def test_who_loses_the_right_while_a_block_is_looked_for_is_refused(
 
         admission = NamespaceAccess(volume, ClientProcess(1, 5, 5, frozenset()))
         calls = BlockCalls(volume, admission, nothing, nothing, nothing)
-        namespace = NamespaceHandle(folder.ino, 0o644, Group(0), by_path=await admission.reaches(folder.ino))
+        namespace = NamespaceHandle(folder.ino, 0o644, Group(0), by_path=await admission.may_reach(folder.ino))
         assert namespace.by_path
         worker: Any = AwaitedWorker([])
         with monkeypatch.context() as patch:

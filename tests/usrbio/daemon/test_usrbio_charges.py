@@ -35,7 +35,7 @@ def charges(monkeypatch: pytest.MonkeyPatch) -> Charges:
 
 @pytest.fixture
 def charge(charges: Charges) -> Charge:
-    return charges.of(ClientProcess(1, 65533, 65533, frozenset()))
+    return charges.get_charge(ClientProcess(1, 65533, 65533, frozenset()))
 
 
 @pytest.fixture(params=["sealed", "not sealed"])
@@ -89,9 +89,9 @@ def test_pages_that_were_there_cost_nothing(iov: MappedIov, charges: Charges) ->
 
 def test_many_ranges_count_as_one_by_one(iov: MappedIov, charges: Charges) -> None:
     offsets = np.array([0, 3 * PAGE, 40 * PAGE])
-    assert iov.fill_many(offsets, np.array([2 * PAGE, 30 * PAGE, PAGE]))
+    assert iov.charge_many(offsets, np.array([2 * PAGE, 30 * PAGE, PAGE]))
     assert charges.size == 33 * PAGE
-    assert not iov.fill_many(np.array([0, SIZE - PAGE]), np.array([PAGE, PAGE]))
+    assert not iov.charge_many(np.array([0, SIZE - PAGE]), np.array([PAGE, PAGE]))
 
 
 def test_beyond_the_limit_nothing_is_written(iov: MappedIov, charges: Charges) -> None:
@@ -122,7 +122,7 @@ def test_dropped_memory_counts_as_long_as_somebody_has_it(charges: Charges, char
 def test_all_users_have_a_limit_together(charges: Charges) -> None:
     while charges.pool.free >= LIMIT:
         assert charges.pool.take(min(LIMIT, charges.pool.free))
-    iov = MappedIov(memory(SIZE), SIZE, charges.of(ClientProcess(1, 65532, 65532, frozenset())))
+    iov = MappedIov(memory(SIZE), SIZE, charges.get_charge(ClientProcess(1, 65532, 65532, frozenset())))
     with pytest.raises(OSError, match="all users") as caught:
         iov.write(0, memoryview(b"x" * LIMIT))
     assert caught.value.errno == errno.ENOMEM
@@ -139,21 +139,21 @@ def test_reading_from_holes_brings_no_page(iov: MappedIov) -> None:
 
 def test_a_ring_counts_whole_while_it_is_there_and_then_until_nobody_holds_it() -> None:
     """However fast one follows the other: what was let go of is never what refuses a ring."""
-    charge = Charges(UsrbioOptions(user_charged_size=LIMIT)).of(ClientProcess(1, 65533, 65533, frozenset()))
+    charge = Charges(UsrbioOptions(user_charged_size=LIMIT)).get_charge(ClientProcess(1, 65533, 65533, frozenset()))
     first, second = memory(LIMIT), memory(LIMIT)
-    with charge.having_ring(first, LIMIT, is_left=False):
+    with charge.hold_ring(first, LIMIT, is_left=False):
         with (
             pytest.raises(OSError, match="unmap and close rings") as raised,
-            charge.having_ring(second, LIMIT, is_left=False),
+            charge.hold_ring(second, LIMIT, is_left=False),
         ):
             pass
         assert raised.value.errno == errno.EDQUOT, "it counts, although no page of it is there"
     os.pwrite(first, bytes(LIMIT), 0)
-    with pytest.raises(OSError), charge.having_ring(second, LIMIT, is_left=False):
+    with pytest.raises(OSError), charge.hold_ring(second, LIMIT, is_left=False):
         pass
     os.close(first)
-    with charge.having_ring(second, LIMIT, is_left=False):
+    with charge.hold_ring(second, LIMIT, is_left=False):
         pass
-    with charge.having_ring(second, LIMIT, is_left=True):
+    with charge.hold_ring(second, LIMIT, is_left=True):
         pass  # that of a daemon before this one goes on
     os.close(second)

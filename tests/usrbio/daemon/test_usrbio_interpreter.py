@@ -34,12 +34,12 @@ def line_up(interpreter: Interpreter, names: str, order: list[str]) -> list[thre
     """A thread for each name, of the user with that name: it takes a turn, notes the name, and gives it back."""
     threads = []
     for number, name in enumerate(names):
-        seat = Seat(interpreter.user(name))
+        seat = Seat(interpreter.get_user(name))
 
         def work(name: str = name, seat: Seat = seat) -> None:
-            interpreter.take(seat)
+            interpreter.take_turn(seat)
             order.append(name)
-            interpreter.give(seat)
+            interpreter.give_turn(seat)
 
         threads.append(in_thread(work))
         wait_until(partial(has_waiting, interpreter, number + 1), "a thread to wait")
@@ -49,13 +49,13 @@ def line_up(interpreter: Interpreter, names: str, order: list[str]) -> list[thre
 def test_the_user_that_had_least_precedes_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HALF_LIFE_SECONDS", 1e9)
     interpreter = Interpreter()
-    users = {name: interpreter.user(name) for name in "abc"}
+    users = {name: interpreter.get_user(name) for name in "abc"}
     users["a"].lately, users["b"].lately, users["c"].lately = 100.0, 50.0, 0.0
     first, order = Seat(users["a"]), list[str]()
-    interpreter.take(first)
+    interpreter.take_turn(first)
     threads = line_up(interpreter, "aabbac", order)
     assert interpreter.is_wanted(first)
-    interpreter.give(first)
+    interpreter.give_turn(first)
     for thread in threads:
         thread.join(10)
     assert "".join(order) == "cbbaaa"
@@ -65,12 +65,12 @@ def test_the_user_that_had_least_precedes_all_others(monkeypatch: pytest.MonkeyP
 def test_a_ring_works_on_while_nobody_precedes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TURN_SECONDS", 1e9)
     interpreter = Interpreter()
-    seat = Seat(interpreter.user("a"))
-    interpreter.take(seat)
+    seat = Seat(interpreter.get_user("a"))
+    interpreter.take_turn(seat)
     assert not interpreter.is_wanted(seat)
     threads = line_up(interpreter, "a", [])
     assert not interpreter.is_wanted(seat), "another ring of the same user, and its turn is not over"
-    interpreter.give(seat)
+    interpreter.give_turn(seat)
     threads[0].join(10)
 
 
@@ -79,16 +79,16 @@ def test_a_busy_event_loop_precedes_those_that_had_much_and_no_others(monkeypatc
     monkeypatch.setattr(module, "TURN_SECONDS", 100.0)
     monkeypatch.setattr(module, "HALF_LIFE_SECONDS", 1e9)
     interpreter = Interpreter()
-    seat, light = Seat(interpreter.user("a")), Seat(interpreter.user("b"))
+    seat, light = Seat(interpreter.get_user("a")), Seat(interpreter.get_user("b"))
     seat.user.lately = 1e9
-    interpreter.take(seat)
-    interpreter.loop_works()
+    interpreter.take_turn(seat)
+    interpreter.note_loop_busy()
     assert interpreter.is_wanted(seat)
-    lent = in_thread(lambda: interpreter.lend(seat))
+    lent = in_thread(lambda: interpreter.lend_turn(seat))
     wait_until(lambda: bool(interpreter.token), "the turn to be there")
-    interpreter.take(light)
+    interpreter.take_turn(light)
     assert not interpreter.is_wanted(light)
-    interpreter.give(light)
+    interpreter.give_turn(light)
     lent.join(10)  # however long the event loop is busy
     assert not lent.is_alive()
     assert not interpreter.is_wanted(seat), "it works for a while"
@@ -98,32 +98,32 @@ def test_a_busy_event_loop_precedes_those_that_had_much_and_no_others(monkeypatc
 def test_others_work_during_a_copy_but_few_of_a_user_copy() -> None:
     """A user may make its copies as slow as it likes: others go on, however many of it copy."""
     interpreter = Interpreter()
-    slow = interpreter.user("slow")
+    slow = interpreter.get_user("slow")
     copying = {Seat(slow): ExitStack() for _ in range(module.COPIES_MAX + 1)}
     for seat, copies in copying.items():
-        interpreter.take(seat)
+        interpreter.take_turn(seat)
         copies.enter_context(interpreter.copying(seat))
-    other, last = Seat(interpreter.user("other")), Seat(slow)
+    other, last = Seat(interpreter.get_user("other")), Seat(slow)
     for _ in range(2):
-        interpreter.take(other)
-        interpreter.give(other)
+        interpreter.take_turn(other)
+        interpreter.give_turn(other)
 
     def work() -> None:
-        interpreter.take(last)
-        interpreter.give(last)
+        interpreter.take_turn(last)
+        interpreter.give_turn(last)
 
     def end(seat: Seat) -> Callable[[], None]:
         def run() -> None:
             copying[seat].close()
-            interpreter.give(seat)
+            interpreter.give_turn(seat)
 
         return run
 
     waits = in_thread(work)
     waits.join(0.05)
     assert waits.is_alive(), "as many of the user copy as may"
-    interpreter.take(other)
-    interpreter.give(other)
+    interpreter.take_turn(other)
+    interpreter.give_turn(other)
     for thread in [in_thread(end(seat)) for seat in copying] + [waits]:
         thread.join(10)
         assert not thread.is_alive()
@@ -137,35 +137,35 @@ def test_turns_are_never_two_and_never_lost(rng: random.Random) -> None:
 
     def work(seat: Seat, rng: random.Random) -> None:
         while time.monotonic() < end:
-            interpreter.take(seat)
+            interpreter.take_turn(seat)
             for _ in range(rng.randrange(5)):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 inside[0] -= 1
                 if interpreter.is_wanted(seat):
-                    interpreter.lend(seat)
+                    interpreter.lend_turn(seat)
                 elif rng.random() < 0.2:
                     with interpreter.copying(seat):
                         time.sleep(0)  # as a copy does, it lets go of the interpreter
-            interpreter.give(seat)
+            interpreter.give_turn(seat)
 
     threads = [
-        threading.Thread(target=work, args=(Seat(interpreter.user(number % 3)), random.Random(rng.random())))
+        threading.Thread(target=work, args=(Seat(interpreter.get_user(number % 3)), random.Random(rng.random())))
         for number in range(12)
     ]
     for thread in threads:
         thread.start()
     while time.monotonic() < end:
-        interpreter.loop_works()
+        interpreter.note_loop_busy()
         time.sleep(0.0005)  # the event loop works for a while
-        interpreter.loop_rests()
+        interpreter.note_loop_idle()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
     assert most == [1]
     assert interpreter.token == [True]
     assert not interpreter._waiting
-    assert all(interpreter.user(number).copies == 0 for number in range(3))
+    assert all(interpreter.get_user(number).copies == 0 for number in range(3))
 
 
 # -- entries that mean nothing ----------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_a_ring_of_bad_entries_rests_longer_and_longer_and_then_breaks() -> None
 def test_bells_that_ring_for_nothing_cost_rests_but_break_nothing() -> None:
     penalty = Penalty()
     for _ in range(2 * BOUND):
-        penalty.ring_for_nothing()
+        penalty.count_idle_ring()
     assert penalty.seconds == LAST_SECONDS
     assert not penalty.is_broken
 

@@ -180,7 +180,7 @@ class FakeRing:
     def copying(self, seat: object) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    async def ask(self, job: Callable[[], bool]) -> bool:
+    async def ask_thread(self, job: Callable[[], bool]) -> bool:
         await trio.lowlevel.checkpoint()
         return job()
 
