@@ -23,6 +23,7 @@ from mounting import KvfuseMount
 from ring_calls import SIZE
 from volume_lab import Chaos, Disk, check
 
+from kvfuse.native import fusewire as fusewire  # before pyfuse3, which a module of tests may import
 from kvfuse.options.config import Options
 from kvfuse.usrbio.client import Client, connect
 from kvfuse.volume.content import writer

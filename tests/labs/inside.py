@@ -6,10 +6,26 @@ those of the present membership: a client whose lease has ended has others from 
 
 from __future__ import annotations
 
-from typing import Any
-
+from kvfuse.remote.records.api import RecordStore
+from kvfuse.remote.segments.api import SegmentStore
+from kvfuse.slab.allocator import Allocator
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.content.cutting import Cutter
+from kvfuse.volume.content.mapper import Mapper
+from kvfuse.volume.content.reader import Reader
+from kvfuse.volume.hosts.coherence import Coherence
+from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.parts import Parts
+from kvfuse.volume.inodes.dentries import Dentries
+from kvfuse.volume.inodes.node import Nodes
+from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.lookup import Lookup
+from kvfuse.volume.namespaces.cache import Cache
+from kvfuse.volume.namespaces.namespace_registry import Namespaces
+from kvfuse.volume.parts import Lifetime, Parts
+from kvfuse.volume.slots.space import RoomFinder
+from kvfuse.volume.tenancy.xattrs import Xattrs
+from kvfuse.volume.tier.shared_tier import SharedTier
 from kvfuse.volume.volume import Volume
 
 
@@ -25,39 +41,39 @@ def core(volume: Volume) -> Core:
 # -- of the core ------------------------------------------------------------------------------------
 
 
-def records(volume: Volume) -> Any:
+def records(volume: Volume) -> RecordStore:
     """The record store, as the parts use it: with its counters."""
     return volume.parts.core.records
 
 
-def segments(volume: Volume) -> Any:
+def segments(volume: Volume) -> SegmentStore:
     return volume.parts.core.segments
 
 
-def slabs(volume: Volume) -> Any:
+def slabs(volume: Volume) -> Allocator:
     """The allocator."""
     return volume.parts.core.slabs
 
 
-def nodes(volume: Volume) -> Any:
+def nodes(volume: Volume) -> Nodes:
     """Inodes in memory."""
     return volume.parts.core.nodes
 
 
-def dentries(volume: Volume) -> Any:
+def dentries(volume: Volume) -> Dentries:
     return volume.parts.core.dentries
 
 
-def namespaces(volume: Volume) -> Any:
+def namespaces(volume: Volume) -> Namespaces:
     return volume.parts.core.namespaces
 
 
-def caches(volume: Volume) -> Any:
+def caches(volume: Volume) -> dict[int, Cache]:
     """Namespaces of kind cache, by directory: what is in them, and who is evicted next."""
     return volume.parts.core.caches
 
 
-def tier(volume: Volume) -> Any:
+def tier(volume: Volume) -> SharedTier:
     """Blocks in shared memory."""
     return volume.parts.core.tier
 
@@ -70,52 +86,54 @@ def client(volume: Volume) -> int:
 # -- parts ------------------------------------------------------------------------------------------
 
 
-def journal(volume: Volume) -> Any:
+def journal(volume: Volume) -> Journal:
     """What waits for a commit, and commits."""
     return volume.parts.journal
 
 
-def leases(volume: Volume) -> Any:
-    """Slabs that this host holds; None where nobody shares the volume."""
+def leases(volume: Volume) -> SlabLeases:
+    """Slabs that this host holds; A test asks for them where hosts share the volume."""
+    assert volume.parts.leases is not None
     return volume.parts.leases
 
 
-def coherence(volume: Volume) -> Any:
-    """What follows other hosts; None where nobody shares the volume."""
+def coherence(volume: Volume) -> Coherence:
+    """What follows other hosts; A test asks for them where hosts share the volume."""
+    assert volume.parts.coherence is not None
     return volume.parts.coherence
 
 
-def space(volume: Volume) -> Any:
+def space(volume: Volume) -> RoomFinder:
     """Takes slots, and makes room for them."""
     return volume.parts.space
 
 
-def lookups(volume: Volume) -> Any:
+def lookups(volume: Volume) -> Lookup:
     return volume.parts.lookups
 
 
-def names(volume: Volume) -> Any:
+def names(volume: Volume) -> Names:
     """Changes of names."""
     return volume.parts.names
 
 
-def reader(volume: Volume) -> Any:
+def reader(volume: Volume) -> Reader:
     return volume.parts.reader
 
 
-def cutter(volume: Volume) -> Any:
+def cutter(volume: Volume) -> Cutter:
     return volume.parts.cutter
 
 
-def mapper(volume: Volume) -> Any:
+def mapper(volume: Volume) -> Mapper:
     """Pages of files that clients map."""
     return volume.parts.mapper
 
 
-def xattrs(volume: Volume) -> Any:
+def xattrs(volume: Volume) -> Xattrs:
     return volume.parts.xattrs
 
 
-def life(volume: Volume) -> Any:
+def life(volume: Volume) -> Lifetime:
     """The tasks of the membership."""
     return volume.parts.life
