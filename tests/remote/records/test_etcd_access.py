@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from functools import partial
@@ -114,6 +115,32 @@ async def test_something_else_than_etcd_is_an_answer_in_time(answer: bytes) -> N
         with pytest.raises(EngineTimeout, match=endpoint):
             await EtcdRecords.open(EtcdPlace(EtcdOptions(endpoints=(endpoint,), deadline=0.5), b"/"))
         assert trio.current_time() - start < 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_handshake_without_an_answer_leaves_no_connection() -> None:
+    """Without a garbage collection."""
+    begun = ended = 0
+
+    async def serve(client: trio.SocketStream) -> None:
+        nonlocal begun, ended
+        begun += 1
+        while await client.receive_some():
+            pass
+        ended += 1
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        endpoint = f"https://127.0.0.1:{listener.socket.getsockname()[1]}"
+        gc.disable()
+        try:
+            with pytest.raises(EngineTimeout, match=endpoint):
+                await EtcdRecords.open(EtcdPlace(EtcdOptions(endpoints=(endpoint,), deadline=0.5), b"/"))
+            with trio.fail_after(20):
+                while not begun or ended < begun:
+                    await trio.lowlevel.checkpoint()
+        finally:
+            gc.enable()
         nursery.cancel_scope.cancel()
 
 

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import httpcore
 import msgspec
@@ -109,6 +109,31 @@ class _Body:
         return self._parts.pop()
 
 
+class _Connecting(httpcore.AsyncNetworkStream):
+    """A TCP connection that a TLS handshake ends where it fails, also where the caller is cancelled.
+
+    httpcore's own closes it for errors alone: of a member that does not answer, each cancelled call would leave a
+    descriptor to the next garbage collection.
+    """
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            return await self._stream.start_tls(ssl_context, server_hostname, timeout)
+        except BaseException:
+            await self._stream.aclose()  # it is closed before this is cancelled
+            raise
+
+
+class _TlsBackend(httpcore.TrioBackend):
+    async def connect_tcp(self, *arguments: Any, **more: Any) -> httpcore.AsyncNetworkStream:
+        return _Connecting(await super().connect_tcp(*arguments, **more))
+
+
 @dataclass
 class Endpoint:
     """One member, and for how long it is not asked first. Times are trio's."""
@@ -151,12 +176,13 @@ class EtcdClient:
         self._login_lock = trio.Lock()
         self._call_count = 0
         self._idle = trio.Event()
+        tls = _tls(options)
         self._http = httpcore.AsyncConnectionPool(
-            _tls(options),
+            tls,
             max_connections=None,
             max_keepalive_connections=32,
             keepalive_expiry=5.0,
-            network_backend=httpcore.TrioBackend(),
+            network_backend=httpcore.TrioBackend() if tls is None else _TlsBackend(),
         )
 
     async def call(self, method: str, message: messages.EtcdMessage, decoder: Decoder[_A], deadline: float) -> _A:
