@@ -24,7 +24,7 @@ BROKEN = """
 import kvfuse.fs.mount_session
 async def serve(*arguments, **options):
     raise RuntimeError("a mistake of ours")
-kvfuse.fs.mount_session.serve = serve
+kvfuse.fs.mount_session.serve_mount = serve
 import kvfuse.cli
 kvfuse.cli.main()
 """
