@@ -16,6 +16,8 @@ from kvfuse.holder import status_socket
 from kvfuse.mounttable import Mounted
 
 STATUS_SECONDS = 2.0
+PROGRAMS = (b"/holder/main.py", b"/fs/holder.py")
+"""of holders, the second one of former versions"""
 ABSENT = (
     "it has no process that keeps it: it was mounted with outlive=false, or where that cannot be ('kvfuse doctor'), "
     "by an older version, or a former user"
@@ -66,6 +68,16 @@ def look_at(row: Mounted) -> dict[str, Any] | None:
         return ask(row, STATUS_SECONDS, do="status")
     except (MountError, OSError):
         return None
+
+
+def find_parent(daemon: object) -> int | None:
+    """The holder of the daemon with this pid, by its command line: it may not answer yet. None: it is not seen here."""
+    try:
+        parent = int(Path(f"/proc/{daemon}/stat").read_text().rpartition(")")[2].split()[1])
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return parent if any(word.endswith(PROGRAMS) for word in words) else None
 
 
 def described(said: dict[str, Any]) -> str:

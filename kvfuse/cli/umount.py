@@ -112,7 +112,7 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
         return
     pid = stats.get("pid")
     holder = holders.look_at(mounted)  # ends after its daemon, whichever that is by then
-    daemon = _follow(holder["holder"] if holder is not None else pid)
+    daemon = _follow(holder["holder"] if holder is not None else holders.find_parent(pid) or pid)
     if not lazy:
         _check_stored(point, timeout)
     try:

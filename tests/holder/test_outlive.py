@@ -7,19 +7,28 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
 
+from kvfuse.cli import holders
 from kvfuse.holder.signals import OTHER_SIGNALS
 from kvfuse.holder.takeover import libc
 
 OUTLIVE = ("outlive=true", "standby=false")
+UNANSWERED = """
+from kvfuse.cli import holders
+holders.look_at = lambda row: None
+from kvfuse.cli import main
+main()
+"""
+"""the program, where a holder does not answer, or not yet"""
 
 
 @pytest.fixture
@@ -192,11 +201,13 @@ def test_a_mount_is_given_up_where_no_daemon_can_serve_it(mount: KvfuseMount) ->
     mount.mount()
 
 
-def test_an_unmount_by_command_returns_when_nothing_is_left() -> None:
+@pytest.mark.parametrize("program", [KVFUSE, (sys.executable, "-c", UNANSWERED)], ids=["answered", "unanswered"])
+def test_an_unmount_by_command_returns_when_nothing_is_left(program: Sequence[str]) -> None:
     """So that the volume's folder can be unmounted, or the volume mounted anew."""
     for _ in range(3):
         with temporary_mount(OUTLIVE) as mount:
+            assert holders.find_parent(daemon_of(mount)) == mount.pid
             holder = os.pidfd_open(mount.pid)
-            subprocess.run([*KVFUSE, "umount", mount.point], check=True, timeout=PATIENCE_S)
+            subprocess.run([*program, "umount", mount.point], check=True, timeout=PATIENCE_S)
             assert select.select([holder], [], [], 0)[0]
             os.close(holder)
