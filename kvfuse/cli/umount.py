@@ -35,14 +35,20 @@ def _follow(pid: Any) -> int | None:
 
 
 def _wait_until_gone(daemon: int, mounted: Mounted, timeout: float) -> bool:
-    """False after ``timeout`` seconds. MountBusy where the daemon goes on for who has the file system mounted too."""
+    """False after ``timeout`` seconds. MountBusy where the daemon goes on for who has the file system mounted too.
+
+    That counts at its second sight: a container that starts has a copy of all mounts for a moment.
+    """
     poll = select.poll()
     poll.register(daemon, select.POLLIN)
     end = time.monotonic() + timeout
+    seen = None
     while not poll.poll(1000 * max(min(LOOK_SECONDS, end - time.monotonic()), 0)):
-        if where := seen_elsewhere(mounted):
-            raise MountBusy(f"it is unmounted here, but still mounted at {where}: its daemon serves it there")
-        if time.monotonic() >= end:
+        before, seen = seen, seen_elsewhere(mounted)
+        is_over = time.monotonic() >= end
+        if seen and (seen == before or is_over):
+            raise MountBusy(f"it is unmounted here, but still mounted at {seen}: its daemon serves it there")
+        if is_over:
             return False
     return True
 

@@ -233,7 +233,17 @@ def test_allow_other_needs_fuse_conf(tmp_path: Path) -> None:
 @pytest.mark.root
 def test_a_machine_without_dev_fuse(place: Place) -> None:
     """In a mount namespace whose /dev is empty."""
-    command = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev && exec "$@"', "sh", *KVFUSE]
+    command = [
+        "unshare",
+        "-m",
+        "--propagation",
+        "slave",
+        "sh",
+        "-c",
+        'mount -t tmpfs tmpfs /dev && exec "$@"',
+        "sh",
+        *KVFUSE,
+    ]
     done = subprocess.run(
         [*command, "mount", str(place.volume), str(place.point)],
         capture_output=True,

@@ -12,13 +12,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from cli_lab import CAPACITY, NO_HOLDER, ROOT, Place, assert_fails, is_running, kvfuse, wait_for_end
 from mounting import KVFUSE, PATIENCE_S, stopped, wait_until
 
 from kvfuse import mounttable
-from kvfuse.cli import mounts
+from kvfuse.cli import MountBusy, mounts, umount
+from kvfuse.mounttable import Mounted
 
 BROKEN = """
 import kvfuse.fs.mount_session
@@ -131,6 +133,23 @@ def test_a_mount_that_is_somewhere_else_too(place: Place, tmp_path: Path, where:
     assert_fails(done, 4, f"unmounted here, but still mounted at .*{message}")
     assert not place.is_mounted
     wait_for_end(pid)
+
+
+def test_a_copy_of_the_mount_that_is_gone_at_the_second_look_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container has one that starts: the unmount waits on, for the daemon."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as daemon:
+        ended = os.pidfd_open(daemon.pid)
+        looks = iter(["a container", None, "another", "another"])
+
+        def look(_: object) -> str | None:
+            return next(looks)
+
+        monkeypatch.setattr(umount, "seen_elsewhere", look)
+        monkeypatch.setattr(umount, "LOOK_SECONDS", 0.01)
+        with pytest.raises(MountBusy, match="still mounted at another"):
+            umount._wait_until_gone(ended, cast(Mounted, None), PATIENCE_S)
+        os.close(ended)
+        assert [*looks] == []
 
 
 def test_a_daemon_that_died(place: Place) -> None:

@@ -138,7 +138,7 @@ def test_mount_and_umount_find_the_helpers(folder: Path) -> None:
         f"{folder}/volume {folder}/mnt kvfuse nofail,x-systemd.automount,capacity=64MiB 0 0\n"
     )
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", IN_OWN_NAMESPACE],
+        ["unshare", "-m", "--propagation", "slave", "sh", "-c", IN_OWN_NAMESPACE],
         capture_output=True,
         text=True,
         check=False,

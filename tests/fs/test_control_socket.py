@@ -117,7 +117,8 @@ def test_a_container_with_the_mount_bound_into_it_connects(door: KvfuseMount, us
         os.chmod(inside, 0o755)
         script = 'mount --bind "$1" "$2"; umount "$1"; exec "$3" -I -S -c "$4" "$2/.kvfuse/control.sock" "$5"'
         arguments = [str(door.point), inside, sys.executable, CONNECT, str(user)]
-        subprocess.run(["unshare", "-m", "-n", "sh", "-e", "-c", script, "sh", *arguments], check=True, timeout=30)
+        command = ["unshare", "-m", "--propagation", "slave", "-n", "sh", "-e", "-c", script, "sh", *arguments]
+        subprocess.run(command, check=True, timeout=30)
 
 
 def test_a_mount_point_may_have_a_long_path() -> None:
@@ -271,7 +272,7 @@ def test_the_end_of_a_mount_is_noticed_where_the_table_is_small(tmp_path: Path) 
     """As in a container: a file's buffer holds all of it, with the rows of other mounts behind its own."""
     subprocess.run(["mount", "-t", "tmpfs", "kvfuse-test", str(tmp_path)], check=True)
     try:
-        command = ["unshare", "-m", "--propagation", "private", sys.executable, "-c", FOLLOW_IN_SMALL_ROOT, tmp_path]
+        command = ["unshare", "-m", "--propagation", "slave", sys.executable, "-c", FOLLOW_IN_SMALL_ROOT, tmp_path]
         subprocess.run(command, check=True, timeout=60)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

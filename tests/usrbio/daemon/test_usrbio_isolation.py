@@ -125,7 +125,7 @@ def test_a_container_that_has_only_the_mount_can_do_everything(mount: KvfuseMoun
     block(mount.point / "secret", mode=0o600)
     with tempfile.TemporaryDirectory(prefix="kvfuse-test-") as root:
         arguments = [str(mount.point), root, sys.executable, str(GUEST), str(uid)]
-        command = ["unshare", "-m", "-n", "sh", "-e", "-c", IN_CONTAINER, "sh", *arguments]
+        command = ["unshare", "-m", "--propagation", "slave", "-n", "sh", "-e", "-c", IN_CONTAINER, "sh", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
