@@ -51,13 +51,15 @@ def test_blocks_and_files_take_less_room(rng: random.Random) -> None:
                 store.put(name, data)
         for name, data in list(blocks.items())[1::2]:
             (mount.point / name).write_bytes(data)
-        wait_until(
-            lambda: used(mount) < 0.6 * BLOCK * COUNT, "the blocks to be stored"
-        )  # until then they count as staged
         usage = [*KVFUSE, "namespace", "usage", mount.point]
+
+        def smaller() -> int:
+            said = subprocess.run([*usage, "--json"], check=True, capture_output=True, text=True).stdout
+            return int(json.loads(said)["compression"]["smaller"])
+
+        wait_until(lambda: smaller() == COUNT, "all blocks to be stored")
+        assert used(mount) < 0.6 * BLOCK * COUNT
         assert "of slots saved" in subprocess.run(usage, check=True, capture_output=True, text=True).stdout
-        row = json.loads(subprocess.run([*usage, "--json"], check=True, capture_output=True, text=True).stdout)
-        assert row["compression"]["smaller"] == COUNT
         for _ in range(2):
             for name, data in blocks.items():
                 assert read_file(mount, name) == data
