@@ -13,6 +13,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "crc32c.h"
+
 enum { HEADER = 4096, MULTIPLIERS = 128, SUMS = 4, BUCKET = 8, SLOT = 64, KEY_MAX = 255 };
 enum { PIECES = 256, MAPPED_ROWS = 4, MAPPED_MAX = 256 << 10 };
 enum { ABSENT = -1, UNMAPPED = -2, TOO_LARGE = -3 };
@@ -357,113 +359,12 @@ static PyObject *write_rows(PyObject *self, PyObject *args)
 
 /* -- copies with checksums ---------------------------------------------------------------------------------------- */
 
-enum { GRANULE = 256 << 10, LONG = 8192, SHORT = 256 };
+enum { GRANULE = 256 << 10 };
 
 typedef struct {
     uint64_t source, target;
     int64_t length;
 } Copy;
-
-#if defined(__x86_64__)
-
-/* What so many zero bytes make of a register of CRC32C, by each byte of it: three runs of bytes are summed side by side,
-   as an instruction takes three cycles and one can begin in each. */
-static uint32_t over_long[4][256], over_short[4][256];
-
-__attribute__((target("sse4.2"))) static void fill_table(uint32_t table[4][256], int zeros)
-{
-    uint32_t bits[32];
-    for (int bit = 0; bit < 32; bit++) {
-        uint64_t sum = (uint64_t)1 << bit;
-        for (int i = 0; i < zeros; i += 8)
-            sum = __builtin_ia32_crc32di(sum, 0);
-        bits[bit] = (uint32_t)sum;
-    }
-    for (int byte = 0; byte < 4; byte++)
-        for (int value = 0; value < 256; value++) {
-            table[byte][value] = 0;
-            for (int bit = 0; bit < 8; bit++)
-                if (value >> bit & 1)
-                    table[byte][value] ^= bits[8 * byte + bit];
-        }
-}
-
-static uint64_t over_zeros(uint32_t table[4][256], uint64_t sum)
-{
-    return table[0][sum & 255] ^ table[1][sum >> 8 & 255] ^ table[2][sum >> 16 & 255] ^ table[3][sum >> 24 & 255];
-}
-
-static uint64_t word_at(const uint8_t *place)
-{
-    uint64_t word;
-    memcpy(&word, place, 8);
-    return word;
-}
-
-__attribute__((target("sse4.2"))) static uint64_t sum_runs(uint64_t sum, const uint8_t *place, int run,
-                                                           uint32_t table[4][256])
-{
-    uint64_t second = 0, third = 0;
-    for (int i = 0; i < run; i += 8) {
-        sum = __builtin_ia32_crc32di(sum, word_at(place + i));
-        second = __builtin_ia32_crc32di(second, word_at(place + run + i));
-        third = __builtin_ia32_crc32di(third, word_at(place + 2 * run + i));
-    }
-    return over_zeros(table, over_zeros(table, sum) ^ second) ^ third;
-}
-
-__attribute__((target("sse4.2"))) static uint32_t checksum_on(uint32_t checksum, const uint8_t *place, int64_t length)
-{
-    uint64_t sum = checksum ^ 0xFFFFFFFF;
-    for (; length >= 3 * LONG; length -= 3 * LONG, place += 3 * LONG)
-        sum = sum_runs(sum, place, LONG, over_long);
-    for (; length >= 3 * SHORT; length -= 3 * SHORT, place += 3 * SHORT)
-        sum = sum_runs(sum, place, SHORT, over_short);
-    for (; length >= 8; length -= 8, place += 8)
-        sum = __builtin_ia32_crc32di(sum, word_at(place));
-    for (; length; length--, place++)
-        sum = __builtin_ia32_crc32qi((uint32_t)sum, *place);
-    return (uint32_t)sum ^ 0xFFFFFFFF;
-}
-
-/* 0: this processor has no instruction for it; the twin is faster than any loop here would be. */
-static int can_copy(void)
-{
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("sse4.2"))
-        return 0;
-    fill_table(over_long, LONG);
-    fill_table(over_short, SHORT);
-    return 1;
-}
-
-#else
-
-static uint32_t checksum_on(uint32_t checksum, const uint8_t *place, int64_t length)
-{
-    (void)place, (void)length;
-    return checksum;
-}
-
-static int can_copy(void)
-{
-    return 0;
-}
-
-#endif
-
-/* The checksum is that of the copy: the source may change meanwhile. Its bytes are in the cache when they are summed. */
-static uint32_t copy_granule(uint8_t *target, const uint8_t *source, int64_t length)
-{
-    uint32_t checksum = 0;
-    while (length) {
-        int64_t part = length < 3 * LONG ? length : 3 * LONG;
-        memcpy(target, source, (size_t)part);
-        checksum = checksum_on(checksum, target, part);
-        target += part, source += part, length -= part;
-    }
-    return checksum;
-}
 
 static PyObject *copy_rows(PyObject *self, PyObject *args)
 {
@@ -508,7 +409,7 @@ static void account(Landing *rows, Py_ssize_t *first, int64_t came)
     while (came) {
         Landing *row = rows + *first;
         int64_t part = row->length - row->done < came ? row->length - row->done : came;
-        row->checksum = checksum_on((uint32_t)row->checksum, (const uint8_t *)(uintptr_t)row->target + row->done, part);
+        row->checksum = checksum_of((uint32_t)row->checksum, (const uint8_t *)(uintptr_t)row->target + row->done, part);
         row->done += part;
         came -= part;
         *first += row->done == row->length;
@@ -574,7 +475,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._nativ
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddIntConstant(made, "COPIES", can_copy()))
+    if (made && PyModule_AddIntConstant(made, "COPIES", crc32c_begin()))
         Py_CLEAR(made);
     return made;
 }

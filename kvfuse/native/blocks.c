@@ -1,0 +1,1031 @@
+/* The block store's core (blockcore.h) as a Python module: arguments are numbers and buffers, columns of a batch.
+   `blocks.py` has the same functions with types. The interpreter's lock is released while the core works. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "blockcore.h"
+
+typedef struct {
+    PyObject_HEAD
+    Core *core;
+} CoreObject;
+
+typedef struct {
+    PyObject_HEAD
+    CoreObject *of;
+    Batch batch;
+    int is_ended;
+} BatchObject;
+
+typedef struct {
+    PyObject_HEAD
+    CoreObject *of;
+    Landing landing;
+} LandingObject;
+
+static PyTypeObject core_type, batch_type, landing_type;
+
+#define CORE (((CoreObject *)self)->core)
+
+static int has_column(const Py_buffer *column, Py_ssize_t count, Py_ssize_t size)
+{
+    if (column->len >= count * size)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "a column is too short");
+    return 0;
+}
+
+static Table *table_at(Core *core, unsigned number)
+{
+    if (number < TABLES && core->tables[number].is_known)
+        return core->tables + number;
+    PyErr_Format(PyExc_ValueError, "no table %u", number);
+    return NULL;
+}
+
+static int space_at(Core *core, int number)
+{
+    if (number >= 0 && number < SPACES && core->spaces[number].is_known)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "no space %d", number);
+    return 0;
+}
+
+/* -- making ------------------------------------------------------------------------------------------------------- */
+
+static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
+{
+    unsigned long long states, slab_size, head_size;
+    unsigned slab_count;
+    Py_buffer sizes;
+    if (!PyArg_ParseTuple(args, "KIKKy*", &states, &slab_count, &slab_size, &head_size, &sizes))
+        return NULL;
+    CoreObject *self = NULL;
+    Py_ssize_t count = sizes.len / 4;
+    if (count < 1 || count > SIZES - 64)
+        PyErr_SetString(PyExc_ValueError, "too many slot sizes, or none");
+    else
+        self = (CoreObject *)type->tp_alloc(type, 0);
+    if (self) {
+        Core *core = self->core = calloc(1, sizeof *core);
+        if (core) {
+            core->states = (SlabState *)(uintptr_t)states;
+            core->slab_count = slab_count, core->slab_size = slab_size, core->head_size = head_size;
+            core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
+            core->free_slabs = calloc(slab_count + 1, sizeof *core->free_slabs);
+            core->free_room = slab_count;
+            core->size_count = (uint32_t)count;
+            memcpy(core->sizes, sizes.buf, (size_t)count * 4);
+            core->dirty_max = UINT64_MAX;
+            pthread_mutex_init(&core->lock, NULL);
+        }
+        if (!core || !core->slabs || !core->free_slabs) {
+            Py_CLEAR(self);
+            PyErr_NoMemory();
+        }
+    }
+    PyBuffer_Release(&sizes);
+    return (PyObject *)self;
+}
+
+static void core_free(CoreObject *self)
+{
+    Core *core = self->core;
+    if (core) {
+        for (uint32_t i = 0; core->slabs && i < core->slab_count; i++)
+            free(core->slabs[i].owners);
+        for (int i = 0; i < SIZES; i++)
+            free(core->classes[i].slabs);
+        for (int i = 0; i < TABLES; i++)
+            free(core->tables[i].free_rows);
+        free(core->slabs), free(core->free_slabs), free(core->dirty.entries), free(core->stale.entries);
+        free(core->removed);
+        pthread_mutex_destroy(&core->lock);
+        free(core);
+    }
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *put_space(PyObject *self, PyObject *args)
+{
+    int place, above;
+    unsigned epoch;
+    unsigned long long number, bytes_max, blocks_max;
+    if (!PyArg_ParseTuple(args, "iKiIKK", &place, &number, &above, &epoch, &bytes_max, &blocks_max))
+        return NULL;
+    if (place < 0 || place >= SPACES || above >= place)
+        return PyErr_Format(PyExc_ValueError, "no place %d for a namespace below %d", place, above);
+    Space *space = CORE->spaces + place;
+    lock(CORE);
+    space->is_known = 1, space->number = number, space->above = above, space->epoch = epoch;
+    space->bytes_max = bytes_max, space->blocks_max = blocks_max;
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *space_use(PyObject *self, PyObject *args)
+{
+    int place;
+    if (!PyArg_ParseTuple(args, "i", &place) || !space_at(CORE, place))
+        return NULL;
+    lock(CORE);
+    Space space = CORE->spaces[place];
+    unlock(CORE);
+    return Py_BuildValue("KK", (unsigned long long)space.bytes, (unsigned long long)space.blocks);
+}
+
+static PyObject *add_table(PyObject *self, PyObject *args)
+{
+    unsigned place;
+    int space;
+    unsigned long long address, size;
+    if (!PyArg_ParseTuple(args, "IiKK", &place, &space, &address, &size) || !space_at(CORE, space))
+        return NULL;
+    Index index;
+    if (place >= TABLES || CORE->tables[place].is_known)
+        return PyErr_Format(PyExc_ValueError, "no place %u for a table", place);
+    if (!open_index((uint8_t *)(uintptr_t)address, size, &index) || index.header->bucket_count < BUCKETS_MIN ||
+        index.header->bucket_count > index.header->buckets_max || index.header->row_end > index.header->rows_max)
+        return PyErr_Format(PyExc_ValueError, "no table of version %d", TABLE_VERSION);
+    lock(CORE);
+    Table *table = CORE->tables + place;
+    memset(table, 0, sizeof *table);
+    table->is_known = 1, table->space = space, table->arena = -1, table->index = index;
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *end_table(PyObject *self, PyObject *args)
+{
+    unsigned place;
+    Table *table;
+    if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_at(CORE, place)))
+        return NULL;
+    lock(CORE);
+    table->is_ended = 1;
+    __atomic_store_n(&table->index.header->state, TABLE_ENDED, __ATOMIC_SEQ_CST);
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *sweep(PyObject *self, PyObject *args)
+{
+    unsigned place, rows_max;
+    Table *table;
+    if (!PyArg_ParseTuple(args, "II", &place, &rows_max) || !(table = table_at(CORE, place)))
+        return NULL;
+    int more;
+    Py_BEGIN_ALLOW_THREADS
+    lock(CORE);
+    more = table->is_ended && sweep_table(CORE, table, rows_max);
+    unlock(CORE);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(more);
+}
+
+/* A swept table's place is free, and its arenas belong to nobody. Refused while memory of it is pinned. */
+static PyObject *remove_table(PyObject *self, PyObject *args)
+{
+    unsigned place;
+    Table *table;
+    if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_at(CORE, place)))
+        return NULL;
+    lock(CORE);
+    int may_go = table->is_ended && table->swept == table->index.header->row_end;
+    for (uint32_t a = 0; a < CORE->arena_count; a++)
+        may_go &= !(CORE->arenas[a].base && CORE->arenas[a].state != SPARE && CORE->arenas[a].table == (int)place);
+    if (may_go) {
+        free(table->free_rows);
+        memset(table, 0, sizeof *table);
+    }
+    unlock(CORE);
+    return PyBool_FromLong(may_go);
+}
+
+static PyObject *add_arena(PyObject *self, PyObject *args)
+{
+    unsigned place, number;
+    unsigned long long address, size;
+    int table;
+    if (!PyArg_ParseTuple(args, "IIKKi", &place, &number, &address, &size, &table))
+        return NULL;
+    Core *core = CORE;
+    if (place >= ARENAS || core->arenas[place].base || !number || size < 2 * PAGE || size % PAGE ||
+        (table >= 0 && !table_at(core, (unsigned)table)))
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no place %u for an arena", place);
+    lock(core);
+    Arena *arena = core->arenas + place;
+    memset(arena, 0, sizeof *arena);
+    arena->number = number, arena->base = (uint8_t *)(uintptr_t)address, arena->size = size;
+    arena->tail = (Tail *)(arena->base + size) - 1;
+    arena->table = table;
+    if (table >= 0) {
+        arena->state = FILLED;
+        if (arena->tail->stamp > core->stamp)
+            core->stamp = arena->tail->stamp;
+    } else {
+        *arena->tail = (Tail){.magic = TAIL_MAGIC};
+    }
+    if (place >= core->arena_count)
+        core->arena_count = place + 1;
+    place_arenas(core);
+    unlock(core);
+    Py_RETURN_NONE;
+}
+
+/* Empty an arena and forget it, if nobody uses it and all in it is on the medium. */
+static PyObject *remove_arena(PyObject *self, PyObject *args)
+{
+    unsigned place;
+    if (!PyArg_ParseTuple(args, "I", &place))
+        return NULL;
+    Core *core = CORE;
+    if (place >= ARENAS || !core->arenas[place].base)
+        return PyErr_Format(PyExc_ValueError, "no arena %u", place);
+    Arena *arena = core->arenas + place;
+    int may_go;
+    Py_BEGIN_ALLOW_THREADS
+    lock(core);
+    may_go = !arena->pins && !arena->dirty;
+    if (may_go) {
+        if (arena->state != SPARE && core->tables[arena->table].is_known) {
+            Table *table = core->tables + arena->table;
+            for (uint64_t at = 0; at < arena->tail->notes;) {
+                const Note *note = (const Note *)((uint8_t *)arena->tail - at) - 1;
+                at += note->size;
+                if (note->row != NO_NOTE && is_resident_here(core, arena, note)) {
+                    Row *row = table->index.rows + note->row;
+                    begin_change(row);
+                    row->arena = 0;
+                    end_change(row);
+                    core->resident--;
+                }
+            }
+            if (table->arena == (int)place)
+                table->arena = -1;
+        }
+        arena->base = NULL;
+        place_arenas(core);
+    }
+    unlock(core);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(may_go);
+}
+
+/* (state, table, pins, dirty, live, used, stamp) of an arena, for who decides which one goes. */
+static PyObject *arena_facts(PyObject *self, PyObject *args)
+{
+    unsigned place;
+    if (!PyArg_ParseTuple(args, "I", &place))
+        return NULL;
+    if (place >= ARENAS || !CORE->arenas[place].base)
+        return PyErr_Format(PyExc_ValueError, "no arena %u", place);
+    lock(CORE);
+    Arena arena = CORE->arenas[place];
+    unsigned long long used = arena.tail->used + arena.tail->notes, stamp = arena.tail->stamp;
+    unlock(CORE);
+    return Py_BuildValue("iiIIIKK", arena.state, arena.state == SPARE ? -1 : arena.table, arena.pins, arena.dirty,
+                         arena.live, used, stamp);
+}
+
+static PyObject *pin_arena(PyObject *self, PyObject *args)
+{
+    unsigned number;
+    int by;
+    if (!PyArg_ParseTuple(args, "Ii", &number, &by))
+        return NULL;
+    lock(CORE);
+    Arena *arena = arena_of(CORE, number);
+    if (arena)
+        arena->pins += (uint32_t)by;
+    unlock(CORE);
+    return PyBool_FromLong(arena != NULL);
+}
+
+static PyObject *add_slabs(PyObject *self, PyObject *args)
+{
+    Py_buffer numbers;
+    if (!PyArg_ParseTuple(args, "y*", &numbers))
+        return NULL;
+    const uint32_t *number = numbers.buf;
+    Core *core = CORE;
+    lock(core);
+    for (Py_ssize_t i = 0; i < numbers.len / 4; i++)
+        if (number[i] < core->slab_count && !core->states[number[i]].is_ours && core->free_count < core->free_room) {
+            core->states[number[i]].slot_size = 0;
+            core->states[number[i]].is_ours = 1;
+            core->free_slabs[core->free_count++] = number[i];
+        }
+    unlock(core);
+    PyBuffer_Release(&numbers);
+    Py_RETURN_NONE;
+}
+
+/* Up to so many free slabs, which are the core's no more. */
+static PyObject *take_slabs(PyObject *self, PyObject *args)
+{
+    unsigned count;
+    if (!PyArg_ParseTuple(args, "I", &count))
+        return NULL;
+    PyObject *found = PyList_New(0);
+    if (!found)
+        return NULL;
+    lock(CORE);
+    while (count-- && CORE->free_count) {
+        uint32_t number = CORE->free_slabs[--CORE->free_count];
+        CORE->states[number].is_ours = 0;
+        PyObject *item = PyLong_FromUnsignedLong(number);
+        if (!item || PyList_Append(found, item) < 0) {
+            Py_XDECREF(item);
+            Py_CLEAR(found);
+            break;
+        }
+        Py_DECREF(item);
+    }
+    unlock(CORE);
+    return found;
+}
+
+static PyObject *load_slab_heads(PyObject *self, PyObject *args)
+{
+    unsigned number;
+    Py_buffer meta;
+    if (!PyArg_ParseTuple(args, "Iy*", &number, &meta))
+        return NULL;
+    Core *core = CORE;
+    long long count = -1;
+    if (number >= core->slab_count || core->states[number].is_ours)
+        PyErr_Format(PyExc_ValueError, "slab %u is there already, or cannot be", number);
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        lock(core);
+        count = load_slab(core, number, meta.buf, (uint64_t)meta.len);
+        unlock(core);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&meta);
+    return count < 0 ? NULL : PyLong_FromLongLong(count);
+}
+
+static PyObject *set_loading(PyObject *self, PyObject *args)
+{
+    int loading;
+    if (!PyArg_ParseTuple(args, "p", &loading))
+        return NULL;
+    lock(CORE);
+    CORE->loading = loading;
+    if (!loading) {
+        free(CORE->removed);
+        CORE->removed = NULL;
+        CORE->removed_count = CORE->removed_room = 0;
+    }
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *restore(PyObject *self, PyObject *unused)
+{
+    Py_BEGIN_ALLOW_THREADS
+    lock(CORE);
+    restore_all(CORE);
+    unlock(CORE);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* -- blocks ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    Py_buffer text, offsets, lengths;
+    Names names;
+    int64_t count;
+} NameColumns;
+
+static int open_names(NameColumns *columns)
+{
+    columns->count = columns->lengths.len / 4;
+    columns->names = (Names){columns->text.buf, columns->offsets.buf, columns->lengths.buf, (uint64_t)columns->text.len};
+    return has_column(&columns->offsets, columns->count, 8);
+}
+
+static void close_names(NameColumns *columns)
+{
+    PyBuffer_Release(&columns->text);
+    PyBuffer_Release(&columns->offsets);
+    PyBuffer_Release(&columns->lengths);
+}
+
+static PyObject *put(PyObject *self, PyObject *args)
+{
+    unsigned place, now, expires, priority;
+    unsigned long long directory, now_us;
+    int plain_only;
+    NameColumns names;
+    Py_buffer sources, sizes, results, sequences;
+    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*KIIIw*w*", &place, &directory, &names.text, &names.offsets, &names.lengths,
+                          &plain_only, &sources, &sizes, &now_us, &now, &expires, &priority, &results, &sequences))
+        return NULL;
+    Table *table = table_at(CORE, place);
+    int64_t planned = -1;
+    if (table && open_names(&names) && has_column(&sources, names.count, 8) && has_column(&sizes, names.count, 8) &&
+        has_column(&results, names.count, 8) && has_column(&sequences, names.count, 8)) {
+        PutTerms terms = {now_us, directory, now, expires, (uint8_t)priority};
+        Py_BEGIN_ALLOW_THREADS
+        Plan *plans = malloc((size_t)(names.count + 1) * sizeof *plans);
+        if (plans)
+            planned = put_all(CORE, table, &names.names, plain_only, sources.buf, sizes.buf, names.count, &terms, plans,
+                              results.buf, sequences.buf);
+        free(plans);
+        Py_END_ALLOW_THREADS
+        if (planned < 0)
+            PyErr_NoMemory();
+    }
+    close_names(&names);
+    PyBuffer_Release(&sources);
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&results);
+    PyBuffer_Release(&sequences);
+    return planned < 0 ? NULL : PyLong_FromLongLong(planned);
+}
+
+static PyObject *get(PyObject *self, PyObject *args)
+{
+    unsigned place, now;
+    unsigned long long directory;
+    int plain_only;
+    NameColumns names;
+    Py_buffer targets, rooms, rows, results;
+    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*Iw*w*", &place, &directory, &names.text, &names.offsets, &names.lengths,
+                          &plain_only, &targets, &rooms, &now, &rows, &results))
+        return NULL;
+    Table *table = table_at(CORE, place);
+    int is_done = 0;
+    if (table && open_names(&names) && has_column(&targets, names.count, 8) && has_column(&rooms, names.count, 8) &&
+        has_column(&rows, names.count, 8) && has_column(&results, names.count, 8)) {
+        size_t count = (size_t)names.count + 1;
+        Py_BEGIN_ALLOW_THREADS
+        Arena **pinned = malloc(count * sizeof *pinned);
+        uint64_t *offsets = malloc(count * sizeof *offsets);
+        if (pinned && offsets) {
+            get_all(CORE, table, directory, &names.names, plain_only, targets.buf, rooms.buf, names.count, now, rows.buf,
+                    results.buf, pinned, offsets);
+            is_done = 1;
+        }
+        free(pinned);
+        free(offsets);
+        Py_END_ALLOW_THREADS
+        if (!is_done)
+            PyErr_NoMemory();
+    }
+    close_names(&names);
+    PyBuffer_Release(&targets);
+    PyBuffer_Release(&rooms);
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&results);
+    if (!is_done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Row and sequence of each name. ``drops``: and they are no more. */
+static PyObject *find_or_drop(PyObject *self, PyObject *args, int drops)
+{
+    unsigned place, now;
+    unsigned long long directory;
+    int plain_only;
+    NameColumns names;
+    Py_buffer rows, sequences;
+    if (!PyArg_ParseTuple(args, "IKy*y*y*pIw*w*", &place, &directory, &names.text, &names.offsets, &names.lengths,
+                          &plain_only, &now, &rows, &sequences))
+        return NULL;
+    Table *table = table_at(CORE, place);
+    int is_done = 0;
+    if (table && open_names(&names) && has_column(&rows, names.count, 8) && has_column(&sequences, names.count, 8)) {
+        int64_t *row = rows.buf;
+        uint64_t *sequence = sequences.buf;
+        Py_BEGIN_ALLOW_THREADS
+        if (drops)
+            lock(CORE);
+        for (int64_t i = 0; i < names.count; i++) {
+            Fingerprint wanted;
+            row[i] = table->is_ended ? ABSENT
+                                     : find_name(&table->index, directory, &names.names, i, plain_only, now, &wanted);
+            sequence[i] = row[i] < 0 ? 0 : table->index.rows[row[i]].sequence;
+            if (drops && row[i] >= 0)
+                drop_row(CORE, table, (uint32_t)row[i]);
+        }
+        if (drops)
+            unlock(CORE);
+        Py_END_ALLOW_THREADS
+        is_done = 1;
+    }
+    close_names(&names);
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&sequences);
+    if (!is_done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *find(PyObject *self, PyObject *args) { return find_or_drop(self, args, 0); }
+static PyObject *drop(PyObject *self, PyObject *args) { return find_or_drop(self, args, 1); }
+
+/* Drop rows that still have these sequences, and are on the medium or not. The bytes of their slots, 0 for others. */
+static PyObject *drop_rows(PyObject *self, PyObject *args)
+{
+    unsigned place;
+    Py_buffer rows, sequences, sizes;
+    Table *table;
+    if (!PyArg_ParseTuple(args, "Iy*y*w*", &place, &rows, &sequences, &sizes))
+        return NULL;
+    Py_ssize_t count = rows.len / 8;
+    int is_done = 0;
+    if ((table = table_at(CORE, place)) && has_column(&sequences, count, 8) && has_column(&sizes, count, 8)) {
+        const int64_t *number = rows.buf;
+        const uint64_t *sequence = sequences.buf;
+        int64_t *size = sizes.buf;
+        Core *core = CORE;
+        Py_BEGIN_ALLOW_THREADS
+        lock(core);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            size[i] = 0;
+            if (table->is_ended || number[i] < 0 || number[i] >= table->index.header->row_end)
+                continue;
+            const Row *row = table->index.rows + number[i];
+            if (!(row->version & 1) || row->sequence != sequence[i] || !core->slabs[row->slab].owners)
+                continue;
+            size[i] = core->classes[core->slabs[row->slab].class].slot_size;
+            drop_row(core, table, (uint32_t)number[i]);
+        }
+        unlock(core);
+        Py_END_ALLOW_THREADS
+        is_done = 1;
+    }
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&sequences);
+    PyBuffer_Release(&sizes);
+    if (!is_done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* All blocks of a slab: (table, row, sequence) of each, as bytes of u64. */
+static PyObject *slab_rows(PyObject *self, PyObject *args)
+{
+    unsigned number;
+    if (!PyArg_ParseTuple(args, "I", &number))
+        return NULL;
+    Core *core = CORE;
+    if (number >= core->slab_count)
+        return PyErr_Format(PyExc_ValueError, "no slab %u", number);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, 24 * 16384);
+    if (!found)
+        return NULL;
+    uint64_t *out = (uint64_t *)PyBytes_AS_STRING(found);
+    Py_ssize_t count = 0;
+    lock(core);
+    const Slab *slab = core->slabs + number;
+    for (uint32_t slot = 0; slab->owners && slot < slab->count; slot++)
+        if (slab->owners[slot] >= SLOT_OWNED) {
+            uint64_t owner = slab->owners[slot] - SLOT_OWNED;
+            out[3 * count] = owner >> 32, out[3 * count + 1] = owner & 0xFFFFFFFF;
+            out[3 * count++ + 2] = row_at(core, (uint32_t)(owner >> 32), (uint32_t)owner)->sequence;
+        }
+    unlock(core);
+    return _PyBytes_Resize(&found, 24 * count) < 0 ? NULL : found;
+}
+
+/* Live rows of a directory behind a row: [(row, sequence, length, stored, name or None, slab, slot)], and where to go on; -1: nowhere. */
+static PyObject *list_rows(PyObject *self, PyObject *args)
+{
+    unsigned place, limit, now;
+    unsigned long long directory;
+    long long after;
+    Table *table;
+    if (!PyArg_ParseTuple(args, "IKLII", &place, &directory, &after, &limit, &now) || !(table = table_at(CORE, place)))
+        return NULL;
+    typedef struct {
+        Row row;
+        int64_t number;
+        uint8_t has_name, name[NAME_MAX_BYTES];
+    } Found;
+    Found *found = malloc((limit + 1) * sizeof *found);
+    if (!found)
+        return PyErr_NoMemory();
+    unsigned count = 0;
+    Core *core = CORE;
+    Py_BEGIN_ALLOW_THREADS
+    lock(core);
+    uint32_t end = table->is_ended ? 0 : table->index.header->row_end;
+    for (after++; after < end && count < limit; after++) {
+        const Row *row = table->index.rows + after;
+        if (!(row->version & 1) || row->directory != directory || (row->expires && now >= row->expires))
+            continue;
+        Found *one = found + count++;
+        one->row = *row, one->number = after;
+        Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
+        one->has_name = arena != NULL;
+        if (arena)
+            memcpy(one->name, name_in(note_of(arena, row)), row->name_length);
+    }
+    if (after >= end)
+        after = -1;
+    else
+        after--;
+    unlock(core);
+    Py_END_ALLOW_THREADS
+    PyObject *rows = PyList_New(count);
+    for (unsigned i = 0; rows && i < count; i++) {
+        const Found *one = found + i;
+        PyObject *name = Py_NewRef(Py_None);
+        if (one->has_name)
+            Py_SETREF(name, PyBytes_FromStringAndSize((const char *)one->name, one->row.name_length));
+        PyObject *item = Py_BuildValue("LKIINIIi", (long long)one->number, (unsigned long long)one->row.sequence,
+                                       one->row.length, one->row.stored, name, one->row.slab, (unsigned)one->row.slot,
+                                       (int)one->row.name_length);
+        if (!item)
+            Py_CLEAR(rows);
+        else
+            PyList_SET_ITEM(rows, i, item);
+    }
+    free(found);
+    return rows ? Py_BuildValue("NL", rows, after) : NULL;
+}
+
+/* Offset of a slot's name among the heads and names of its slab, and the slot's in its data; ValueError. */
+static PyObject *slot_places(PyObject *self, PyObject *args)
+{
+    unsigned number, slot;
+    if (!PyArg_ParseTuple(args, "II", &number, &slot))
+        return NULL;
+    const Slab *slab = number < CORE->slab_count ? CORE->slabs + number : NULL;
+    if (!slab || !slab->owners || slot >= slab->count)
+        return PyErr_Format(PyExc_ValueError, "slab %u has no slot %u", number, slot);
+    return Py_BuildValue("KK", (unsigned long long)name_place(slab->count, slot),
+                         (unsigned long long)(slot + slab->lead) * CORE->classes[slab->class].slot_size);
+}
+
+/* -- batches ------------------------------------------------------------------------------------------------------ */
+
+static PyObject *take_dirty(PyObject *self, PyObject *args)
+{
+    unsigned long long bytes_max, rows_max;
+    if (!PyArg_ParseTuple(args, "KK", &bytes_max, &rows_max))
+        return NULL;
+    BatchObject *made = PyObject_New(BatchObject, &batch_type);
+    if (!made)
+        return NULL;
+    made->of = (CoreObject *)Py_NewRef(self);
+    memset(&made->batch, 0, sizeof made->batch);
+    made->is_ended = 1;
+    int is_filled;
+    Py_BEGIN_ALLOW_THREADS
+    lock(CORE);
+    is_filled = fill_batch(CORE, &made->batch, bytes_max, rows_max);
+    unlock(CORE);
+    Py_END_ALLOW_THREADS
+    made->is_ended = !is_filled;
+    if (!is_filled) {
+        Py_DECREF(made);
+        return PyErr_NoMemory();
+    }
+    if (!made->batch.count && !made->batch.head_count) {
+        unsigned long long upto = made->batch.upto;
+        Py_DECREF(made);
+        return PyLong_FromUnsignedLongLong(upto);
+    }
+    return (PyObject *)made;
+}
+
+static void batch_free(BatchObject *self)
+{
+    if (!self->is_ended) {
+        lock(self->of->core);
+        end_batch(self->of->core, &self->batch);
+        unlock(self->of->core);
+    }
+    free(self->batch.rows), free(self->batch.data), free(self->batch.heads), free(self->batch.staging);
+    Py_DECREF(self->of);
+    PyObject_Free(self);
+}
+
+static PyObject *batch_end(BatchObject *self, PyObject *unused)
+{
+    if (!self->is_ended) {
+        Py_BEGIN_ALLOW_THREADS
+        lock(self->of->core);
+        end_batch(self->of->core, &self->batch);
+        self->is_ended = 1;
+        unlock(self->of->core);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *batch_runs(BatchObject *self, PyObject *unused)
+{
+    return Py_BuildValue("y#y#", (const char *)self->batch.data, (Py_ssize_t)(self->batch.data_count * sizeof(Run)),
+                         (const char *)self->batch.heads, (Py_ssize_t)(self->batch.head_count * sizeof(Run)));
+}
+
+static PyObject *batch_facts(BatchObject *self, PyObject *unused)
+{
+    return Py_BuildValue("KKK", (unsigned long long)self->batch.count, (unsigned long long)self->batch.bytes,
+                         (unsigned long long)self->batch.upto);
+}
+
+static PyMethodDef batch_methods[] = {
+    {"end", (PyCFunction)batch_end, METH_NOARGS, "end()"},
+    {"runs", (PyCFunction)batch_runs, METH_NOARGS, "runs() -> (data, heads)"},
+    {"facts", (PyCFunction)batch_facts, METH_NOARGS, "facts() -> (blocks, bytes, queue position)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject batch_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvfuse.native._blocks.Batch",
+    .tp_basicsize = sizeof(BatchObject),
+    .tp_dealloc = (destructor)batch_free,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_methods = batch_methods,
+};
+
+/* -- landings ----------------------------------------------------------------------------------------------------- */
+
+static PyObject *reserve(PyObject *self, PyObject *args)
+{
+    unsigned place;
+    NameColumns names;
+    Py_buffer rows, sequences, places, sizes, slabs, offsets;
+    if (!PyArg_ParseTuple(args, "Iy*y*y*y*y*w*w*w*w*", &place, &names.text, &names.offsets, &names.lengths, &rows,
+                          &sequences, &places, &sizes, &slabs, &offsets))
+        return NULL;
+    LandingObject *made = NULL;
+    if (table_at(CORE, place) && open_names(&names) && has_column(&rows, names.count, 8) &&
+        has_column(&sequences, names.count, 8) && has_column(&places, names.count, 8) &&
+        has_column(&sizes, names.count, 8) && has_column(&slabs, names.count, 4) && has_column(&offsets, names.count, 8))
+        made = PyObject_New(LandingObject, &landing_type);
+    if (made) {
+        made->of = (CoreObject *)Py_NewRef(self);
+        made->landing = (Landing){place, names.count, calloc((size_t)names.count + 1, sizeof *made->landing.rows)};
+        if (!made->landing.rows) {
+            made->landing.count = 0;
+            Py_CLEAR(made);
+            PyErr_NoMemory();
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            reserve_all(CORE, &made->landing, &names.names, rows.buf, sequences.buf, places.buf, sizes.buf, slabs.buf, offsets.buf);
+            Py_END_ALLOW_THREADS
+        }
+    }
+    close_names(&names);
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&sequences);
+    PyBuffer_Release(&places);
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&slabs);
+    PyBuffer_Release(&offsets);
+    return (PyObject *)made;
+}
+
+static PyObject *landing_land(LandingObject *self, PyObject *args)
+{
+    Py_buffer came, results;
+    if (!PyArg_ParseTuple(args, "y*w*", &came, &results))
+        return NULL;
+    int is_sound = has_column(&came, self->landing.count, 1) && has_column(&results, self->landing.count, 8);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        land_all(self->of->core, &self->landing, came.buf, results.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&came);
+    PyBuffer_Release(&results);
+    if (!is_sound)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static void landing_free(LandingObject *self)
+{
+    lock(self->of->core);
+    for (int64_t i = 0; i < self->landing.count; i++)
+        if (self->landing.rows[i].arena)
+            unpin(self->landing.rows[i].arena);
+    unlock(self->of->core);
+    free(self->landing.rows);
+    Py_DECREF(self->of);
+    PyObject_Free(self);
+}
+
+static PyMethodDef landing_methods[] = {
+    {"land", (PyCFunction)landing_land, METH_VARARGS, "land(came, results)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject landing_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvfuse.native._blocks.Landing",
+    .tp_basicsize = sizeof(LandingObject),
+    .tp_dealloc = (destructor)landing_free,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_methods = landing_methods,
+};
+
+/* -- the rest of the core ----------------------------------------------------------------------------------------- */
+
+static PyObject *set_dirty_max(PyObject *self, PyObject *args)
+{
+    unsigned long long bytes;
+    if (!PyArg_ParseTuple(args, "K", &bytes))
+        return NULL;
+    lock(CORE);
+    CORE->dirty_max = bytes;
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *statistics(PyObject *self, PyObject *unused)
+{
+    Core *core = CORE;
+    uint64_t live = 0;
+    lock(core);
+    for (int t = 0; t < TABLES; t++)
+        if (core->tables[t].is_known && !core->tables[t].is_ended)
+            live += core->tables[t].index.header->live;
+    PyObject *found = Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I,s:K}", "blocks", (unsigned long long)live, "resident",
+        (unsigned long long)core->resident, "puts", (unsigned long long)core->puts, "put_bytes",
+        (unsigned long long)core->put_bytes, "gets", (unsigned long long)core->gets, "get_bytes",
+        (unsigned long long)core->get_bytes, "recycled_arenas", (unsigned long long)core->recycled, "relocated",
+        (unsigned long long)core->relocated, "refused", (unsigned long long)core->refused, "batches",
+        (unsigned long long)core->batches, "dirty_bytes", (unsigned long long)core->dirty_bytes, "dirty",
+        (unsigned long long)(core->dirty.tail - core->dirty.head), "free_slabs", core->free_count, "queued",
+        (unsigned long long)core->dirty.tail);
+    unlock(core);
+    return found;
+}
+
+static PyMethodDef core_methods[] = {
+    {"put_space", put_space, METH_VARARGS, "put_space(place, number, above, epoch, bytes_max, blocks_max)"},
+    {"space_use", space_use, METH_VARARGS, "space_use(place) -> (bytes, blocks)"},
+    {"add_table", add_table, METH_VARARGS, "add_table(place, space, address, size)"},
+    {"end_table", end_table, METH_VARARGS, "end_table(place)"},
+    {"sweep_table", sweep, METH_VARARGS, "sweep_table(place, rows_max) -> whether there are more"},
+    {"remove_table", remove_table, METH_VARARGS, "remove_table(place) -> whether it could go"},
+    {"add_arena", add_arena, METH_VARARGS, "add_arena(place, number, address, size, table)"},
+    {"remove_arena", remove_arena, METH_VARARGS, "remove_arena(place) -> whether it could go"},
+    {"arena_facts", arena_facts, METH_VARARGS, "arena_facts(place) -> (state, table, pins, dirty, live, used, stamp)"},
+    {"pin_arena", pin_arena, METH_VARARGS, "pin_arena(number, by) -> whether there is one"},
+    {"add_slabs", add_slabs, METH_VARARGS, "add_slabs(numbers)"},
+    {"take_slabs", take_slabs, METH_VARARGS, "take_slabs(count) -> numbers"},
+    {"load_slab", load_slab_heads, METH_VARARGS, "load_slab(number, heads) -> blocks"},
+    {"set_loading", set_loading, METH_VARARGS, "set_loading(whether)"},
+    {"restore", restore, METH_NOARGS, "restore()"},
+    {"put", put, METH_VARARGS, "put(...) -> how many have a place"},
+    {"get", get, METH_VARARGS, "get(...)"},
+    {"find", find, METH_VARARGS, "find(...)"},
+    {"drop", drop, METH_VARARGS, "drop(...)"},
+    {"drop_rows", drop_rows, METH_VARARGS, "drop_rows(table, rows, sequences, sizes)"},
+    {"slab_rows", slab_rows, METH_VARARGS, "slab_rows(slab) -> rows"},
+    {"list_rows", list_rows, METH_VARARGS, "list_rows(table, directory, after, limit, now) -> (rows, after)"},
+    {"slot_places", slot_places, METH_VARARGS, "slot_places(slab, slot) -> (name, data)"},
+    {"take_dirty", take_dirty, METH_VARARGS, "take_dirty(bytes_max, rows_max) -> Batch, or the queue position"},
+    {"reserve", reserve, METH_VARARGS, "reserve(...) -> Landing"},
+    {"set_dirty_max", set_dirty_max, METH_VARARGS, "set_dirty_max(bytes)"},
+    {"statistics", statistics, METH_NOARGS, "statistics()"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject core_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvfuse.native._blocks.Core",
+    .tp_basicsize = sizeof(CoreObject),
+    .tp_dealloc = (destructor)core_free,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = core_methods,
+    .tp_new = core_new,
+};
+
+/* -- tables, for any process that maps one ------------------------------------------------------------------------ */
+
+static PyObject *begin_table(PyObject *self, PyObject *args)
+{
+    Py_buffer memory, multipliers;
+    unsigned buckets_max, rows_max, uid, gid, mode;
+    unsigned long long directory, name_space, serial;
+    if (!PyArg_ParseTuple(args, "w*y*IIKKIIIK", &memory, &multipliers, &buckets_max, &rows_max, &directory, &name_space,
+                          &uid, &gid, &mode, &serial))
+        return NULL;
+    uint64_t rows = PAGE + (uint64_t)buckets_max * sizeof(Bucket), size = rows + (uint64_t)rows_max * sizeof(Row);
+    int is_sound = (uint64_t)memory.len == size && multipliers.len == 8 * SUMS * MULTIPLIER_ROWS && buckets_max >= BUCKETS_MIN;
+    if (is_sound) {
+        TableHeader *header = memory.buf;
+        *header = (TableHeader){.magic = TABLE_MAGIC, .version = TABLE_VERSION, .buckets_max = buckets_max,
+                                .rows_offset = rows, .size = size, .directory = directory, .name_space = name_space,
+                                .uid = uid, .gid = gid, .mode = mode, .rows_max = rows_max, .serial = serial,
+                                .state = TABLE_LIVE, .bucket_count = BUCKETS_MIN};
+        memcpy((uint8_t *)memory.buf + MULTIPLIERS, multipliers.buf, (size_t)multipliers.len);
+    } else
+        PyErr_SetString(PyExc_ValueError, "the memory has another size than the table");
+    PyBuffer_Release(&memory);
+    PyBuffer_Release(&multipliers);
+    if (!is_sound)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+typedef struct {
+    uint64_t number, address, size;
+} MappedArena;
+
+/* The length of a block that was copied, ABSENT, NOT_RESIDENT, NO_ROOM, or -3 for an arena that is not mapped. */
+static int64_t copy_row(const Index *index, int64_t number, Fingerprint wanted, uint32_t now, const MappedArena *arenas,
+                        Py_ssize_t count, uint8_t *target, int64_t room)
+{
+    const Row *row = index->rows + number;
+    uint64_t version = load(&row->version);
+    Row copy = *row;
+    if (!(version & 1) || !is_same(copy.fingerprint, wanted) || (copy.expires && now >= copy.expires))
+        return ABSENT;
+    if (!copy.arena)
+        return load(&row->version) == version ? NOT_RESIDENT : ABSENT;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (arenas[i].number != copy.arena)
+            continue;
+        uint64_t offset = (uint64_t)copy.page * PAGE;
+        if (offset > arenas[i].size || copy.length > arenas[i].size - offset)
+            return ABSENT;
+        if (room < 0 || copy.length > (uint64_t)room)
+            return NO_ROOM;
+        memcpy(target, (const uint8_t *)(uintptr_t)arenas[i].address + offset, copy.length);
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        return __atomic_load_n(&row->version, __ATOMIC_RELAXED) == version ? (int64_t)copy.length : ABSENT;
+    }
+    return -3;
+}
+
+static PyObject *table_get(PyObject *self, PyObject *args)
+{
+    Py_buffer memory, arenas, targets, rooms, rows, results;
+    NameColumns names;
+    unsigned long long directory;
+    unsigned now;
+    int copies;
+    if (!PyArg_ParseTuple(args, "y*Ky*y*y*Iy*y*y*w*w*p", &memory, &directory, &names.text, &names.offsets, &names.lengths,
+                          &now, &arenas, &targets, &rooms, &rows, &results, &copies))
+        return NULL;
+    Index index;
+    int is_done = 0;
+    if (open_names(&names) && has_column(&rows, names.count, 8) && has_column(&results, names.count, 8) &&
+        (!copies || (has_column(&targets, names.count, 8) && has_column(&rooms, names.count, 8)))) {
+        is_done = open_index(memory.buf, (uint64_t)memory.len, &index);
+        if (!is_done)
+            PyErr_SetString(PyExc_ValueError, "no table of blocks");
+    }
+    if (is_done) {
+        int64_t *row = rows.buf, *result = results.buf;
+        const int64_t *room = rooms.buf;
+        const uint64_t *target = targets.buf;
+        Py_ssize_t known = arenas.len / (Py_ssize_t)sizeof(MappedArena);
+        Py_BEGIN_ALLOW_THREADS
+        for (int64_t i = 0; i < names.count; i++) {
+            Fingerprint wanted;
+            row[i] = find_name(&index, directory, &names.names, i, 0, now, &wanted);
+            result[i] = row[i];
+            if (copies && row[i] >= 0)
+                result[i] = copy_row(&index, row[i], wanted, now, arenas.buf, known,
+                                     (uint8_t *)(uintptr_t)target[i], room[i]);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    close_names(&names);
+    PyBuffer_Release(&memory);
+    PyBuffer_Release(&arenas);
+    PyBuffer_Release(&targets);
+    PyBuffer_Release(&rooms);
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&results);
+    if (!is_done)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"begin_table", begin_table, METH_VARARGS, "begin_table(memory, multipliers, buckets_max, rows_max, ...)"},
+    {"table_get", table_get, METH_VARARGS, "table_get(table, directory, names, now, arenas, targets, rooms, rows, results, copies)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._blocks", "See blocks.py.", -1, functions,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__blocks(void)
+{
+    crc32c_begin();
+    if (PyType_Ready(&core_type) < 0 || PyType_Ready(&batch_type) < 0 || PyType_Ready(&landing_type) < 0)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made && (PyModule_AddObjectRef(made, "Core", (PyObject *)&core_type) < 0 ||
+                 PyModule_AddIntConstant(made, "ROW", sizeof(Row)) < 0))
+        Py_CLEAR(made);
+    return made;
+}

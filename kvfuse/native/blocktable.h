@@ -1,0 +1,307 @@
+/* The index of blocks in shared memory: how it is read, by any process that maps it, and how the daemon changes it.
+
+   A table is one mapping: a header page, buckets, rows. A row is one block. A bucket is one cache line: numbers of up to
+   12 rows, and a byte of the fingerprint of each. A block may be in two buckets, which two halves of its fingerprint
+   choose. Buckets grow one at a time (linear hashing): bucket ``split`` gives its entries to a new one.
+
+   A row has a version: odd while it describes a block. A reader
+
+       finds the row by its fingerprint; the version must be odd
+       copies the bytes from the row's arena, where it has one
+       reads the version again: if it differs, throws the copy away
+
+   The daemon makes the version even before it changes a row, or memory that a row describes, and odd afterwards. Readers
+   may miss a block while its bucket entry moves. They never find another one: the fingerprint is in the row. */
+
+#ifndef KVFUSE_BLOCKTABLE_H
+#define KVFUSE_BLOCKTABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define TABLE_MAGIC 0x534B434F4C42564Bull /* "KVBLOCKS" */
+enum { TABLE_VERSION = 3, PAGE = 4096, NAME_MAX_BYTES = 255, SUMS = 4, MULTIPLIER_ROWS = 2 + 1 + 64 };
+enum { MULTIPLIERS = 256, ENTRIES = 12, BUCKETS_MIN = 16, NO_ROW = -1, FULL = -2 };
+enum { TABLE_LIVE = 1, TABLE_ENDED = 2 };
+
+typedef struct {
+    uint64_t low, high;
+} Fingerprint;
+
+typedef struct {
+    uint64_t version;
+    Fingerprint fingerprint;
+    uint32_t arena; /* 0: not in memory */
+    uint32_t page;  /* of the first byte in the arena */
+    uint32_t length, checksum;
+    uint32_t slab;
+    uint32_t note; /* eighths of its distance from the arena's tail */
+    uint16_t slot, spare_slot;
+    uint32_t flags;
+    uint64_t sequence, directory, due;
+    uint32_t used, stored, expires;
+    uint8_t uses, list, priority, name_length;
+} Row;
+
+typedef struct {
+    uint8_t tags[ENTRIES];
+    uint32_t spare;
+    uint32_t rows[ENTRIES]; /* number + 1; 0: free */
+} Bucket;
+
+typedef struct {
+    uint64_t magic;
+    uint32_t version, buckets_max;
+    uint64_t rows_offset, size;
+    uint64_t directory, name_space;
+    uint32_t uid, gid, mode, rows_max;
+    uint64_t serial;
+    /* words that change */
+    uint64_t state, valid_until, complete, neighbours; /* at byte 72 */
+    uint32_t bucket_count, row_end;
+    uint64_t live;
+} TableHeader;
+
+_Static_assert(sizeof(Row) == 96, "a row has 96 bytes");
+_Static_assert(sizeof(Bucket) == 64, "a bucket is a cache line");
+_Static_assert(offsetof(TableHeader, state) == 72, "words that change have their place");
+_Static_assert(sizeof(TableHeader) <= MULTIPLIERS, "the multipliers are behind the header");
+_Static_assert(MULTIPLIERS + 8 * SUMS * MULTIPLIER_ROWS <= PAGE, "the header is one page");
+
+typedef struct {
+    TableHeader *header;
+    const uint64_t *multipliers;
+    Bucket *buckets;
+    Row *rows;
+} Index;
+
+static uint64_t load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+/* 0: this is no table of this version in so many bytes. Nothing in it is trusted before. */
+static int open_index(uint8_t *memory, uint64_t size, Index *index)
+{
+    TableHeader *header = (TableHeader *)memory;
+    if (size < PAGE || header->magic != TABLE_MAGIC || header->version != TABLE_VERSION)
+        return 0;
+    uint64_t rows = PAGE + (uint64_t)header->buckets_max * sizeof(Bucket);
+    if (header->buckets_max < BUCKETS_MIN || header->rows_offset != rows || header->size != size ||
+        size != rows + (uint64_t)header->rows_max * sizeof(Row))
+        return 0;
+    index->header = header;
+    index->multipliers = (const uint64_t *)(memory + MULTIPLIERS);
+    index->buckets = (Bucket *)(memory + PAGE);
+    index->rows = (Row *)(memory + rows);
+    return 1;
+}
+
+/* Strongly universal: two names that do not depend on the multipliers have the same one with a probability of 2^-128. */
+static Fingerprint fingerprint_of(const uint64_t *multipliers, uint64_t directory, const uint8_t *name, size_t length)
+{
+    uint64_t sums[SUMS];
+    const uint64_t *row = multipliers + 3 * SUMS;
+    for (int s = 0; s < SUMS; s++)
+        sums[s] = multipliers[s] * (uint32_t)directory + multipliers[SUMS + s] * (directory >> 32) +
+                  multipliers[2 * SUMS + s] * length;
+    uint32_t word;
+    for (; length >= 4; length -= 4, name += 4, row += SUMS) {
+        memcpy(&word, name, 4);
+        for (int s = 0; s < SUMS; s++)
+            sums[s] += row[s] * word;
+    }
+    if (length) {
+        word = 0;
+        memcpy(&word, name, length);
+        for (int s = 0; s < SUMS; s++)
+            sums[s] += row[s] * word;
+    }
+    return (Fingerprint){sums[0] >> 32 | (sums[1] >> 32) << 32, sums[2] >> 32 | (sums[3] >> 32) << 32};
+}
+
+static int is_same(Fingerprint one, Fingerprint other) { return one.low == other.low && one.high == other.high; }
+
+static uint8_t tag_of(Fingerprint fingerprint) { return (uint8_t)(fingerprint.low >> 56); }
+
+/* The bucket of one half, while there are so many. */
+static uint32_t bucket_of(uint64_t half, uint32_t count)
+{
+    uint32_t top = 1u << (31 - __builtin_clz(count)); /* the largest power of two up to count */
+    uint32_t bucket = (uint32_t)half & (2 * top - 1);
+    return bucket < count ? bucket : bucket & (top - 1);
+}
+
+static int64_t find_in(const Index *index, uint32_t bucket, Fingerprint wanted)
+{
+    const Bucket *line = index->buckets + bucket;
+    uint8_t tag = tag_of(wanted);
+    for (int entry = 0; entry < ENTRIES; entry++) {
+        uint32_t row = __atomic_load_n(&line->rows[entry], __ATOMIC_ACQUIRE);
+        if (!row || line->tags[entry] != tag || row > index->header->rows_max)
+            continue;
+        const Row *found = index->rows + (row - 1);
+        if (__atomic_load_n(&found->fingerprint.low, __ATOMIC_RELAXED) == wanted.low &&
+            __atomic_load_n(&found->fingerprint.high, __ATOMIC_RELAXED) == wanted.high && (load(&found->version) & 1))
+            return row - 1;
+    }
+    return NO_ROW;
+}
+
+/* The row of a block, or NO_ROW. The caller checks the version again after it has used the row. */
+static int64_t find_row(const Index *index, Fingerprint wanted)
+{
+    for (int turn = 0; turn < 2; turn++) {
+        uint32_t count = __atomic_load_n(&index->header->bucket_count, __ATOMIC_ACQUIRE);
+        if (count < BUCKETS_MIN || count > index->header->buckets_max)
+            return NO_ROW;
+        int64_t row = find_in(index, bucket_of(wanted.low, count), wanted);
+        if (row == NO_ROW)
+            row = find_in(index, bucket_of(wanted.high, count), wanted);
+        if (row != NO_ROW || count == __atomic_load_n(&index->header->bucket_count, __ATOMIC_ACQUIRE))
+            return row;
+    }
+    return NO_ROW;
+}
+
+static void prefetch_buckets(const Index *index, Fingerprint wanted)
+{
+    uint32_t count = __atomic_load_n(&index->header->bucket_count, __ATOMIC_ACQUIRE);
+    if (count < BUCKETS_MIN || count > index->header->buckets_max)
+        return;
+    __builtin_prefetch(index->buckets + bucket_of(wanted.low, count));
+    __builtin_prefetch(index->buckets + bucket_of(wanted.high, count));
+}
+
+/* -- changes: the daemon's alone, one at a time ------------------------------------------------------------------- */
+
+static int free_entry(const Bucket *line)
+{
+    for (int entry = 0; entry < ENTRIES; entry++)
+        if (!line->rows[entry])
+            return entry;
+    return -1;
+}
+
+static int count_entries(const Bucket *line)
+{
+    int count = 0;
+    for (int entry = 0; entry < ENTRIES; entry++)
+        count += line->rows[entry] != 0;
+    return count;
+}
+
+static void set_entry(Bucket *line, int entry, uint8_t tag, uint32_t row)
+{
+    line->tags[entry] = tag;
+    __atomic_store_n(&line->rows[entry], row, __ATOMIC_RELEASE);
+}
+
+/* An entry in a bucket that its row does not name: a daemon was killed while it moved it. Free such entries. */
+static int reclaim_entries(Index *index, uint32_t bucket)
+{
+    uint32_t count = index->header->bucket_count;
+    Bucket *line = index->buckets + bucket;
+    int found = -1;
+    for (int entry = 0; entry < ENTRIES; entry++) {
+        const Row *row = index->rows + (line->rows[entry] - 1);
+        if (line->rows[entry] && ((line->rows[entry] > index->header->rows_max) || !(row->version & 1) ||
+                                  (bucket_of(row->fingerprint.low, count) != bucket &&
+                                   bucket_of(row->fingerprint.high, count) != bucket)))
+            set_entry(line, found = entry, 0, 0);
+    }
+    return found;
+}
+
+/* Give the entries of one bucket that belong to a new one to that. 0: there are as many as there may be. */
+static int split_bucket(Index *index)
+{
+    uint32_t count = index->header->bucket_count;
+    if (count >= index->header->buckets_max)
+        return 0;
+    uint32_t top = 1u << (31 - __builtin_clz(count)), source = count - top;
+    Bucket *from = index->buckets + source, *to = index->buckets + count;
+    memset(to, 0, sizeof *to);
+    uint32_t moves = 0;
+    int target = 0;
+    for (int entry = 0; entry < ENTRIES; entry++) {
+        if (!from->rows[entry])
+            continue;
+        Fingerprint one = index->rows[from->rows[entry] - 1].fingerprint;
+        if (bucket_of(one.low, count + 1) == source || bucket_of(one.high, count + 1) == source)
+            continue;
+        set_entry(to, target++, from->tags[entry], from->rows[entry]);
+        moves |= 1u << entry;
+    }
+    __atomic_store_n(&index->header->bucket_count, count + 1, __ATOMIC_RELEASE);
+    for (int entry = 0; entry < ENTRIES; entry++)
+        if (moves >> entry & 1)
+            set_entry(from, entry, 0, 0);
+    return 1;
+}
+
+/* Move an entry of a full bucket to its other bucket. The place that is free then, or -1. */
+static int displace_entry(Index *index, uint32_t bucket)
+{
+    uint32_t count = index->header->bucket_count;
+    Bucket *line = index->buckets + bucket;
+    for (int entry = 0; entry < ENTRIES; entry++) {
+        Fingerprint one = index->rows[line->rows[entry] - 1].fingerprint;
+        uint32_t other = bucket_of(one.low, count);
+        if (other == bucket)
+            other = bucket_of(one.high, count);
+        int place = other == bucket ? -1 : free_entry(index->buckets + other);
+        if (place < 0)
+            continue;
+        set_entry(index->buckets + other, place, line->tags[entry], line->rows[entry]);
+        set_entry(line, entry, 0, 0);
+        return entry;
+    }
+    return -1;
+}
+
+/* Enter a row, whose fingerprint is set. 0: there is no place for it. */
+static int enter_row(Index *index, uint32_t row)
+{
+    Fingerprint one = index->rows[row].fingerprint;
+    if (index->header->live * 10 > (uint64_t)index->header->bucket_count * ENTRIES * 7)
+        split_bucket(index);
+    for (int turn = 0; turn < 16; turn++) {
+        uint32_t count = index->header->bucket_count;
+        uint32_t bucket = bucket_of(one.low, count), other = bucket_of(one.high, count);
+        if (count_entries(index->buckets + other) < count_entries(index->buckets + bucket))
+            bucket = other;
+        int place = free_entry(index->buckets + bucket);
+        if (place < 0)
+            place = reclaim_entries(index, bucket);
+        if (place < 0)
+            place = displace_entry(index, bucket);
+        if (place >= 0) {
+            set_entry(index->buckets + bucket, place, tag_of(one), row + 1);
+            return 1;
+        }
+        if (!split_bucket(index))
+            return 0;
+    }
+    return 0;
+}
+
+static void leave_row(Index *index, uint32_t row)
+{
+    Fingerprint one = index->rows[row].fingerprint;
+    uint64_t halves[2] = {one.low, one.high};
+    for (int half = 0; half < 2; half++) {
+        Bucket *line = index->buckets + bucket_of(halves[half], index->header->bucket_count);
+        for (int entry = 0; entry < ENTRIES; entry++)
+            if (line->rows[entry] == row + 1)
+                set_entry(line, entry, 0, 0);
+    }
+}
+
+static void begin_change(Row *row)
+{
+    __atomic_store_n(&row->version, row->version + (row->version & 1), __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+static void end_change(Row *row) { __atomic_store_n(&row->version, row->version | 1, __ATOMIC_SEQ_CST); }
+
+#endif
