@@ -124,7 +124,7 @@ typedef struct Core {
     uint32_t arena_count;
     Queue dirty, stale;
     uint64_t dirty_bytes, dirty_max, stamp, puts, put_bytes, gets, get_bytes, recycled, relocated, refused, batches;
-    uint64_t resident, table_rows;
+    uint64_t resident, synced;
     int loading;
     struct Removed {
         Fingerprint fingerprint;
@@ -978,6 +978,29 @@ static void end_batch(Core *core, Batch *batch)
         unpin(arena);
     }
     core->batches++;
+}
+
+/* A sync failed: what was written since the last one may be lost. It is written again where it is in memory, else it is
+   dropped. */
+static void doubt_unsynced(Core *core)
+{
+    for (uint32_t t = 0; t < TABLES; t++) {
+        Table *table = core->tables + t;
+        for (uint32_t r = 0; table->is_known && !table->is_ended && r < table->index.header->row_end; r++) {
+            Row *row = table->index.rows + r;
+            if (!(row->version & 1) || row->sequence <= core->synced || (row->flags & (DIRTY | WRITING)))
+                continue;
+            Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
+            if (!arena) {
+                drop_row(core, table, r);
+                continue;
+            }
+            row->flags |= DIRTY;
+            arena->dirty++;
+            core->dirty_bytes += padded(row->length);
+            push(&core->dirty, (Entry){t, r, row->sequence});
+        }
+    }
 }
 
 /* -- from the medium into memory ---------------------------------------------------------------------------------- */

@@ -844,23 +844,50 @@ static PyObject *set_dirty_max(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *doubt(PyObject *self, PyObject *unused)
+{
+    Py_BEGIN_ALLOW_THREADS
+    lock(CORE);
+    doubt_unsynced(CORE);
+    unlock(CORE);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *note_synced(PyObject *self, PyObject *args)
+{
+    unsigned long long sequence;
+    if (!PyArg_ParseTuple(args, "K", &sequence))
+        return NULL;
+    lock(CORE);
+    CORE->synced = sequence;
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
 static PyObject *statistics(PyObject *self, PyObject *unused)
 {
     Core *core = CORE;
     uint64_t live = 0;
+    uint64_t free_bytes = 0;
     lock(core);
+    for (uint32_t s = 0; s < core->slab_count; s++)
+        if (core->slabs[s].owners)
+            free_bytes += (uint64_t)core->slabs[s].free * core->classes[core->slabs[s].class].slot_size;
     for (int t = 0; t < TABLES; t++)
         if (core->tables[t].is_known && !core->tables[t].is_ended)
             live += core->tables[t].index.header->live;
     PyObject *found = Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I,s:K}", "blocks", (unsigned long long)live, "resident",
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I,s:K,s:K,s:K,s:K}", "blocks", (unsigned long long)live, "resident",
         (unsigned long long)core->resident, "puts", (unsigned long long)core->puts, "put_bytes",
         (unsigned long long)core->put_bytes, "gets", (unsigned long long)core->gets, "get_bytes",
         (unsigned long long)core->get_bytes, "recycled_arenas", (unsigned long long)core->recycled, "relocated",
         (unsigned long long)core->relocated, "refused", (unsigned long long)core->refused, "batches",
         (unsigned long long)core->batches, "dirty_bytes", (unsigned long long)core->dirty_bytes, "dirty",
         (unsigned long long)(core->dirty.tail - core->dirty.head), "free_slabs", core->free_count, "queued",
-        (unsigned long long)core->dirty.tail);
+        (unsigned long long)core->dirty.tail, "stale", (unsigned long long)(core->stale.tail - core->stale.head),
+        "free_slots_bytes", (unsigned long long)free_bytes, "sequence",
+        (unsigned long long)core->sequence);
     unlock(core);
     return found;
 }
@@ -892,6 +919,8 @@ static PyMethodDef core_methods[] = {
     {"take_dirty", take_dirty, METH_VARARGS, "take_dirty(bytes_max, rows_max) -> Batch, or the queue position"},
     {"reserve", reserve, METH_VARARGS, "reserve(...) -> Landing"},
     {"set_dirty_max", set_dirty_max, METH_VARARGS, "set_dirty_max(bytes)"},
+    {"doubt_unsynced", doubt, METH_NOARGS, "doubt_unsynced()"},
+    {"note_synced", note_synced, METH_VARARGS, "note_synced(sequence)"},
     {"statistics", statistics, METH_NOARGS, "statistics()"},
     {NULL, NULL, 0, NULL},
 };
@@ -1025,6 +1054,7 @@ PyMODINIT_FUNC PyInit__blocks(void)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made && (PyModule_AddObjectRef(made, "Core", (PyObject *)&core_type) < 0 ||
+                 PyModule_AddObjectRef(made, "Batch", (PyObject *)&batch_type) < 0 ||
                  PyModule_AddIntConstant(made, "ROW", sizeof(Row)) < 0))
         Py_CLEAR(made);
     return made;

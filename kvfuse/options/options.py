@@ -228,6 +228,8 @@ class PublishOptions(_Section, frozen=True):
     """None: strict where the record store is shared, else relaxed"""
     window: Seconds = 0.05
     """seconds that a relaxed change may wait"""
+    interval: Seconds = 5.0
+    """seconds in which what was stored is made to survive a loss of power, where nobody asks for it before"""
 
 
 class CacheOptions(_Section, frozen=True):
@@ -256,7 +258,7 @@ class CacheOptions(_Section, frozen=True):
 class NamespaceOptions(_Section, frozen=True):
     """The root's namespace. None: as it is stored in the volume. A volume that is made stores those that are given."""
 
-    kind: Literal["files", "cache"] | None = None
+    kind: Literal["files", "cache", "blocks"] | None = None
     eviction: Literal["chain", "lru", "lfu", "fifo", "arc", "s3fifo"] | None = None
     admission: Literal["adaptive", "all", "second-touch"] | None = None
     ttl: Seconds | None = None

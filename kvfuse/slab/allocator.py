@@ -10,7 +10,8 @@ is recorded in the same transaction as the names that use the slots. A slot that
 pending, so that nobody writes over bytes that somebody may still read, until the caller says that its
 release is recorded and the last reader is gone.
 
-An allocator decides for the slabs that it was *granted*: all of them, or those that come and go one by one.
+An allocator decides for the slabs that it was *granted*: all of them, or those that come and go one by one. It lends
+whole slabs to the block store, which decides about their slots.
 
 A slot may have an *owner*, whose `Ledger` is charged with its size from when it is allocated until it is free again.
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from kvfuse.errors import NoSpace, VolumeError
 from kvfuse.slab.classes import LEARNED_MAX, SizeClasses
-from kvfuse.slab.image import SlabState, durable_slots
+from kvfuse.slab.image import LENT, SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.slab.ledger import Ledger
 from kvfuse.slab.pool import ALLOCATED, DURABLE, FREE, PENDING, STATE_NAMES, Pool, Slab, largest_free
@@ -67,7 +68,8 @@ class Allocator:
         self._slab_shift = geometry.slab_size.bit_length() - 1
         self._offset_mask = geometry.slab_size - 1
         self._slabs: dict[int, Slab] = {}
-        """slabs that have a slot size; all others are free"""
+        """slabs that have a slot size; all others are free, or lent"""
+        self.lent: set[int] = set()
         self._pools: dict[int, Pool] = {}
         self._returned: list[int] = []
         """heap of free slabs below ``_unused_start``"""
@@ -216,6 +218,30 @@ class Allocator:
             slab.pool.pending_count -= 1
             self._dirty.add(slab.index)
 
+    # -- slabs that are lent -------------------------------------------------------------------------
+
+    def lend(self, count: int) -> list[int]:
+        """Lend up to ``count`` free slabs. Their images are `LENT` from the next commit on."""
+        found: list[int] = []
+        while len(found) < count and self.free_slab_count:
+            found.append(self._pop_free())
+            self._note_lent(found[-1])
+            self._dirty.add(found[-1])
+        return found
+
+    def take_lent(self, slab: int) -> None:
+        """Take a lent slab back: it is free. ValueError for one that is not lent."""
+        if slab not in self.lent:
+            raise ValueError(f"slab {slab} is not lent")
+        self.lent.remove(slab)
+        self._used_bytes -= self.geometry.slab_size
+        heappush(self._returned, slab)
+        self._dirty.add(slab)
+
+    def _note_lent(self, slab: int) -> None:
+        self.lent.add(slab)
+        self._used_bytes += self.geometry.slab_size
+
     # -- slabs that come and go ----------------------------------------------------------------------
 
     def holds(self, slab: int) -> bool:
@@ -229,7 +255,7 @@ class Allocator:
         if state.slot_size:
             self._restore_slab(state)
         self._granted.add(state.slab)
-        if state.slab not in self._slabs:
+        if state.slab not in self._slabs and state.slab not in self.lent:
             heappush(self._returned, state.slab)
 
     def withdraw(self, slab: int) -> SlabState:
@@ -239,6 +265,8 @@ class Allocator:
         """
         if slab not in self._granted or slab in self._dirty:
             raise ValueError(f"slab {slab} is {'not recorded' if slab in self._dirty else 'not granted'}")
+        if slab in self.lent:
+            raise ValueError(f"slab {slab} is lent")
         state = self._image(slab)
         held = self._slabs.get(slab)
         if held is None:
@@ -255,7 +283,7 @@ class Allocator:
 
     def may_withdraw(self, slab: int) -> bool:
         """`withdraw` takes the slab."""
-        if slab not in self._granted or slab in self._dirty:
+        if slab not in self._granted or slab in self._dirty or slab in self.lent:
             return False
         held = self._slabs.get(slab)
         return held is None or not (ALLOCATED in held.states or PENDING in held.states)
@@ -268,7 +296,7 @@ class Allocator:
     @property
     def free_slab_count(self) -> int:
         """Granted slabs that have no slot size."""
-        return self.slab_count - len(self._slabs)
+        return self.slab_count - len(self._slabs) - len(self.lent)
 
     def free_slabs(self) -> list[int]:
         """Free slabs that were granted one by one, and may be withdrawn; ascending."""
@@ -299,7 +327,7 @@ class Allocator:
 
     def durable_images(self) -> Iterator[SlabState]:
         """The images of all slabs with durable slots, ordered by slab."""
-        return (state for state in map(self._image, sorted(self._slabs)) if state.slot_size)
+        return (state for state in map(self._image, sorted([*self._slabs, *self.lent])) if state.slot_size)
 
     def restore(self, states: Iterable[SlabState]) -> None:
         """Begin, on an allocator nobody used yet, with the recorded images. VolumeError naming a slab that is wrong."""
@@ -308,9 +336,9 @@ class Allocator:
         for state in states:
             if state.slot_size:
                 self._restore_slab(state)
-        if self._slabs:
-            self._unused_start = max(self._slabs) + 1
-            self._returned = [slab for slab in range(self._unused_start) if slab not in self._slabs]  # a heap: sorted
+        if used := self._slabs.keys() | self.lent:
+            self._unused_start = max(used) + 1
+            self._returned = [slab for slab in range(self._unused_start) if slab not in used]  # a heap: sorted
 
     def claim(self, slot: Slot) -> None:
         """Allocate this very slot. ValueError where it is not free, or in a slab that was not granted."""
@@ -318,6 +346,8 @@ class Allocator:
         self.classes.adopt(slot.size)
         if not (self.holds(index) and 0 <= index < self.geometry.slab_count):
             raise ValueError(f"no slab of this allocator has a slot at {slot.addr}")
+        if index in self.lent:
+            raise ValueError(f"slot {slot.addr} is in a slab that is lent")
         if offset % slot.size or offset + slot.size > self.geometry.slab_size:
             raise ValueError(f"no slot of {slot.size} bytes begins at {slot.addr}")
         slab = self._slabs.get(index)
@@ -378,12 +408,14 @@ class Allocator:
 
     def used_in(self, slab: int) -> int:
         """Bytes of slots of a slab that are not free."""
+        if slab in self.lent:
+            return self.geometry.slab_size
         held = self._slabs.get(slab)
         return (len(held.states) - held.free_count) * held.slot_size if held is not None else 0
 
     def statistics(self) -> Statistics:
         """The whole account; looks at every slab in use."""
-        return account(self.geometry.slab_size, self.slab_count, self._slabs.values(), self._pools)
+        return account(self.geometry.slab_size, self.slab_count, self._slabs.values(), self._pools, len(self.lent))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -420,15 +452,17 @@ class Allocator:
         """Give the lowest free slab to ``slot_size``: the size's pool, or None where no slab is free."""
         if not self.free_slab_count:
             return None
-        if self._returned:
-            index = heappop(self._returned)
-        else:
-            index = self._unused_start
-            self._unused_start += 1
-        slab = self._new_slab(index, slot_size)
+        slab = self._new_slab(self._pop_free(), slot_size)
         slab.pool.add(slab)
         self.slab_opened()
         return slab.pool
+
+    def _pop_free(self) -> int:
+        """The lowest free slab; there is one."""
+        if self._returned:
+            return heappop(self._returned)
+        self._unused_start += 1
+        return self._unused_start - 1
 
     def _new_slab(self, index: int, slot_size: int) -> Slab:
         pool = self._pool(slot_size)
@@ -480,10 +514,15 @@ class Allocator:
         return min((size for size in sizes if size >= rest), default=max(sizes))
 
     def _image(self, index: int) -> SlabState:
+        if index in self.lent:
+            return SlabState(index, LENT, b"")
         slab = self._slabs.get(index)
         return slab.image() if slab and DURABLE in slab.states else SlabState(index, 0, b"")
 
     def _restore_slab(self, state: SlabState) -> None:
+        if state.slot_size == LENT and 0 <= state.slab < self.geometry.slab_count and not state.bitmap:
+            self._note_lent(state.slab)
+            return
         durable = durable_slots(state, self.geometry)
         index, slot_size, _ = state
         if index in self._slabs:

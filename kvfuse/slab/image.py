@@ -11,8 +11,12 @@ from kvfuse.errors import VolumeError
 from kvfuse.slab.layout import PAGE_SIZE, Geometry
 
 
+LENT = 1
+"""the slot size of a slab that is lent to the block store, whose slots are described by heads in the slab itself"""
+
+
 class SlabState(NamedTuple):
-    """The durable image of one slab. ``slot_size`` 0: free, or nothing in it is durable."""
+    """The durable image of one slab. ``slot_size`` 0: free, or nothing in it is durable; `LENT`: it has no bitmap."""
 
     slab: int
     slot_size: int

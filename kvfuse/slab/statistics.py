@@ -38,20 +38,25 @@ class Statistics(NamedTuple):
     classes: list[ClassStatistics]
 
 
-def account(slab_size: int, slab_count: int, slabs: Collection[Slab], pools: Mapping[int, Pool]) -> Statistics:
-    """Of ``slab_count`` slabs, of which ``slabs`` have a slot size; ``pools``: slot size -> its slabs."""
+def account(
+    slab_size: int, slab_count: int, slabs: Collection[Slab], pools: Mapping[int, Pool], lent_count: int = 0
+) -> Statistics:
+    """Of ``slab_count`` slabs, of which ``slabs`` have a slot size, and others are lent, wholly used.
+
+    ``pools``: slot size -> its slabs.
+    """
     classes = [_class_statistics(slab_size, pool) for _, pool in sorted(pools.items()) if pool.slabs]
     slabs_full = sum(not slab.free_count for slab in slabs)
-    used_bytes = sum(row.slots_used * row.slot_size for row in classes)
+    used_bytes = sum(row.slots_used * row.slot_size for row in classes) + lent_count * slab_size
     tail_bytes = sum(row.tail_bytes for row in classes)
     return Statistics(
         used_bytes=used_bytes,
         free_bytes=slab_count * slab_size - used_bytes - tail_bytes,
         tail_bytes=tail_bytes,
         pending_bytes=sum(row.slots_pending * row.slot_size for row in classes),
-        slabs_free=slab_count - len(slabs),
+        slabs_free=slab_count - len(slabs) - lent_count,
         slabs_partial=len(slabs) - slabs_full,
-        slabs_full=slabs_full,
+        slabs_full=slabs_full + lent_count,
         classes=classes,
     )
 

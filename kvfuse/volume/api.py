@@ -372,6 +372,9 @@ class RingApi(VolumeApi, Protocol):
     @property
     def ready(self) -> ReadyApi: ...
     @property
+    def rows(self) -> RowApi | None:
+        """Blocks that are rows; None: this volume has none."""
+    @property
     def search(self) -> SearchApi: ...
     @property
     def near(self) -> NearApi: ...
@@ -429,6 +432,12 @@ class BlockApi(Protocol):
     def watching(self, directory: int) -> AbstractContextManager[Watch]:
         """Reports this host's changes of the blocks of a directory in a cache."""
 
+    async def block_namespace(self, directory: int) -> int | None:
+        """The namespace of a directory, if blocks in it are rows; None: they are files. Stale."""
+
+    async def has_files(self, directory: int) -> bool:
+        """A name in it may mean an ordinary file. Waits for the store."""
+
     async def listing(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
         """(names of up to ``limit`` blocks, ``after`` of the next or 0 at the end). ``after`` 0: from the start."""
 
@@ -470,6 +479,100 @@ class BlockApi(Protocol):
         Others are absent or empty, forbidden by ``may_read``, ever had two names (their readers are not those of one
         directory), are being written, cannot be read, or lack room.
         """
+
+
+class RowReaders(NamedTuple):
+    """Blocks with the same owner and mode in one directory."""
+
+    directory: int
+    uid: int
+    gid: int
+    mode: int
+    """permission bits"""
+
+
+class RowTable(Protocol):
+    """A table of the block store. Any thread."""
+
+    readers: RowReaders
+    namespace: int
+
+    @property
+    def rows(self) -> npt.NDArray[np.void]:
+        """All rows that were ever in use, as they are now: `kvfuse.native.blocks.ROW`."""
+
+    def find(self, names: Sequence[bytes], now: int) -> tuple[Numbers, npt.NDArray[np.uint64]]:
+        """(row, sequence) of each; a row below 0: there is no such block."""
+
+
+class RowTerms(NamedTuple):
+    """Of the blocks of one put."""
+
+    expires: int = 0
+    """second since the epoch; 0: as the namespace's ttl says"""
+    priority: int = 128
+    is_strict: bool = False
+    """it returns when the block survives a loss of power"""
+
+
+ROW_TERMS = RowTerms()
+NameColumns: TypeAlias = tuple[Any, npt.NDArray[np.uint64], npt.NDArray[np.uint32]]
+
+
+class RowApi(Protocol):
+    """Blocks that are rows, by directory and name. Event loop only, but where it says otherwise."""
+
+    with_files: set[int]
+    """directories of which a name may mean an ordinary file; any thread may look"""
+
+    @property
+    def knows_all(self) -> bool:
+        """Heads of all slabs were read: a block that is not found is none. Any thread."""
+
+    def now(self, namespace: int) -> int:
+        """Seconds since the epoch by the clock of a namespace. Any thread."""
+
+    def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> RowTable:
+        """The table for new blocks. NoSpace: there are too many."""
+
+    def tables_of(self, directory: int) -> tuple[RowTable, ...]:
+        """The same object until there is another table. Any thread."""
+
+    def find(self, directory: int, name: bytes) -> tuple[RowTable, int, int] | None:
+        """(table, row, sequence) of a block. Any thread."""
+
+    def try_put(
+        self, table: Any, names: NameColumns, sources: npt.NDArray[np.uint64], sizes: Numbers, terms: RowTerms,
+        *, plain_only: bool = False,
+    ) -> tuple[Numbers, npt.NDArray[np.uint64]]:  # fmt: skip
+        """Store what has room now. (0, or a code of `kvfuse.native.blocks`, for each; sequences). Any thread.
+
+        ``sources``: addresses of memory that is there, and stays.
+        """
+
+    def get_columns(
+        self, table: Any, names: NameColumns, targets: npt.NDArray[np.uint64], rooms: Numbers
+    ) -> Numbers:  # fmt: skip
+        """Copy what is in memory: lengths, or codes of `kvfuse.native.blocks`. Any thread."""
+
+    def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
+        """A copy of a block that is in memory; its length, if that is above ``room``; below 0: it is not. Any thread."""
+
+    async def put(
+        self, table: Any, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms
+    ) -> None:  # fmt: skip
+        """Store blocks, and wait for room. NoSpace, QuotaExceeded, FileTooLarge, Stale, EngineError."""
+
+    async def fetch(
+        self, table: Any, names: Sequence[bytes], rows: Numbers, sequences: npt.NDArray[np.uint64]
+    ) -> Numbers:  # fmt: skip
+        """Bring blocks into memory: 1 for each that came. EngineError."""
+
+    async def read(self, table: Any, name: bytes) -> bytearray | None:
+        """A copy of a block; None: there is none any more. EngineError."""
+
+    def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
+        """Remove blocks. Which there were."""
 
 
 class NearApi(Protocol):

@@ -15,7 +15,9 @@ import trio
 
 from kvfuse import failing
 from kvfuse.errors import EngineError, innermost
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
+from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.blocks import Blocks
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
@@ -114,7 +116,9 @@ class Lifetime:
 class Parts:
     """Makes the parts of one membership, and ends them. ``member``: this client, on a shared volume."""
 
-    def __init__(self, core: Core, options: Options, member: Member | None) -> None:
+    def __init__(
+        self, core: Core, options: Options, member: Member | None, keeper: Keeper = NO_KEEPER
+    ) -> None:
         self.core = core
         headers = HeaderWriter(core)
         flusher = Flusher(core, headers, options.cache.staging_size)
@@ -148,8 +152,14 @@ class Parts:
         self.blocks = Blocks(
             core, self.journal, flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
-        keeper = NamespaceEditor(self.names, namespaces)
-        self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(keeper))
+        editor = NamespaceEditor(self.names, namespaces)
+        self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(editor))
+        self.engine: BlockEngine | None = None
+        if member is None and not core.read_only:
+            self.engine = core.blocks = BlockEngine(
+                core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
+                options.cache.staging_size,
+            )  # fmt: skip
         self.life = Lifetime()
 
     def _is_caller_coming(self) -> bool:
@@ -228,6 +238,8 @@ class Parts:
         nursery.start_soon(failing.vital_task, self.journal.flusher.headers.run)
         nursery.start_soon(failing.vital_task, self.journal.run)
         nursery.start_soon(failing.service, "removals", self.names.nameless.run)
+        if self.engine is not None:
+            nursery.start_soon(failing.vital_task, self.engine.run)
         for evictor in [] if self.core.read_only else self.space.evictors:
             nursery.start_soon(failing.service, "eviction", evictor.run)
         if self.coherence is None or self.leases is None:

@@ -71,7 +71,7 @@ async def make_parts(
     core.disk = disk if former is None else former.disk
     if former is not None:
         core.succeed(former)
-    return Parts(core, options, held.member)
+    return Parts(core, options, held.member, keeper)
 
 
 class Running:
@@ -239,9 +239,13 @@ class Running:
         is_writable = not parts.core.read_only
         if parts.core.nodes.handover.is_left and (self._held.member is None or self._held.member.goes_on):
             if is_writable:
+                if parts.engine is not None:
+                    await _retry(parts.engine.close)
                 await _retry(self._volume.sync)  # with files that only open handles have
             await parts.hand_over()
         elif is_writable:
+            if parts.engine is not None:
+                await _retry(parts.engine.close)
             await _store_all(parts)
             if self._held.member is None:
                 await _retry(parts.rewriter.rewrite_all)

@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from kvfuse.volume.api import ROOT_INODE, NearApi, SearchApi, Statfs
+from kvfuse.volume.api import ROOT_INODE, NearApi, RowApi, SearchApi, Statfs
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.namespaces.cache import SegmentsTier
 from kvfuse.volume.namespaces.namespace_registry import Namespace
@@ -68,6 +68,10 @@ class Volume:
         return RestoredFiles(self.parts)
 
     @property
+    def rows(self) -> RowApi | None:
+        return self.parts.engine
+
+    @property
     def search(self) -> SearchApi:
         return self.blocks.search
 
@@ -117,6 +121,7 @@ class Volume:
             },
             "journal": dataclasses.asdict(self.parts.journal.counters),
             "blocks": self.blocks.statistics(),
+            "store": core.blocks.statistics() if core.blocks is not None else None,
             "tier": core.tier.statistics()._asdict(),
             **{name: section() for name, section in self.sections.items()},
             "memory": {

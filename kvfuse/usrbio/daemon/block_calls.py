@@ -19,6 +19,7 @@ from kvfuse.credentials import Capability
 from kvfuse.usrbio.daemon.call import Call, Done
 from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess, make_blind_names
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
+from kvfuse.usrbio.daemon.row_calls import RowCalls
 from kvfuse.usrbio.protocol.costs import encode_costs
 from kvfuse.usrbio.protocol.wire import Flag
 from kvfuse.volume.api import Attributes, Binding, RingApi
@@ -43,12 +44,16 @@ class BlockCalls:
 
     def __post_init__(self) -> None:
         self.peer = self.admission.peer
+        self.rows = RowCalls(self.volume, self.peer)
 
     async def get(self, call: Call) -> None:
         began = time.perf_counter()
         for is_last in (False, True):
             namespace = await self._check(call, 1)
             try:
+                if namespace.blocks is not None and await self.rows.get(call, namespace, namespace.blocks):
+                    namespace.measures.seconds["get"].add(time.perf_counter() - began)
+                    return
                 if await self._get_bound(call, namespace, is_last):
                     namespace.measures.seconds["get"].add(time.perf_counter() - began)
                     return
@@ -113,6 +118,12 @@ class BlockCalls:
             await call.try_again()
             if call.data is None:
                 return
+        if namespace.blocks is not None and await self.rows.put(call, namespace, namespace.blocks):
+            old = 0
+            if namespace.blocks.has_files:
+                (old,) = await self.volume.blocks.delete(namespace.ino, call.names)
+            self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
+            return
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.peer.make_caller(), namespace.mode)
         self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
 
@@ -130,6 +141,8 @@ class BlockCalls:
 
     def put_ready(self, namespace: NamespaceHandle, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
         """Store those (name, bytes) that need no wait. For each: whether it is stored."""
+        if namespace.blocks is not None:
+            return [False] * len(rows)
         is_usable = not (namespace.is_absent or namespace.is_cut_off or namespace.read_only)
         if not (is_usable and namespace.is_checked) or namespace.measures.limiters:
             return [False] * len(rows)
@@ -162,6 +175,12 @@ class BlockCalls:
 
     async def _look_up(self, namespace: NamespaceHandle, names: list[bytes], flags: int) -> bytes:
         """One byte for each name, 0 for those that do not exist."""
+        if namespace.blocks is not None:
+            found = self.rows.exists(namespace.blocks, names)
+            if all(found) or not namespace.blocks.has_files:
+                return bytes(found)
+            files = await self.volume.blocks.exists(namespace.ino, names)
+            return bytes([one or other for one, other in zip(found, files, strict=True)])
         if flags & Flag.COSTS:
             return encode_costs(*await self.volume.blocks.costs(namespace.ino, names))
         return bytes(await self.volume.blocks.exists(namespace.ino, names))
@@ -170,6 +189,13 @@ class BlockCalls:
         namespace = await self._check(call, 3)
         completions = call.ring.completions
         former = completions.begin_answers(call)
+        if namespace.blocks is not None:
+            gone_rows = namespace.blocks.store.drop(namespace.ino, call.names)
+            if not namespace.blocks.has_files:
+                found = [one or was != 0 for one, was in zip(gone_rows, former, strict=True)]
+                self.finish(Done(call, 0, directory=namespace.ino, found=found))
+                return
+            former = bytes([one or was != 0 for one, was in zip(gone_rows, former, strict=True)])
         with trio.CancelScope(shield=True):  # else nobody would know which names the kernel has to drop
             inodes = await self.volume.blocks.delete(namespace.ino, call.names, partial(completions.note_found, call))
         gone = [row for row in zip(call.names, inodes, strict=True) if row[1]]
@@ -178,6 +204,9 @@ class BlockCalls:
 
     async def prefetch(self, call: Call) -> None:
         namespace = await self._check(call, 1)
+        if namespace.blocks is not None:
+            call.ring.completions.answer_keys(call, await self.rows.prefetch(namespace.blocks, namespace, call.names))
+            return
         may_read = partial(self.admission.may_access, namespace, wanted=4)
         bring = self.volume.near.all_of if call.entry.flags & Flag.NEAR else self.volume.blocks.prefetch
         loaded = await bring(namespace.ino, call.names, may_read)
@@ -206,6 +235,8 @@ class BlockCalls:
         namespace.may_list = namespace.has_token or self.peer.may_access(directory, 4)
         namespace.may_put = namespace.has_token or self.peer.may_access(directory, 3)
         namespace.waits, namespace.uses = self.volume.blocks.terms(namespace.ino)
+        if namespace.blocks is None or not namespace.blocks.is_current:
+            await self.rows.settle(namespace)
         if not (namespace.has_token or self.peer.may_access(directory, wanted)):
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
         if wanted & 2 and namespace.read_only:

@@ -108,6 +108,8 @@ class ClientRegistry:
         if self.share.user_size > TIER_PART * tier.capacity:
             return [None] * len(sizes)
         group = namespace.group
+        if namespace.blocks is not None:
+            return [None] * len(sizes)
         readers = ReadClass(namespace.ino, self._peer.uid, group.gid, namespace.mode & 0o444)
         blocks = [tier.allocate(size, readers) if size else None for size in sizes]
         if not group.is_current:  # else users who may not read the files could map the arena

@@ -37,6 +37,7 @@ from kvfuse.usrbio.daemon.penalty import MALFORMED
 from kvfuse.usrbio.daemon.put_batches import CALL_SIZE
 from kvfuse.usrbio.daemon.put_finder import PUTS_SIZE
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
+from kvfuse.usrbio.daemon.row_ops import RowOps
 from kvfuse.usrbio.daemon.weights import weight_of
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import (
@@ -106,6 +107,7 @@ class EntryServer:
         """entries that were taken and wait"""
         self._columns = ColumnReads(ring, registered)
         self._batches = BatchFinder(ring, registered, aux, op_mask)
+        self._rows = RowOps(ring, registered, aux, op_mask)
         self._asked: dict[NamespaceHandle, list[bytes]] = {}
         """names of blocks of caches that the present batch asks for"""
         self._served: dict[Histogram, int] = {}
@@ -121,7 +123,8 @@ class EntryServer:
         """Drop memory: the garbage collector frees the rest, as the ring's thread and this refer to each other."""
         self._aux_area = self._aux_area[:0].copy()
         self._batches.close()
-        del self._columns, self._batches
+        self._rows.close()
+        del self._columns, self._batches, self._rows
 
     # -- serving -------------------------------------------------------------------------------------
 
@@ -131,6 +134,9 @@ class EntryServer:
         ``in_place``: writes may go straight to where the file's bytes are.
         """
         self.count += len(rows)
+        rows = self._rows.serve(rows, taken_at)
+        if not len(rows):
+            return rows
         if len(rows) > 1 or rows["op"][0] == Op.WRITE:
             rows = self._batches.serve(rows, taken_at, in_place=in_place)
         if len(rows) >= COLUMNS_MIN:
@@ -176,6 +182,9 @@ class EntryServer:
     def serve_one(self, packed: bytearray, taken_at: float) -> bool:
         """Take an entry that is alone in the queue, and serve it as `serve`. False: it has to wait for memory."""
         entry = Entry._make(SQE_STRUCT.unpack(packed))
+        if entry.op in (Op.GET, Op.PUT) and self._rows.is_wanted(entry.handle):
+            self._completions.take(packed, taken_at)
+            return not len(self.serve(np.frombuffer(packed, SQE), taken_at))
         calls: list[Call] = []
         answer, is_short, self._is_lone = None, False, True
         try:

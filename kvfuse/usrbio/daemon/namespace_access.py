@@ -103,6 +103,7 @@ class NamespaceAccess:
         except errors.Stale:
             namespace.has_token, namespace.is_absent = False, True
         if namespace.is_absent or namespace.is_cut_off:
+            namespace.blocks = None
             namespace.bindings = {}  # or ring threads would use stale bindings
         namespace.gates, namespace.epoch = gates, epoch if epoch != ENDED else UNCHECKED
 

@@ -20,7 +20,7 @@ from kvfuse import errors
 from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
 from kvfuse.usrbio.daemon.user_accounts import Limit, UserAccount
 from kvfuse.usrbio.protocol.wire import Access
-from kvfuse.volume.api import Binding
+from kvfuse.volume.api import ROW_TERMS, Binding, RowApi, RowTable, RowTerms
 from kvfuse.volume.measures.gates import Gates
 from kvfuse.volume.measures.measures import Measures
 from kvfuse.volume.measures.uses import Uses
@@ -90,6 +90,32 @@ NO_GROUP = Group(0)
 """for directories into which nothing is put"""
 
 
+@dataclass(eq=False, frozen=True)
+class BlockDoor:
+    """What the threads of a client may do with blocks that are rows, as the event loop found it."""
+
+    store: RowApi
+    directory: int
+    namespace: int
+    own: RowTable | None
+    """where its own blocks go; None: it may put none"""
+    tables: tuple[RowTable, ...]
+    """of the directory, at that time"""
+    readable: tuple[RowTable, ...]
+    has_files: bool
+    """names of the directory may also mean ordinary files"""
+    sees_all: bool
+    """it may read all blocks of the directory"""
+    terms: RowTerms = ROW_TERMS
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the directory has the same tables as then, and as few files. Any thread."""
+        store = self.store
+        same = self.tables is store.tables_of(self.directory)
+        return same and (self.has_files or self.directory not in store.with_files)
+
+
 @dataclass(eq=False)
 class NamespaceHandle:
     """A registered directory, whose files are blocks."""
@@ -127,6 +153,8 @@ class NamespaceHandle:
     """the peer may not use that namespace: for it the directory is empty"""
     is_cut_off: bool = False
     """a directory above it does not let the peer through any more"""
+    blocks: BlockDoor | None = None
+    """None: its blocks are files, or the event loop has to look"""
     bindings: dict[bytes, Binding] = field(default_factory=dict)
     """file name -> its binding, which this peer may read; may be invalid by now"""
     remembered: Remembered = field(default_factory=Remembered)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from itertools import compress
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from time import perf_counter
 from typing import Any
 
@@ -55,6 +55,8 @@ PREFETCH_PEERS = 8
 """Blocks that are read into the tier at the same time."""
 PAUSE_KEYS = 16
 """keys of one call that are processed before other tasks may run"""
+FILES_LOOKED_FOR = 256
+"""entries of a directory of blocks that are read at once"""
 DELETE_PEERS = 128
 """Names of a call that are removed at the same time: they share round trips to the store, and commits."""
 
@@ -248,6 +250,19 @@ class Blocks:
         times.sum += seconds
         measures.written_bytes += len(content)
         return plan.unlinked.ino if plan.unlinked is not None else gone
+
+    async def block_namespace(self, directory: int) -> int | None:
+        number = (await self.lookup.find_directory(directory)).namespace
+        blocks = self.core.blocks
+        return number if blocks is not None and blocks.is_block_namespace(number) else None
+
+    async def has_files(self, directory: int) -> bool:
+        entries = await Listing(self.lookup, directory).read_entries(0, FILES_LOOKED_FOR)
+        while entries:
+            if any(not S_ISDIR(entry.attributes.mode) for entry in entries):
+                return True
+            entries = await Listing(self.lookup, directory).read_entries(entries[-1].cookie, FILES_LOOKED_FOR)
+        return False
 
     def waits(self, directory: int) -> bool:
         folder = self.core.nodes.get(directory)

@@ -86,6 +86,8 @@ class ReadyPuts:
         is_plain = folder.is_directory and folder.nlink > 0 and not folder.forgotten and not folder.mode & S_ISVTX
         is_own = self.names.executor is self.names.memory and not self.core.read_only
         is_own = is_own and not self.core.inodes.is_withheld
+        blocks = self.core.blocks
+        is_own = is_own and not (blocks is not None and blocks.is_block_namespace(folder.namespace))
         return is_plain and is_own and not self.core.namespaces.cleared and not self.names.lookup.is_strict(folder)
 
     def _ready(self, maker: _Maker, rows: Sequence[Row], sizes: Sequence[int]) -> list[int]:

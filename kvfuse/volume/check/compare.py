@@ -13,6 +13,7 @@ from kvfuse.errors import VolumeError
 from kvfuse.remote.records.api import Usage
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
+from kvfuse.slab.image import LENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.check.evidence import Evidence
 from kvfuse.volume.opening.formatting import read_header
@@ -72,6 +73,8 @@ def compare_slabs(check: Evidence) -> None:
     """Durable slots that no file has are leaked. They are freed when nothing else is left to be mended."""
     is_last = check.report.clean
     for state in check.slabs.durable_images():
+        if state.slot_size == LENT:
+            continue
         count = check.geometry.slots_per_slab(state.slot_size)
         bitmap = bytearray(state.bitmap)
         leaked = 0

@@ -21,6 +21,7 @@ from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import ROOT_INODE, ReadingThread
 from kvfuse.volume.disk.disk_tier import DiskTier
+from kvfuse.volume.inodes.block_store_view import BlockStoreView
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
 from kvfuse.volume.inodes.doubt import Doubt
@@ -188,6 +189,8 @@ class Core:
     """where what is not stored is kept for the next daemon; None: it is not"""
     health: Health = field(default_factory=Health)
     made_segments: set[int] = field(default_factory=set, init=False)
+    blocks: BlockStoreView | None = field(default=None, init=False)
+    """the block store; None: this volume has none"""
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))

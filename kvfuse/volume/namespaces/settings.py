@@ -2,7 +2,8 @@
 
 A *namespace* is a folder with one policy for itself and what is below it, but for namespaces in it. It has the number
 of its folder's inode; the root's, which every volume has, is ``ROOT``. A namespace of kind "files" never loses a file;
-one of kind "cache" is evicted: files go when their room is needed, in the order of its policy.
+one of kind "cache" is evicted: files go when their room is needed, in the order of its policy. Blocks of one of kind
+"blocks" are rows of the block store, evicted likewise; its files that are no blocks stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SHOWN_TOKENS = "none", "set"
 ROOT = 0
 """the number of the root's namespace"""
 
-Kind = Literal["files", "cache"]
+Kind = Literal["files", "cache", "blocks"]
 Tiers = Literal["all", "dram", "disk", "remote"]
 Compression = Literal["none", "zstd"]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -74,10 +75,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """lock of the token without which only those use it whom the folder's mode lets in (`gates`); "": it has none"""
     descriptor: str = ""
     """what its blocks are (`descriptors`); "": anything"""
+    epoch: Size = 0
+    """how often its blocks were cleared: those of a former epoch are none any more. Nobody sets it"""
 
     @property
     def is_cache(self) -> bool:
         return self.kind == "cache"
+
+    @property
+    def is_blocks(self) -> bool:
+        return self.kind == "blocks"
 
     @property
     def recompute_rate(self) -> int:
@@ -87,14 +94,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     @property
     def shown(self) -> dict[str, Any]:
         """What anybody may see, by name: not the lock."""
-        return {**msgspec.structs.asdict(self), "token": SHOWN_TOKENS[self.token != ""]}
+        shown = {**msgspec.structs.asdict(self), "token": SHOWN_TOKENS[self.token != ""]}
+        del shown["epoch"]
+        return shown
+
+    def cleared(self) -> Settings:
+        """These settings, in the next epoch."""
+        return msgspec.structs.replace(self, epoch=self.epoch + 1)
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """These settings with ``changes``, whose values may be text. InvalidArgument says what is allowed."""
         values = msgspec.structs.asdict(self)
         for name, value in changes.items():
-            if name not in values:
-                raise InvalidArgument(f"a namespace has no setting {name!r}{_nearest(name, values)}")
+            if name not in self.shown:
+                raise InvalidArgument(f"a namespace has no setting {name!r}{_nearest(name, self.shown)}")
             values[name] = _convert(name, value)
         settings = Settings(**values)
         if settings.low_water > settings.high_water:
@@ -158,7 +171,8 @@ _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
 def decode_settings(value: bytes) -> Settings:
     """Of a record. Settings that this program does not know, of a later one, are left out. ValueError."""
     known = {name: found for name, found in _decode(value).items() if name in _TYPES}
+    epoch = known.pop("epoch", 0)
     try:
-        return Settings().changed(known)
+        return msgspec.structs.replace(Settings().changed(known), epoch=msgspec.convert(epoch, Size))
     except InvalidArgument as error:
         raise ValueError(str(error)) from None

@@ -107,10 +107,12 @@ class NamespaceEditor:
             settings = former.changed(others)
             is_cleared = self._is_cleared(number, former.descriptor, settings.descriptor, asked=CLEAR in changes)
             self._check_limits(number, above, settings)
-            return settings
+            return settings.cleared() if is_cleared and settings.is_blocks else settings
 
         async with self._turn:
-            await self.records.change(node, decide, lambda: is_cleared)
+            await self.records.change(node, decide, lambda: is_cleared and number in self.names.core.caches)
+            if is_cleared and self.names.core.blocks is not None:
+                self.names.core.blocks.clear(number)
         if is_cleared:
             await self._forget_in_kernel(node)
         else:
@@ -122,7 +124,7 @@ class NamespaceEditor:
             if pinned not in ("", wanted):
                 raise _refused_descriptor(pinned, wanted)
             return False
-        if number not in self.names.core.caches:
+        if not self._may_lose(number):
             raise errors.InvalidArgument("this namespace is no cache, and loses no file: its descriptor stays")
         return True
 
@@ -144,11 +146,18 @@ class NamespaceEditor:
         number = self._check_allowed(node, caller)
         if number is None:
             raise errors.NoAttribute("the folder is no namespace, but in one")
-        core = self.names.core
-        if number not in core.caches:
+        if not self._may_lose(number):
             raise errors.InvalidArgument("this namespace is no cache, and loses no file: remove its files")
+        if number not in self.names.core.caches:
+            await self._change(node, number, {CLEAR: ""})
+            return
         await self.records.clear(node, number)
         await self._forget_in_kernel(node)
+
+    def _may_lose(self, number: int) -> bool:
+        """The namespace is one of blocks, or a cache."""
+        blocks = self.names.core.blocks
+        return number in self.names.core.caches or (blocks is not None and blocks.is_block_namespace(number))
 
     async def _forget_in_kernel(self, folder: Node) -> None:
         """Have the kernel forget what it knows below a folder. Of the root, the sweep does so."""

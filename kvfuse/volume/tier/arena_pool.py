@@ -135,7 +135,7 @@ class ArenaPool:
         """Take one slot more of an arena into use. False where that is too much memory."""
         end = (arena.touched + 1) * arena.kind.slot_size
         added = max(0, self._resident_to(end, len(arena.memory.bytes)) - arena.memory.resident)
-        if not self._has_room(added):
+        if not self.has_room(added):
             return False
         self.used_bytes += added
         arena.memory.resident += added
@@ -144,7 +144,12 @@ class ArenaPool:
             arena.rows.touch(arena.touched)
         return True
 
-    def _has_room(self, size: int) -> bool:
+    def take_number(self) -> int | None:
+        """A number for an arena of somebody else. None: the event loop announces more soon."""
+        return self._numbers.take() if self._numbers.has_more else None
+
+    def has_room(self, size: int) -> bool:
+        """So many bytes more fit into the capacity. Takes back memory of arenas that have ended for them."""
         while self.ended and self.used_bytes + size > self.capacity:
             self.free_some(max(FREED_AT_ONCE, self.used_bytes + size - self.capacity))
         return self.used_bytes + size <= self.capacity
@@ -163,7 +168,7 @@ class ArenaPool:
             about = max(ARENA_SIZE, -(-self.capacity // (ARENAS_MAX // 2)))
             size = max(1, about // kind.slot_size) * kind.slot_size
             first = self._resident_to(kind.slot_size, size)
-            if len(self.arenas) >= ARENAS_MAX or not self._has_room(first):
+            if len(self.arenas) >= ARENAS_MAX or not self.has_room(first):
                 return None
             memory = ArenaMemory(self.supply.make("kvfuse-tier", size), self.supply.placement)
         rows = ArenaRows(len(memory.bytes) // kind.slot_size) if self.keeper.outlives else None
@@ -191,7 +196,7 @@ class ArenaPool:
         if self._add(kind, memory) is not None:
             self.used_bytes += memory.resident
 
-    def oldest(self, kind: ArenaKind, before: int | None) -> Arena | None:
+    def oldest(self, kind: ArenaKind | None, before: int | None) -> Arena | None:
         """The arena of another kind that nobody but the tier holds, and that was not used since ``before``; None: there
         was no such moment."""
         found, found_time = None, before

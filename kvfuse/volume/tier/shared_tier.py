@@ -33,6 +33,7 @@ from kvfuse.volume.tier.arena_pool import ARENAS_MAX, SLOT_ALIGNMENT, ArenaPool,
 from kvfuse.volume.tier.arena_rows import packed_token
 from kvfuse.volume.tier.arenas import ReadClass, TierBlock
 from kvfuse.volume.tier.kept_arenas import ArenaRestoration, KeptArena, MayAdopt, drop_left
+from kvfuse.volume.tier.revocable import Supply
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
 from kvfuse.volume.tier.resident_indexes import Shown
 from kvfuse.volume.tier.tier_books import TierBooks
@@ -101,6 +102,31 @@ class SharedTier:
         if self._books.changes != changes or pool.has_news:
             self.on_news()
         return block
+
+    # -- memory of the block store -------------------------------------------------------------------
+
+    @property
+    def supply(self) -> Supply:
+        """Makes pieces of shared memory as those of the tier."""
+        return self._pool.supply
+
+    def take_number(self) -> int | None:
+        """A number for an arena of the block store, which no arena had before. None: `tell_keeper` announces more."""
+        with self._lock:
+            return self._pool.take_number()
+
+    def lend(self, size: int, *, always: bool = False) -> bool:
+        """Have the block store use so many bytes of the tier; blocks of files go for it. False: too much is held.
+
+        ``always``: it uses them anyway.
+        """
+        with self._lock:
+            return self._books.lend(size, always=always)
+
+    def take_back(self, size: int) -> None:
+        """The block store uses so many bytes less."""
+        with self._lock:
+            self._pool.used_bytes -= size
 
     def keep(self, ino: int, block: TierBlock, name: bytes = b"") -> None:
         """``block`` holds all bytes of file ``ino``: it can be found until room is needed, or it is dropped.

@@ -141,6 +141,21 @@ class TierBooks:
                 return found
         return None
 
+    def lend(self, size: int, *, always: bool) -> bool:
+        """Count bytes of the block store; blocks of files that nobody holds go for them. False: there is no room."""
+        pool = self.pool
+        while not pool.has_room(size):
+            idle = pool.oldest(None, 1 << 63)
+            if idle is None:
+                pool.used_bytes += size if always else 0
+                return always
+            self._evict([ino for ino in idle.kind.kept if self.of(ino).home is idle])
+            pool.collect()
+            if idle.number in pool.arenas and not idle.leased_count:
+                pool.give_back(idle)
+        pool.used_bytes += size
+        return True
+
     def of(self, ino: int) -> TierBlock | LeftBlock:
         """What is kept, or left, as the block of an inode."""
         return self.kept.get(ino) or self.left[ino]

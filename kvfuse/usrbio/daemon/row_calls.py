@@ -1,0 +1,140 @@
+"""Executes calls for blocks that are rows in the event loop: those that have to wait, and rights of a client."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvfuse import errors
+from kvfuse.usrbio.daemon.call import Call, Completion
+from kvfuse.usrbio.daemon.client_process import ClientProcess
+from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
+from kvfuse.volume.api import RingApi, RowTable
+from kvfuse.volume.tier.shared_tier import TierBlock
+
+
+class _Readable(NamedTuple):
+    """Owner, group and mode for `ClientProcess.may_access`."""
+
+    uid: int
+    gid: int
+    mode: int
+
+
+@dataclass
+class RowCalls:
+    """The calls of one connection."""
+
+    volume: RingApi
+    peer: ClientProcess
+
+    async def settle(self, namespace: NamespaceHandle) -> None:
+        """Note what the client's threads may do with the blocks of a directory, as of now. Its rights were checked."""
+        store = self.volume.rows
+        number = await self.volume.blocks.block_namespace(namespace.ino) if store is not None else None
+        if store is None or number is None or namespace.is_absent:
+            namespace.blocks = None
+            return
+        own = None
+        if namespace.may_put and not namespace.read_only:
+            own = store.table(namespace.ino, number, self.peer.uid, namespace.group.gid, namespace.mode)
+        has_files = await self.volume.blocks.has_files(namespace.ino)
+        tables = store.tables_of(namespace.ino)
+        readable = tuple([table for table in tables if namespace.has_token or self._may_read(table)])
+        namespace.blocks = BlockDoor(
+            store, namespace.ino, number, own, tables, readable, has_files=has_files,
+            sees_all=len(readable) == len(tables),
+        )  # fmt: skip
+
+    def _may_read(self, table: RowTable) -> bool:
+        readers = table.readers
+        return self.peer.may_access(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
+
+    async def get(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
+        """Answer a GET. False: the directory has no such block; a file may have its name. PermissionDenied."""
+        name = call.names[0]
+        for _ in range(4):
+            found = door.store.find(namespace.ino, name)
+            if found is None:
+                return False
+            table, row, sequence = found
+            if not (namespace.has_token or self._may_read(table)):
+                raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")
+            if namespace.measures.limiters:
+                await namespace.measures.throttle(min(int(table.rows["length"][row]), call.entry.length))
+            rows, sequences = np.array([row], np.int64), np.array([sequence], np.uint64)
+            if await call.attempt(partial(_copy, door, table)):
+                return True
+            if (await door.store.fetch(table, [name], rows, sequences))[0]:
+                continue
+            data = await door.store.read(table, name)
+            if data is None:
+                continue
+            if await call.attempt(partial(_answer, data)):
+                return True
+        return False
+
+    async def put(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
+        """Store a block. False: it cannot be one, and becomes a file. The errors of `RowApi.put`."""
+        if door.own is None:
+            raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
+        content = call.data.buffer.data if isinstance(call.data, TierBlock) else memoryview(call.data)
+        try:
+            await door.store.put(door.own, call.names, [content], door.terms)
+        except errors.FileTooLarge:
+            door.store.drop(namespace.ino, call.names)
+            return False
+        return True
+
+    def exists(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
+        found = np.zeros(len(names), np.bool_)
+        for table in door.store.tables_of(door.directory):
+            found |= table.find(names, door.store.now(table.namespace))[0] >= 0
+        answers: list[bool] = found.tolist()
+        return answers
+
+    async def prefetch(self, door: BlockDoor, namespace: NamespaceHandle, names: Sequence[bytes]) -> list[bool]:
+        """Bring blocks into memory. Which are there then."""
+        loaded = np.zeros(len(names), np.bool_)
+        for table in door.store.tables_of(door.directory):
+            if not (namespace.has_token or self._may_read(table)):
+                continue
+            rows, sequences = table.find(names, door.store.now(table.namespace))
+            here = np.flatnonzero(rows >= 0)
+            if not len(here):
+                continue
+            loaded[here] |= table.rows["arena"][rows[here]] != 0
+            wanted = here[~loaded[here]]
+            if len(wanted):
+                some = [names[number] for number in wanted.tolist()]
+                loaded[wanted] = await door.store.fetch(table, some, rows[wanted], sequences[wanted]) != 0
+        answers: list[bool] = loaded.tolist()
+        return answers
+
+
+def _copy(door: BlockDoor, table: RowTable, call: Call) -> Completion | None:
+    """Copy a block that is in memory to where the call wants it, in the ring's thread."""
+    iov, entry = call.iov, call.entry
+    data = door.store.copy(table, call.names[0], entry.length)
+    if isinstance(data, int):
+        return Completion(-errno.EMSGSIZE, data) if data >= 0 else None
+    if iov is not None:
+        with call.ring.turns.copying(call.ring.seat):
+            iov.write(entry.iov_offset, data)
+    return Completion(len(data))
+
+
+def _answer(data: bytearray, call: Call) -> Completion | None:
+    if len(data) > call.entry.length:
+        return Completion(-errno.EMSGSIZE, len(data))
+    if call.iov is not None:
+        with call.ring.turns.copying(call.ring.seat):
+            call.iov.write(call.entry.iov_offset, memoryview(data))
+    return Completion(len(data))

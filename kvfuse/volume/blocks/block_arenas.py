@@ -1,0 +1,208 @@
+"""Memory of the block store: arenas that the core fills, made and populated ahead of need.
+
+A page of shared memory costs more when it is first touched than a copy into it. So a thread populates arenas before
+blocks need them, and the core uses those that it has again and again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from kvfuse.errors import NotFound
+from kvfuse.kept.keeper import Keeper
+from kvfuse.native import blocks as forms
+from kvfuse.native._blocks import Core
+from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables, take_all
+from kvfuse.volume.tier.revocable import RevocableMemory
+from kvfuse.volume.tier.shared_tier import SharedTier
+
+log = logging.getLogger(__name__)
+
+ARENA_SIZE = 64 << 20
+ARENAS_MAX = 256
+SPARES = 2
+"""arenas that wait to be filled, once blocks are stored"""
+ARENA_PREFIX = "blocks/arena/"
+STEP = 8 << 20
+"""bytes that are populated at once"""
+_FORM = 1
+_FACTS = struct.Struct("<I16sIIQ")
+"""form, volume, place, number, size"""
+_TAIL = 64
+_MADV_POPULATE_WRITE = 23
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class BlockArena:
+    """One piece of memory."""
+
+    def __init__(self, place: int, number: int, piece: RevocableMemory) -> None:
+        self.place = place
+        self.number = number
+        self.piece = piece
+        self.is_shown = False
+        """a client may have it mapped"""
+        memory = mmap.mmap(piece.descriptor, os.fstat(piece.descriptor).st_size)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+
+    @property
+    def size(self) -> int:
+        return len(self.bytes)
+
+    @property
+    def serial(self) -> int:
+        """Of the table whose blocks it has; 0: none."""
+        return int(self.bytes[-_TAIL:].view(np.uint64)[1])
+
+    def populate(self) -> None:
+        for start in range(0, self.size, STEP):
+            _madvise(self.address + start, min(STEP, self.size - start), _MADV_POPULATE_WRITE)
+
+
+class BlockArenas:
+    """The arenas of a volume, up to the tier's size, which they share with blocks of files. Event loop only, but for
+    `descriptor_of`."""
+
+    def __init__(
+        self, core: Core, tables: BlockTables, tier: SharedTier, keeper: Keeper, volume_id: bytes, least: int
+    ) -> None:  # fmt: skip
+        """``least``: bytes that the store has where the tier is smaller."""
+        self._core = core
+        self._tables = tables
+        self._tier = tier
+        self._keeper = keeper
+        self._volume_id = volume_id
+        self.capacity = max(tier.capacity, least)
+        self._least = least
+        self.arena_size = min(max(ARENA_SIZE, self.capacity // ARENAS_MAX), max(self.capacity // 8, 1 << 20))
+        self.arena_size -= self.arena_size % (1 << 20)
+        self.by_number: dict[int, BlockArena] = {}
+        self._places: dict[int, BlockArena] = {}
+
+    @property
+    def size(self) -> int:
+        return sum(arena.size for arena in self._places.values())
+
+    @property
+    def block_max(self) -> int:
+        """Bytes of the largest block that fits into an arena."""
+        return self.arena_size - (64 << 10)
+
+    async def keep_spares(self) -> bool:
+        """Have `SPARES` arenas wait to be filled. True: it made one, or took one from a table that needs it less."""
+        facts = {place: self._core.arena_facts(place) for place in self._places}
+        if sum(found[0] == forms.SPARE for found in facts.values()) >= SPARES:
+            return False
+        if (arena := self._new()) is not None:
+            await trio.to_thread.run_sync(arena.populate)
+            self._add(arena)
+            return True
+        owners = {found[1] for found in facts.values() if found[0] != forms.SPARE}
+        if len(owners) < 2 and not self._tables.ended:
+            return False  # a table that is alone uses its own arenas again
+        filled = [(found[6], place) for place, found in facts.items() if _is_idle(found)]
+        if not filled or any(found[0] == forms.SPARE for found in facts.values()):
+            return False
+        return self._free(min(filled)[1])
+
+    def _new(self) -> BlockArena | None:
+        """A new arena, which the core does not have yet. None: there is no memory for it."""
+        is_least = self.size + self.arena_size <= self._least  # what the store has in any case
+        if self.size + self.arena_size > self.capacity or len(self._places) >= ARENAS_MAX:
+            return None
+        if not self._tier.lend(self.arena_size, always=is_least):
+            return None
+        if (number := self._tier.take_number()) is None:
+            self._tier.take_back(self.arena_size)
+            return None
+        place = next(place for place in range(ARENAS_MAX) if place not in self._places)
+        arena = self._places[place] = BlockArena(place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size))
+        return arena
+
+    def make_first(self) -> None:
+        """Make an arena at once, without its pages: the first put need not wait."""
+        if not self._places and (arena := self._new()) is not None:
+            self._add(arena)
+
+    def _add(self, arena: BlockArena) -> None:
+        self.by_number[arena.number] = arena
+        self._core.add_arena(arena.place, arena.number, arena.address, arena.size, -1)
+        facts = _FACTS.pack(_FORM, self._volume_id, arena.place, arena.number, arena.size)
+        descriptors = arena.piece.descriptor, arena.piece.readable
+        self._keeper.keep(f"{ARENA_PREFIX}{arena.number}", facts, descriptors)
+
+    def _free(self, place: int) -> bool:
+        """Take the memory of an arena back, if nobody uses it now."""
+        if not self._core.remove_arena(place):
+            return False
+        arena = self._places.pop(place)
+        del self.by_number[arena.number]
+        self._keeper.drop(f"{ARENA_PREFIX}{arena.number}")
+        arena.piece.take_back(0, arena.size)
+        self._tier.take_back(arena.size)
+        return True
+
+    def forget(self, table: int) -> bool:
+        """Free the arenas of a table that has ended. True: it has none any more."""
+        own = [place for place in self._places if place in self._known and self._core.arena_facts(place)[1] == table]
+        return all([self._free(place) for place in own])
+
+    @property
+    def _known(self) -> set[int]:
+        return {arena.place for arena in self.by_number.values()}
+
+    def descriptor_of(self, number: int) -> int:
+        """A new descriptor by which a client can only read. NotFound."""
+        arena = self.by_number.get(number)
+        if arena is None:
+            raise NotFound(f"arena {number} is no more")
+        arena.is_shown = True
+        return arena.piece.open_for_others()
+
+    def table_of(self, number: int) -> BlockTable | None:
+        """Whose blocks an arena has."""
+        arena = self.by_number.get(number)
+        serial = arena.serial if arena is not None else 0
+        return next((table for table in self._tables.all.values() if table.serial == serial), None)
+
+    # -- from one daemon to the next -----------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Take over the arenas of the former daemon, once its tables were."""
+        places = {table.serial: table.place for table in self._tables.all.values()}
+        for name, kept in take_all(self._keeper, ARENA_PREFIX):
+            piece = RevocableMemory(*kept.descriptors) if len(kept.descriptors) == 2 else None
+            arena = None
+            if piece is not None and len(kept.content) == _FACTS.size:
+                form, volume_id, place, number, size = _FACTS.unpack(kept.content)
+                is_ours = form == _FORM and volume_id == self._volume_id and place not in self._places
+                if is_ours and os.fstat(piece.descriptor).st_size == size and size > forms.PAGE:
+                    arena = BlockArena(place, number, piece)
+            if arena is None or arena.serial not in places:
+                self._keeper.drop(name)
+                if arena is not None:
+                    arena.piece.take_back(0, arena.size)
+                continue
+            arena.is_shown = True
+            self._tier.lend(arena.size, always=True)
+            self._places[arena.place] = self.by_number[arena.number] = arena
+            self._core.add_arena(arena.place, arena.number, arena.address, arena.size, places[arena.serial])
+
+    def statistics(self) -> dict[str, Any]:
+        return {"arenas": len(self._places), "arena_bytes": self.size, "arena_capacity": self.capacity}
+
+
+def _is_idle(facts: tuple[int, ...]) -> bool:
+    state, _, pins, dirty, *_ = facts
+    return state == forms.FILLED and not pins and not dirty

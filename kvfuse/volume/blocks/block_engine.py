@@ -1,0 +1,444 @@
+"""The block store of one membership: blocks that are rows, never inodes (`kind=blocks`).
+
+`BlockTables` has the rows, `BlockArenas` the memory, `BlockSlabs` the slots, `WriteBehind` brings blocks to the medium,
+`BlockEviction` removes them where their room is wanted. The core in C does what happens for each block; what is here
+decides for many, and waits where they have to wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from kvfuse import errors, failing
+from kvfuse.checksum import crc32c
+from kvfuse.kept.keeper import Keeper
+from kvfuse.native import blocks as forms
+from kvfuse.native._blocks import Core as NativeCore
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.api import NameColumns, RowReaders, RowTerms
+from kvfuse.volume.blocks.block_arenas import BlockArenas
+from kvfuse.volume.blocks.block_eviction import BlockEviction
+from kvfuse.volume.blocks.block_slabs import BlockSlabs, SlabStates
+from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.namespaces.accounts import UNBOUNDED
+from kvfuse.volume.namespaces.settings import ROOT
+
+log = logging.getLogger(__name__)
+
+DIRTY_SHARE = 0.5
+"""of the memory: what may wait for the medium"""
+SPARE_SLABS = 4
+ACTIVE_SECONDS, IDLE_SECONDS = 0.01, 0.5
+"""between looks at spare memory, slabs and water marks, while blocks are put, and otherwise"""
+SWEPT_AT_ONCE = 20_000
+ROOM_SECONDS = 10.0
+"""for which a put waits for room while some is being made"""
+
+Numbers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass
+class BlockEngine:
+    """Event loop only, but where a docstring says otherwise.
+
+    ``commit``, ``sync``: store what is pending in the records; and make it durable.
+    """
+
+    core: Core
+    keeper: Keeper
+    commit: Callable[[], Awaitable[None]]
+    sync: Callable[[], Awaitable[None]]
+    interval: float
+    staging_size: int
+
+    def __post_init__(self) -> None:
+        core, geometry = self.core, self.core.geometry
+        volume_id = core.superblock.volume_id
+        self._states = SlabStates(self.keeper, volume_id, geometry.slab_count)
+        sizes = np.array(core.slabs.classes.sizes[: 256 - 64], np.uint32)
+        self.native = NativeCore(
+            self._states.address, geometry.slab_count, geometry.slab_size, geometry.head_size, sizes
+        )
+        rows_max = geometry.data_size // forms.PAGE
+        self.tables = BlockTables(self.native, core.tier.supply, self.keeper, volume_id, rows_max)
+        self.arenas = BlockArenas(self.native, self.tables, core.tier, self.keeper, volume_id, self.staging_size)
+        self.native.set_dirty_max(int(self.arenas.capacity * DIRTY_SHARE))
+        self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, core.make_segments, self.commit)
+        self.writer = WriteBehind(self.native, self.slabs, core.segments, self.interval, self.sync)
+        self.eviction = BlockEviction(self.native, self.tables, core.namespaces)
+        self._epochs: dict[int, int] = {}
+        self._spaces: dict[int, int] = {}
+        """namespace -> its place in the core"""
+        self._work = trio.Event()
+        self._has_looked = trio.Event()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self.with_files: set[int] = set()
+        self._restore()
+
+    @property
+    def knows_all(self) -> bool:
+        return not self.slabs.to_load
+
+    def tables_of(self, directory: int) -> tuple[BlockTable, ...]:
+        return self.tables.of(directory)
+
+    # -- namespaces --------------------------------------------------------------------------------------
+
+    def is_block_namespace(self, number: int) -> bool:
+        found = self.core.namespaces.all.get(number)
+        return found is not None and found.settings.is_blocks
+
+    def _epoch(self, number: int) -> int:
+        """Of the blocks that are stored now: it changes with `clear`, and not with the settings before."""
+        if number not in self._epochs:
+            found = self.core.namespaces.all.get(number)
+            self._epochs[number] = found.settings.epoch if found is not None else 0
+        return self._epochs[number]
+
+    def _space(self, number: int) -> int:
+        """The place of a namespace in the core, made if need be: those above it come first."""
+        place = self._spaces.get(number)
+        if place is None:
+            chain = self.core.namespaces.accounts.chain(number) if number != ROOT else []
+            above = self._space(chain[1] if len(chain) > 1 else ROOT) if number != ROOT else -1
+            place = self._spaces[number] = len(self._spaces)
+            self._put_space(number, place, above)
+        return place
+
+    def _put_space(self, number: int, place: int, above: int) -> None:
+        """The quotas of a namespace, less what files have of them."""
+        accounts = self.core.namespaces.accounts
+        size, count = UNBOUNDED, UNBOUNDED
+        account = accounts.all.get(number)
+        if account is not None:
+            most = account.most
+            size, count = max(0, most.size - account.size), max(0, most.files - account.files)
+        elif number == ROOT and accounts.root_blocks > 0:
+            count = max(0, accounts.root_blocks - accounts.use_of_all().files)
+        self.native.put_space(place, number, above, self._epoch(number), size, count)
+
+    def update_quotas(self) -> None:
+        """Quotas, or what files have of them, changed."""
+        places = self._spaces
+        for number, place in list(places.items()):
+            chain = self.core.namespaces.accounts.chain(number) if number != ROOT else []
+            above = places.get(chain[1] if len(chain) > 1 else ROOT, -1) if number != ROOT else -1
+            self._put_space(number, place, above)
+
+    def use(self, number: int) -> tuple[int, int]:
+        """(bytes of slots, blocks) of a namespace and those in it."""
+        place = self._spaces.get(number)
+        return self.native.space_use(place) if place is not None else (0, 0)
+
+    def clear(self, number: int) -> None:
+        """All blocks of a namespace are gone: its epoch has grown, and that is stored."""
+        for table in self.tables.of_namespace(number):
+            self.tables.end(table)
+        self._epochs.pop(number, None)
+        self.update_quotas()
+        self.wake()
+
+    def readers_change(self, directories: Sequence[int] | None) -> None:
+        """Other people may use these directories than until now: clients map no table of them any more."""
+
+    def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable:
+        """The table for new blocks. NoSpace: there are too many."""
+        self.arenas.make_first()
+        space, epoch = self._space(namespace), self._epoch(namespace)
+        readers = RowReaders(directory, uid, gid, mode & 0o777)
+        table = next((table for table in self.tables.of(directory) if table.readers == readers), None)
+        if table is None:
+            table = self.tables.open(namespace, space, epoch, readers)
+            self.wake()
+        return table
+
+    def now(self, namespace: int) -> int:
+        """Seconds since the epoch, by the clock of a namespace."""
+        return int(time.time()) + self.eviction.ahead.get(namespace, 0)
+
+    # -- puts ----------------------------------------------------------------------------------------------
+
+    def try_put(
+        self, table: BlockTable, names: NameColumns, sources: Words, sizes: Numbers, terms: RowTerms,
+        *, plain_only: bool = False,
+    ) -> tuple[Numbers, Words]:  # fmt: skip
+        """Store what has room now. (0 or a code of `native.blocks` for each, sequences). Any thread.
+
+        ``sources``: addresses of memory that is there, and stays.
+        """
+        count = len(sizes)
+        results, sequences = np.empty(count, np.int64), np.zeros(count, np.uint64)
+        now = self.now(table.namespace)
+        self.native.put(
+            table.place, table.readers.directory, *names, plain_only, sources, sizes, time.time_ns() // 1000, now,
+            terms.expires or self.eviction.expiry(table.namespace, now), terms.priority, results, sequences,
+        )  # fmt: skip
+        self.note_put()
+        return results, sequences
+
+    async def put(
+        self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms
+    ) -> None:
+        """Store blocks, and wait for room where there is none. NoSpace, QuotaExceeded, FileTooLarge; Stale: the
+        table has ended. EngineError: the medium takes nothing."""
+        sources = np.array([np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers], np.uint64)
+        sizes = np.array([len(buffer) for buffer in buffers], np.int64)
+        start, give_up = 0, trio.current_time() + ROOM_SECONDS
+        while start < len(names):
+            columns = forms.name_columns(names[start:])
+            results, _ = self.try_put(table, columns, sources[start:], sizes[start:], terms)
+            done = int(np.argmax(results != 0)) if results.any() else len(results)
+            start += done
+            if start < len(names):
+                await self.make_room(int(results[done]), table, int(sizes[start]), give_up)
+        if terms.is_strict:
+            await self.writer.flush()
+
+    async def make_room(self, why: int, table: BlockTable, size: int, give_up: float) -> None:
+        """Wait until a put that was refused has a chance again. Raises, as `put`, where it has none."""
+        if why == forms.ENDED:
+            raise errors.Stale("the blocks of this namespace were cleared meanwhile")
+        if why == forms.TOO_LARGE or size > self.arenas.block_max:
+            raise errors.FileTooLarge(f"a block of {size} bytes is larger than a slab, or than the store's memory allows")
+        if why == forms.ODD_NAME:
+            raise errors.InvalidArgument("this is no name of a block")
+        is_late = trio.current_time() > give_up
+        if why == forms.NO_MEMORY:
+            if self.writer.error is not None:
+                raise errors.EngineError(f"blocks wait for the medium: {self.writer.error}") from self.writer.error
+            if is_late:
+                raise errors.EngineTimeout("no memory for blocks became free in time")
+            self.wake()
+            await self._look_soon()
+            return
+        if why == forms.NO_QUOTA:
+            if is_late or not self.eviction.make_room_in(table.namespace, size, self.use):
+                raise errors.QuotaExceeded(f"namespace {table.namespace}: no room for a block of {size} bytes", table.namespace)
+            return
+        if not await self._find_slabs(size) and (is_late or not self.eviction.make_room(size)):
+            raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
+
+    async def _find_slabs(self, size: int) -> bool:
+        return await self.slabs.lend(SPARE_SLABS) > 0
+
+    def note_put(self) -> None:
+        """Something was put. Any thread."""
+        if self.writer.is_idle and self._token is not None:
+            self.writer.is_idle = False
+            self._token.run_sync_soon(self.wake, idempotent=True)
+
+    def wake(self) -> None:
+        self._work.set()
+        self.writer.wake()
+
+    async def _look_soon(self) -> None:
+        """Return when `_keep_ready` has looked, or the writer has moved."""
+        with trio.move_on_after(ACTIVE_SECONDS):
+            await self._has_looked.wait()
+
+    # -- gets ----------------------------------------------------------------------------------------------
+
+    def find(self, directory: int, name: bytes) -> tuple[BlockTable, int, int] | None:
+        """(table, row, sequence) of a block; None: there is none. Any thread."""
+        for table in self.tables.of(directory):
+            rows, sequences = table.find([name], self.now(table.namespace))
+            if rows[0] >= 0:
+                return table, int(rows[0]), int(sequences[0])
+        return None
+
+    async def fetch(self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words) -> Numbers:
+        """Bring blocks into memory. 1 for each that came; what is damaged is dropped. EngineError."""
+        count = len(names)
+        places, sizes = np.zeros(count, np.uint64), np.zeros(count, np.int64)
+        slabs, offsets = np.zeros(count, np.uint32), np.zeros(count, np.uint64)
+        landing = self.native.reserve(
+            table.place, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets
+        )
+        wanted = np.flatnonzero(places)
+        batch = []
+        for number in wanted.tolist():
+            addr = int(slabs[number]) * self.core.geometry.slab_size + int(offsets[number])
+            batch.append(Transfer(*self.core.geometry.locate(addr), memory_at(int(places[number]), int(sizes[number]))))
+        came, results = np.zeros(count, np.uint8), np.zeros(count, np.int64)
+        if batch:
+            await self.core.segments.read(batch)
+            came[wanted] = 1
+        landing.land(came, results)
+        if len(damaged := wanted[results[wanted] == 0]):
+            self._drop_damaged(table, names, rows[damaged], sequences[damaged])
+        return results
+
+    def _drop_damaged(self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words) -> None:
+        """Blocks whose bytes were not those of their heads, unless they were replaced, or came otherwise, meanwhile."""
+        found = table.rows
+        still = (found["sequence"][rows] == sequences) & (found["arena"][rows] == 0)
+        if still.any():
+            self.core.counters.checksum_failures += int(np.count_nonzero(still))
+            log.warning("%d blocks of directory %d are damaged, and dropped", still.sum(), table.readers.directory)
+            sizes = np.zeros(int(np.count_nonzero(still)), np.int64)
+            self.native.drop_rows(table.place, rows[still], sequences[still], sizes)
+
+    async def read(self, table: BlockTable, name: bytes) -> bytearray | None:
+        """A copy of a block; None: there is none any more. EngineError."""
+        for _ in range(4):
+            rows, sequences = table.find([name], self.now(table.namespace))
+            if rows[0] < 0:
+                return None
+            length = int(table.rows["length"][rows[0]])
+            target = bytearray(length)
+            size = self._copy_to(table, name, np.frombuffer(target, np.uint8))
+            if size >= 0:
+                return target if size == length else target[:size]
+            if size == forms.NOT_RESIDENT and (await self.fetch(table, [name], rows, sequences))[0] == 0:
+                found = await self._read_beside(table, int(rows[0]), int(sequences[0]))
+                if found is not None:
+                    return found
+        return None
+
+    def get_columns(self, table: BlockTable, names: NameColumns, targets: Words, rooms: Numbers) -> Numbers:
+        rows, results = np.empty(len(rooms), np.int64), np.empty(len(rooms), np.int64)
+        self.native.get(
+            table.place, table.readers.directory, *names, False, targets, rooms, self.now(table.namespace), rows, results
+        )
+        return results
+
+    def copy(self, table: BlockTable, name: bytes, room: int) -> memoryview | int:
+        rows, _ = table.find([name], self.now(table.namespace))
+        if rows[0] < 0:
+            return -1
+        length = int(table.rows["length"][rows[0]])
+        if length > room:
+            return length
+        target = np.empty(length, np.uint8)
+        size = self._copy_to(table, name, target)
+        return target[:size].data if size >= 0 else -1
+
+    def _copy_to(self, table: BlockTable, name: bytes, target: npt.NDArray[np.uint8]) -> int:
+        targets, rooms = np.array([target.ctypes.data], np.uint64), np.array([len(target)], np.int64)
+        return int(self.get_columns(table, forms.name_columns([name]), targets, rooms)[0])
+
+    def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
+        found = np.zeros(len(names), np.bool_)
+        for table in self.tables.of(directory):
+            rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
+            self.native.drop(
+                table.place, directory, *forms.name_columns(names), False, self.now(table.namespace), rows, sequences
+            )
+            found |= rows >= 0
+        self.note_put()
+        answers: list[bool] = found.tolist()
+        return answers
+
+    async def _read_beside(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
+        """Read a block past memory that has no room for it. None: it is none any more, or damaged."""
+        found = table.rows[row]
+        if int(found["sequence"]) != sequence:
+            return None
+        length, checksum = int(found["length"]), int(found["checksum"])
+        _, offset = self.native.slot_places(int(found["slab"]), int(found["slot"]))
+        target = bytearray(length)
+        where = self.core.geometry.locate(int(found["slab"]) * self.core.geometry.slab_size + offset)
+        await self.core.segments.read([Transfer(*where, memoryview(target))])
+        return target if crc32c(target) == checksum and int(table.rows["sequence"][row]) == sequence else None
+
+    # -- tasks ---------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Go on with what the former daemon left in shared memory; what it did not leave is loaded from heads."""
+        lent = self.core.slabs.lent
+        count = self.core.geometry.slab_count
+        self._states.forget_others(lent, count)
+        known = self._states.known(count)
+        if self._states.are_restored and known:
+            self.tables.restore(self._find_space)
+            self.arenas.restore()
+            self.native.restore()
+        self.slabs.to_load = sorted(lent - known)
+
+    def _find_space(self, namespace: int, epoch: int) -> int | None:
+        is_there = self.is_block_namespace(namespace) and self._epoch(namespace) == epoch
+        return self._space(namespace) if is_there else None
+
+    def _open_tables(self, heads: Sequence[bytes]) -> None:
+        """Open the tables of the blocks that heads describe."""
+        for table in heads:
+            rows = np.frombuffer(table, forms.HEAD, len(table) // forms.HEAD.itemsize)
+            rows = rows[(rows["magic"] == forms.HEAD_MAGIC) & (rows["state"] == forms.BLOCK_HEAD)]
+            if len(rows):
+                for fields in np.unique(rows[["name_space", "directory", "uid", "gid", "mode", "epoch"]]).tolist():
+                    namespace, directory, uid, gid, mode, epoch = fields
+                    if self.is_block_namespace(namespace) and self._epoch(namespace) == epoch:
+                        self.table(directory, namespace, uid, gid, mode)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(failing.vital_task, self.writer.run)
+            nursery.start_soon(failing.service, "heads of blocks", self._load)
+            nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
+
+    async def _load(self) -> None:
+        if self.slabs.to_load:
+            began = time.perf_counter()
+            await self.slabs.load(self._open_tables)
+            log.info("%d blocks found in %.2f s", self.slabs.loaded_blocks, time.perf_counter() - began)
+        await trio.sleep_forever()
+
+    async def _keep_ready(self) -> None:
+        """Have memory and slabs at hand before blocks need them, and room in full namespaces."""
+        while True:
+            before = self.native.statistics()["puts"]
+            self.update_quotas()
+            self.tables.sweep(SWEPT_AT_ONCE, self.arenas.forget)
+            is_busy = bool(self.tables.ended)
+            if any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
+                await self._keep_slabs()
+            if self.tables.all:
+                is_busy |= await self.arenas.keep_spares()
+                self.eviction.keep_below(self.core, self.use)
+            has_looked, self._has_looked = self._has_looked, trio.Event()
+            has_looked.set()
+            is_busy |= self.native.statistics()["puts"] != before
+            with trio.move_on_after(ACTIVE_SECONDS if is_busy else IDLE_SECONDS):
+                if is_busy:
+                    await trio.sleep(ACTIVE_SECONDS)
+                else:
+                    self._work = trio.Event()
+                    await self._work.wait()
+
+    async def _keep_slabs(self) -> None:
+        free = self.native.statistics()["free_slabs"]
+        if free < SPARE_SLABS:
+            try:
+                if not await self.slabs.lend(SPARE_SLABS - free):
+                    self.eviction.free_slots(self.core)
+            except errors.EngineError as error:
+                log.warning("no slab can be taken for blocks: %s", error)
+
+    async def close(self) -> None:
+        """Everything that was put is durable. EngineError."""
+        if self.native.statistics()["queued"] > self.writer.durable:
+            await self.writer.flush()
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            **self.native.statistics(),
+            **self.arenas.statistics(),
+            **self.writer.statistics(),
+            "tables": len(self.tables.all),
+            "slabs": len(self.core.slabs.lent),
+            "loading_slabs": len(self.slabs.to_load),
+            "evicted": dict(self.eviction.counters),
+        }

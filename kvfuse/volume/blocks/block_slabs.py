@@ -1,0 +1,208 @@
+"""Slabs of the block store: lent by the allocator, and described by the heads that they contain.
+
+A slab's record says that it is lent. What is in it only its heads say: `load` reads them at a mount, a slab at a time,
+while calls already find what was loaded. Before a slab is used its first head is cleared on the medium, so that no head
+of an earlier use counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.kept.keeper import Keeper
+from kvfuse.native import blocks as forms
+from kvfuse.native._blocks import Core
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.layout import PAGE_SIZE, Geometry
+
+log = logging.getLogger(__name__)
+
+STATES = "blocks/slabs"
+LOADED_AT_ONCE = 32
+RETRY_SECONDS = 1.0
+
+
+class SlabStates:
+    """A few bytes for each slab in shared memory, which the next daemon finds."""
+
+    def __init__(self, keeper: Keeper, volume_id: bytes, slab_count: int) -> None:
+        size = max(PAGE_SIZE, slab_count * forms.SLAB_STATE_SIZE)
+        kept = keeper.take(STATES)
+        self.are_restored = False
+        descriptor = -1
+        if kept is not None:
+            is_ours = kept.content == volume_id and len(kept.descriptors) == 1
+            if is_ours and os.fstat(kept.descriptors[0]).st_size == size:
+                descriptor, self.are_restored = kept.descriptors[0], True
+            else:
+                for one in kept.descriptors:
+                    os.close(one)
+        if descriptor < 0:
+            descriptor = os.memfd_create("kvfuse-slabs", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+            keeper.keep(STATES, volume_id, [descriptor])
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        os.close(descriptor)
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def forget_others(self, lent: Iterable[int], slab_count: int) -> None:
+        """Slabs that are not lent are nobody's, whatever a killed daemon was about to do."""
+        rows = self.bytes[: slab_count * forms.SLAB_STATE_SIZE].reshape(slab_count, -1)
+        is_other = np.ones(slab_count, np.bool_)
+        is_other[list(lent)] = False
+        rows[is_other] = 0
+
+    def known(self, slab_count: int) -> set[int]:
+        """Slabs that the former daemon had in use."""
+        rows = self.bytes[: slab_count * forms.SLAB_STATE_SIZE].reshape(slab_count, -1)
+        return set(np.flatnonzero(rows[:, 8]).tolist())
+
+
+@dataclass
+class BlockSlabs:
+    """The slabs that the block store has. Event loop only.
+
+    ``store_records``: commits what is pending. ``make_segments``: makes segments that do not exist yet.
+    """
+
+    core: Core
+    geometry: Geometry
+    allocator: Allocator
+    segments: SegmentStore
+    make_segments: Callable[[set[int]], Awaitable[None]]
+    store_records: Callable[[], Awaitable[None]]
+    to_load: list[int] = field(default_factory=list)
+    """lent slabs whose heads were not read yet"""
+    loaded_blocks: int = 0
+
+    # -- places ----------------------------------------------------------------------------------------
+
+    def data_places(self, runs: npt.NDArray[np.void]) -> list[tuple[int, int]]:
+        """(segment, file offset) of runs in the data of slabs."""
+        locate, size = self.geometry.locate, self.geometry.slab_size
+        return [locate(slab * size + offset) for slab, offset in zip(*_columns(runs), strict=True)]
+
+    def meta_pieces(self, slab: int, offset: int, length: int) -> list[tuple[int, int, int]]:
+        """(segment, file offset, bytes) of heads and names: first in the slab's head table, then in its leading slots."""
+        found = []
+        head_size = self.geometry.head_size
+        if offset < head_size:
+            segment, start = self.geometry.locate_head(slab)
+            part = min(length, head_size - offset)
+            found.append((segment, start + offset, part))
+            offset, length = offset + part, length - part
+        if length:
+            segment, start = self.geometry.locate(slab * self.geometry.slab_size + offset - head_size)
+            found.append((segment, start, length))
+        return found
+
+    # -- more and fewer --------------------------------------------------------------------------------
+
+    async def lend(self, count: int) -> int:
+        """Take up to so many free slabs of the volume into use. EngineError. How many they are."""
+        lent = self.allocator.lend(count)
+        if not lent:
+            return 0
+        try:
+            await self.make_segments({self.geometry.locate_head(slab)[0] for slab in lent})
+            cleared = memoryview(bytes(forms.HEAD.itemsize))
+            await self.segments.write([Transfer(*self.geometry.locate_head(slab), cleared) for slab in lent])
+            await self.segments.sync()
+            await self.store_records()
+        except BaseException:
+            for slab in lent:
+                self.allocator.take_lent(slab)
+            raise
+        self.core.add_slabs(np.array(lent, np.uint32))
+        return len(lent)
+
+    def give_back(self, count: int) -> int:
+        """Give up to so many free slabs back to the volume. How many they are."""
+        slabs = self.core.take_slabs(count)
+        for slab in slabs:
+            self.allocator.take_lent(slab)
+        return len(slabs)
+
+    # -- at a mount ------------------------------------------------------------------------------------
+
+    async def load(self, is_wanted: Callable[[Sequence[bytes]], None]) -> None:
+        """Read the heads of all slabs in ``to_load``, until that is done. ``is_wanted``: gets heads before they are used.
+
+        What cannot be read is tried again: blocks in it are absent until then.
+        """
+        self.core.set_loading(True)
+        while self.to_load:
+            some = self.to_load[:LOADED_AT_ONCE]
+            try:
+                tables = await self._read_heads(some)
+            except EngineError as error:
+                log.warning("heads of blocks cannot be read yet: %s", error)
+                await trio.sleep(RETRY_SECONDS)
+                continue
+            is_wanted(tables)
+            for slab, table in zip(some, tables, strict=True):
+                self.loaded_blocks += self.core.load_slab(slab, table)
+                await trio.lowlevel.checkpoint()
+            del self.to_load[: len(some)]
+        self.core.set_loading(False)
+
+    async def _read_heads(self, slabs: Sequence[int]) -> list[bytes]:
+        """The heads of each slab, as many as its slot size says that it has. EngineError."""
+        firsts = await self._read_meta(slabs, [forms.PAGE] * len(slabs))
+        sizes = [self._heads_size(first) for first in firsts]
+        longer = [place for place, size in enumerate(sizes) if size > forms.PAGE]
+        if longer:
+            found = await self._read_meta([slabs[place] for place in longer], [sizes[place] for place in longer])
+            for place, table in zip(longer, found, strict=True):
+                firsts[place] = table
+        return firsts
+
+    def _heads_size(self, first: bytes) -> int:
+        head = np.frombuffer(first, forms.HEAD, 1)[0]
+        slot_size = int(head["slot_size"])
+        is_slab = head["magic"] == forms.HEAD_MAGIC and head["state"] == forms.SLAB_HEAD
+        if not is_slab or not PAGE_SIZE <= slot_size <= self.geometry.slab_size:
+            return forms.PAGE
+        size = forms.HEAD.itemsize * (self.geometry.slab_size // slot_size + 1)
+        return -(-size // forms.PAGE) * forms.PAGE
+
+    async def _read_meta(self, slabs: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+        buffers = [bytearray(size) for size in sizes]
+        batch = []
+        for slab, buffer in zip(slabs, buffers, strict=True):
+            done = 0
+            for segment, offset, length in self.meta_pieces(slab, 0, len(buffer)):
+                batch.append(Transfer(segment, offset, memoryview(buffer)[done : done + length]))
+                done += length
+        await self.segments.read(batch)
+        return [bytes(buffer) for buffer in buffers]
+
+    async def read_names(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """Names of blocks by (slab, slot, bytes). EngineError. One that is none any more may be any bytes."""
+        buffers = [bytearray(length) for _, _, length in places]
+        batch = []
+        for (slab, slot, length), buffer in zip(places, buffers, strict=True):
+            offset, _ = self.core.slot_places(slab, slot)
+            done = 0
+            for segment, start, part in self.meta_pieces(slab, offset, length):
+                batch.append(Transfer(segment, start, memoryview(buffer)[done : done + part]))
+                done += part
+        await self.segments.read(batch)
+        return [bytes(buffer) for buffer in buffers]
+
+
+def _columns(runs: npt.NDArray[np.void]) -> tuple[list[int], list[int]]:
+    return runs["slab"].tolist(), runs["offset"].tolist()

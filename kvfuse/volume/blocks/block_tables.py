@@ -1,0 +1,194 @@
+"""Tables of the block store: rows of all blocks of a directory that the same people may read (`native/blocktable.h`).
+
+A table is shared memory that outlives the daemon. Clients of its read class map it read-only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.errors import NoSpace
+from kvfuse.kept.keeper import Keeper
+from kvfuse.native import blocks as forms
+from kvfuse.native._blocks import Core, begin_table
+from kvfuse.volume.api import RowReaders as Readers
+from kvfuse.volume.tier.revocable import RevocableMemory, Supply
+
+log = logging.getLogger(__name__)
+
+TABLES_MAX = 1024
+"""each takes two descriptors here, and two in the holder"""
+ROWS_MAX = 1 << 26
+TABLE_PREFIX = "blocks/table/"
+_FORM = 1
+_FACTS = struct.Struct("<I16sIQIQQ")
+"""form, volume, place, namespace, epoch, serial, size"""
+
+Words = npt.NDArray[np.uint64]
+
+
+class BlockTable:
+    """One table. Any thread may call `put`, `get` and `find`; the event loop alone ends it."""
+
+    def __init__(self, core: Core, place: int, namespace: int, readers: Readers, piece: RevocableMemory) -> None:
+        self.core = core
+        self.place = place
+        self.namespace = namespace
+        self.readers = readers
+        self.piece = piece
+        size = os.fstat(piece.descriptor).st_size
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(piece.descriptor, size), np.uint8)
+        self.words = self.memory[forms.STATE_OFFSET : forms.STATE_OFFSET + 48].view(np.uint64).data
+        """state, valid until, complete, neighbours, (buckets, rows), live rows"""
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    @property
+    def serial(self) -> int:
+        return int(self.memory[64:72].view(np.uint64)[0])
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.words[0] != forms.TABLE_LIVE)
+
+    @property
+    def rows(self) -> npt.NDArray[np.void]:
+        """All rows that were ever in use, as they are now."""
+        head = self.memory[:64].view(np.uint32)
+        buckets_max, end = int(head[3]), int(self.memory[108:112].view(np.uint32)[0])
+        return forms.rows_of(self.memory, buckets_max)[:end]
+
+    def find(self, names: Sequence[bytes], now: int) -> tuple[npt.NDArray[np.int64], Words]:
+        """(row, sequence) of each; a row below 0: there is no such block."""
+        rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
+        self.core.find(self.place, self.readers.directory, *forms.name_columns(names), False, now, rows, sequences)
+        return rows, sequences
+
+
+class BlockTables:
+    """All tables of a volume. Event loop only, but for `of`.
+
+    ``multipliers``: of the volume's fingerprints. ``rows_max``: blocks that the volume may have at the most.
+    """
+
+    def __init__(self, core: Core, supply: Supply, keeper: Keeper, volume_id: bytes, rows_max: int) -> None:
+        self._core = core
+        self._supply = supply
+        self._keeper = keeper
+        self._volume_id = volume_id
+        self._multipliers = forms.multipliers_of(volume_id)
+        self._rows_max = min(max(rows_max, 1 << 12), ROWS_MAX)
+        self._serials = itertools.count(1)
+        self.by_directory: dict[int, tuple[BlockTable, ...]] = {}
+        """to be looked at in any thread; replaced, never changed"""
+        self.all: dict[int, BlockTable] = {}
+        """place -> table"""
+        self.ended: list[BlockTable] = []
+        """whose slots are not all given back yet"""
+
+    def of(self, directory: int) -> tuple[BlockTable, ...]:
+        return self.by_directory.get(directory, ())
+
+    def of_namespace(self, namespace: int) -> list[BlockTable]:
+        return [table for table in self.all.values() if table.namespace == namespace and not table.has_ended]
+
+    def open(self, namespace: int, space: int, epoch: int, readers: Readers) -> BlockTable:
+        """The table of these readers, made if need be. NoSpace: there are too many."""
+        for table in self.of(readers.directory):
+            if table.readers == readers:
+                return table
+        place = next((place for place in range(TABLES_MAX) if place not in self.all), None)
+        if place is None:
+            raise NoSpace(f"there are {TABLES_MAX} groups of blocks with different owners or modes, or directories")
+        buckets_max = max(forms.BUCKETS_MIN, -(-self._rows_max // 6))
+        size = forms.table_size(buckets_max, self._rows_max)
+        piece = self._supply.make("kvfuse-blocks", size)
+        memory = mmap.mmap(piece.descriptor, size)
+        serial = next(self._serials)
+        begin_table(
+            memory, self._multipliers, buckets_max, self._rows_max, readers.directory, namespace, readers.uid,
+            readers.gid, readers.mode, serial,
+        )  # fmt: skip
+        table = BlockTable(self._core, place, namespace, readers, piece)
+        self._core.add_table(place, space, table.address, table.size)
+        facts = _FACTS.pack(_FORM, self._volume_id, place, namespace, epoch, serial, size)
+        self._keeper.keep(f"{TABLE_PREFIX}{serial}", facts, (piece.descriptor, piece.readable))
+        self._enter(table)
+        return table
+
+    def _enter(self, table: BlockTable) -> None:
+        directory = table.readers.directory
+        self.all[table.place] = table
+        self.by_directory = {**self.by_directory, directory: (*self.of(directory), table)}
+
+    def end(self, table: BlockTable) -> None:
+        """Nobody finds anything in it any more; `sweep` gives back what its blocks have."""
+        self._core.end_table(table.place)
+        directory = table.readers.directory
+        rest = tuple(other for other in self.of(directory) if other is not table)
+        others = {key: found for key, found in self.by_directory.items() if key != directory}
+        self.by_directory = {**others, directory: rest} if rest else others
+        self.ended.append(table)
+        self._keeper.drop(f"{TABLE_PREFIX}{table.serial}")
+
+    def sweep(self, rows: int, forget_arenas: Any) -> bool:
+        """Give back slots and memory of so many rows of tables that have ended. True: there are more.
+
+        ``forget_arenas``: takes the place of a table, whose arenas nobody needs; whether it has none any more.
+        """
+        for table in list(self.ended):
+            if self._core.sweep_table(table.place, rows):
+                return True
+            if forget_arenas(table.place) and self._core.remove_table(table.place):
+                del self.all[table.place]
+                table.piece.take_back(forms.PAGE, table.size)
+                self.ended.remove(table)
+        return False
+
+    # -- from one daemon to the next -----------------------------------------------------------------
+
+    def restore(self, find_space: Any) -> None:
+        """Take over the tables of the former daemon. ``find_space``: (namespace, epoch) -> its space; None: they ended."""
+        last = 0
+        for name, kept in take_all(self._keeper, TABLE_PREFIX):
+            piece = RevocableMemory(*kept.descriptors) if len(kept.descriptors) == 2 else None
+            space = None
+            if piece is not None and len(kept.content) == _FACTS.size:
+                form, volume_id, place, namespace, epoch, serial, size = _FACTS.unpack(kept.content)
+                is_ours = form == _FORM and volume_id == self._volume_id and place not in self.all
+                last = max(last, serial if is_ours else 0)
+                if is_ours and os.fstat(piece.descriptor).st_size == size:
+                    space = find_space(namespace, epoch)
+            if piece is None or space is None:
+                self._keeper.drop(name)
+                continue
+            head = np.frombuffer(mmap.mmap(piece.descriptor, forms.PAGE), np.uint8)
+            directory = int(head[32:40].view(np.uint64)[0])
+            uid, gid, mode = head[48:60].view(np.uint32).tolist()
+            table = BlockTable(self._core, place, namespace, Readers(directory, uid, gid, mode), piece)
+            self._core.add_table(place, space, table.address, table.size)
+            self._enter(table)
+        self._serials = itertools.count(last + 1)
+
+
+def take_all(keeper: Keeper, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(name, entry) of all that the former daemon kept below a prefix."""
+    for name in keeper.list_names(prefix):
+        kept = keeper.take(name)
+        if kept is not None:
+            yield name, kept

@@ -1,0 +1,179 @@
+"""Writes blocks behind their puts: data, heads and names of many blocks in large sorted writes, and syncs them.
+
+A put does not wait for it. A *position* counts blocks in the order in which they were put: `written` and `durable` are
+positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
+again until it accepts it: its memory stays, its slots are given to nobody else, and puts are refused when too much
+waits. So a write that was given up, and comes late, finds nothing but its own block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import trio
+
+from kvfuse.errors import EngineError
+from kvfuse.native import blocks as forms
+from kvfuse.native._blocks import Batch, Core
+from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.volume.blocks.block_slabs import BlockSlabs
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES, BATCH_BLOCKS = 32 << 20, 8192
+GATHER_SECONDS = 0.005
+"""from a put to the write, so that blocks that are put together are written together"""
+RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
+
+
+@dataclass
+class WriteBehind:
+    """Of one membership. Event loop only, but for `note_put`.
+
+    ``interval``: seconds in which what was written is synced. ``sync_records``: makes what slabs are lent durable.
+    """
+
+    core: Core
+    slabs: BlockSlabs
+    segments: SegmentStore
+    interval: float
+    sync_records: Callable[[], Awaitable[None]]
+    written: int = 0
+    durable: int = 0
+    failures: int = 0
+    _written_sequence: int = 0
+    """no block of a greater one is known to be written"""
+    error: EngineError | None = None
+    """why nothing is written at present"""
+    is_idle: bool = False
+    """nothing waits: who puts a block calls `wake`"""
+    _work: trio.Event = field(default_factory=trio.Event)
+    _moved: trio.Event = field(default_factory=trio.Event)
+    """set, and replaced, when a position moved, or an attempt failed"""
+    _sync_wanted: int = 0
+    _asked: trio.Event = field(default_factory=trio.Event)
+
+    def wake(self) -> None:
+        self._work.set()
+
+    async def run(self) -> None:
+        """Write and sync until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._sync_by_and_by)
+            while True:
+                sequence = self.core.statistics()["sequence"]
+                found = self.core.take_dirty(BATCH_BYTES, BATCH_BLOCKS)
+                if isinstance(found, int):
+                    self._written_sequence = sequence
+                    self._move(written=found)
+                    await self._wait()
+                else:
+                    await self._write(found)
+
+    async def _wait(self) -> None:
+        self._work = trio.Event()
+        self.is_idle = True
+        if not self._is_work_left():  # put before it was idle
+            await self._work.wait()
+        self.is_idle = False
+        if self._sync_wanted <= self.written:
+            await trio.sleep(GATHER_SECONDS)
+
+    def _is_work_left(self) -> bool:
+        found = self.core.statistics()
+        return bool(found["dirty"] or found["stale"])
+
+    async def _write(self, batch: Batch) -> None:
+        """Write a batch until the engine accepts it."""
+        transfers, pause = self._transfers(batch), RETRY_SECONDS_MIN
+        _, _, position = batch.facts()
+        while True:
+            try:
+                await self.segments.write(transfers)
+                break
+            except EngineError as error:
+                if self.error is None:
+                    log.error("blocks cannot be written: %s", error)
+                self.error, self.failures = error, self.failures + 1
+                self._move()
+                await trio.sleep(pause)
+                pause = min(2 * pause, RETRY_SECONDS_MAX)
+        self.error = None
+        batch.end()
+        self._move(written=position)
+
+    def _transfers(self, batch: Batch) -> list[Transfer]:
+        data, heads = (np.frombuffer(runs, forms.RUN) for runs in batch.runs())
+        found = [
+            Transfer(segment, offset, memory_at(address, length))
+            for (segment, offset), address, length in zip(
+                self.slabs.data_places(data), data["address"].tolist(), data["length"].tolist(), strict=True
+            )
+        ]
+        for slab, offset, address, length in heads.tolist():
+            for segment, start, part in self.slabs.meta_pieces(slab, offset, length):
+                found.append(Transfer(segment, start, memory_at(address, part)))
+                address += part
+        return found
+
+    def _move(self, *, written: int | None = None, durable: int | None = None) -> None:
+        self.written = self.written if written is None else max(self.written, written)
+        self.durable = self.durable if durable is None else max(self.durable, durable)
+        moved, self._moved = self._moved, trio.Event()
+        moved.set()
+
+    # -- durable ---------------------------------------------------------------------------------------
+
+    async def _sync_by_and_by(self) -> None:
+        while True:
+            with trio.move_on_after(self.interval):
+                await self._asked.wait()
+            self._asked = trio.Event()
+            if self.durable < self.written:
+                try:
+                    await self._sync()
+                except EngineError as error:
+                    log.error("blocks cannot be synced: %s", error)
+                    self.error = error
+                    self._move()
+                    await trio.sleep(RETRY_SECONDS_MIN)
+
+    async def _sync(self) -> None:
+        """EngineError, after which the bytes of blocks that were written since the last one are in doubt."""
+        position, sequence = self.written, self._written_sequence
+        try:
+            await self.segments.sync()
+            await self.sync_records()
+        except EngineError:
+            self.core.doubt_unsynced()
+            raise
+        self.core.note_synced(sequence)
+        self._move(durable=position)
+
+    async def flush(self, position: int | None = None) -> None:
+        """Return when all blocks before a position (None: all until now) are durable. EngineError: they are not yet."""
+        position = self.core.statistics()["queued"] if position is None else position
+        if self.durable >= position:
+            return
+        self._sync_wanted = max(self._sync_wanted, position)
+        self.wake()
+        failures = self.failures
+        while self.durable < position:
+            if self.written >= position:
+                self._asked.set()
+            await self._moved.wait()
+            if self.error is not None and self.failures > failures:
+                raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
+
+    def statistics(self) -> dict[str, Any]:
+        return {"written": self.written, "durable": self.durable, "write_failures": self.failures}
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Memory of the store, which stays as long as its batch, or its landing."""
+    return memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
