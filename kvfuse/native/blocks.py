@@ -1,0 +1,148 @@
+"""What the daemon and its clients share of the block store: forms of rows, heads and tables, and what results mean.
+
+The functions are those of `kvfuse.native._blocks`, which has no twin in Python. A table is one piece of shared memory:
+a header page, buckets, rows (blocktable.h). Names of a batch are three columns: see `name_columns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+# -- results: of a put, 0 is success; of a get, the length of the block ----------------------------------
+
+NO_SLOT = -1
+"""no slot, or no row of the table, is free"""
+NO_MEMORY = -2
+"""no arena has room now, or too much waits for the medium"""
+NO_QUOTA = -3
+TOO_LARGE = -4
+"""for a slab, or not positive"""
+NOT_TRIED = -5
+"""an earlier block of the batch failed"""
+ENDED = -6
+"""the table was cleared, or removed"""
+ODD_NAME = -7
+"""empty, over 255 bytes, outside of the text; or, with ``plain_only``, none that a file could have"""
+
+ABSENT = -1
+NOT_RESIDENT = -2
+"""only its slab has it"""
+NOT_MAPPED = -3
+"""`table_get`: its arena is none of those that were given"""
+NO_ROOM = -4
+
+# -- forms -----------------------------------------------------------------------------------------------
+
+DIRTY, WRITING, HOT = 1, 2, 4
+"""flags of a row: it waits for a write; that is under way; it was read since its arena was filled or recycled"""
+TABLE_LIVE, TABLE_ENDED = 1, 2
+"""states of a table"""
+SPARE, FILLING, FILLED = 0, 1, 2
+"""states of an arena: see `Core.arena_facts`"""
+FREE_HEAD, BLOCK_HEAD, SLAB_HEAD = 0, 1, 2
+"""states of a head"""
+
+PAGE = 4096
+HEAD_MAGIC = 0x4B56
+STATE_OFFSET = 72
+"""of a table's state in its header; behind it, also u64: valid until, complete, neighbours"""
+SLAB_STATE_SIZE = 16
+"""bytes that one slab takes in the states"""
+NAME_ROOM = 256
+"""bytes of one slot's name in the heads and names of its slab"""
+BUCKET_SIZE = 64
+BUCKET_ENTRIES = 12
+BUCKETS_MIN = 16
+NAME_MAX = 255
+
+ROW = np.dtype(
+    [
+        ("version", np.uint64),  # odd: it is a block
+        ("low", np.uint64),
+        ("high", np.uint64),
+        ("arena", np.uint32),  # its number; 0: not in memory
+        ("page", np.uint32),
+        ("length", np.uint32),
+        ("checksum", np.uint32),
+        ("slab", np.uint32),
+        ("note", np.uint32),
+        ("slot", np.uint16),
+        ("spare_slot", np.uint16),
+        ("flags", np.uint32),
+        ("sequence", np.uint64),
+        ("directory", np.uint64),
+        ("due", np.uint64),
+        ("used", np.uint32),
+        ("stored", np.uint32),
+        ("expires", np.uint32),
+        ("uses", np.uint8),
+        ("list", np.uint8),
+        ("priority", np.uint8),
+        ("name_length", np.uint8),
+    ]
+)
+HEAD = np.dtype(
+    [
+        ("magic", np.uint16),
+        ("version", np.uint8),
+        ("state", np.uint8),
+        ("length", np.uint32),
+        ("low", np.uint64),
+        ("high", np.uint64),
+        ("sequence", np.uint64),
+        ("directory", np.uint64),
+        ("name_space", np.uint64),
+        ("epoch", np.uint32),
+        ("incarnation", np.uint32),
+        ("uid", np.uint32),
+        ("gid", np.uint32),
+        ("checksum", np.uint32),
+        ("stored", np.uint32),
+        ("expires", np.uint32),
+        ("mode", np.uint16),
+        ("name_length", np.uint8),
+        ("priority", np.uint8),
+        ("slot_size", np.uint32),
+        ("spare", np.uint32, 2),
+        ("crc", np.uint32),
+    ]
+)
+RUN = np.dtype([("slab", np.int64), ("offset", np.int64), ("address", np.uint64), ("length", np.int64)])
+"""One write of a batch: see `Batch.runs`."""
+ARENA = np.dtype([("number", np.uint64), ("address", np.uint64), ("size", np.uint64)])
+"""An arena that a client has mapped: see `table_get`."""
+
+MULTIPLIERS_COUNT = 4 * 67
+
+
+def table_size(buckets_max: int, rows_max: int) -> int:
+    """Bytes of the memory of a table."""
+    return PAGE + BUCKET_SIZE * buckets_max + ROW.itemsize * rows_max
+
+
+def rows_of(memory: npt.NDArray[np.uint8], buckets_max: int) -> npt.NDArray[np.void]:
+    """The rows of a table, as they lie in its memory."""
+    return memory[PAGE + BUCKET_SIZE * buckets_max :].view(ROW)
+
+
+def name_columns(keys: Sequence[bytes]) -> tuple[bytes, Words, npt.NDArray[np.uint32]]:
+    """All names one behind the other, and where each begins, and how long it is."""
+    lengths = np.fromiter(map(len, keys), np.uint32, len(keys))
+    offsets = np.cumsum(lengths, dtype=np.uint64)
+    offsets -= lengths
+    return b"".join(keys), offsets, lengths
+
+
+def multipliers_of(volume_id: bytes) -> Words:
+    """Of all tables of a volume. They never change: fingerprints on the medium are made with them."""
+    digests = [
+        blake2b(volume_id, salt=number.to_bytes(16, "little"), person=b"kvfuse.blocks").digest()
+        for number in range(-(-MULTIPLIERS_COUNT // 8))
+    ]
+    return np.frombuffer(b"".join(digests), "<u8")[:MULTIPLIERS_COUNT].astype(np.uint64)
