@@ -1,8 +1,8 @@
 """The block store (blocks.c); `kvfuse.native.blocks` has the forms and results. Buffers are numpy arrays, contiguous.
 
-Columns of a batch: ``text``, ``offsets`` (u64) and ``lengths`` (u32) are names, as `name_columns` makes them; they may be
-memory that a client changes meanwhile. All other columns have 8 bytes an item, unless it is said. ``now`` is in seconds,
-``now_us`` in microseconds; ``expires`` is 0 for never.
+Columns of a batch: ``text``, ``offsets`` (u64) and ``lengths`` (u32) are names, as `name_columns` makes them; they may
+be memory that a client changes meanwhile. All other columns have 8 bytes an item, unless it is said. ``now`` is in
+seconds, ``now_us`` in microseconds; ``expires`` is 0 for never.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ ROW: int
 
 class Core:
     def __init__(self, states: int, slab_count: int, slab_size: int, head_size: int, sizes: Any) -> None:
-        """``states``: address of 16 bytes for each slab, zeros or what the former daemon left; ``sizes``: u32, ascending."""
+        """``states``: address of 16 bytes a slab, zeros or as the last daemon left them; ``sizes``: u32, sorted."""
     def put_space(self, place: int, number: int, above: int, epoch: int, bytes_max: int, blocks_max: int) -> None: ...
     def space_use(self, place: int) -> tuple[int, int]: ...
     def add_table(self, place: int, space: int, address: int, size: int) -> None: ...
@@ -97,7 +97,7 @@ class Core:
     def list_rows(
         self, table: int, directory: int, after: int, limit: int, now: int
     ) -> tuple[list[tuple[int, int, int, int, bytes | None, int, int, int]], int]:
-        """[(row, sequence, length, stored, name, slab, slot, length of the name)], and ``after`` of the next call; -1: all."""
+        """[(row, sequence, length, stored, name, slab, slot, length of the name)]; the next ``after``, or -1."""
     def slot_places(self, slab: int, slot: int) -> tuple[int, int]:
         """Offset of its name among heads and names, and of its bytes in the slab."""
     def take_dirty(self, bytes_max: int, rows_max: int) -> Batch | int:

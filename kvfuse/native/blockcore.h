@@ -2,7 +2,7 @@
 
    A block is a row of a table in shared memory (blocktable.h). Its bytes are in an arena, in a slot of a slab, or both.
    Python decides about memory, slabs, limits and victims, for many blocks at once; what is here happens for each block.
-   `blocks.c` makes it a Python module, and `blocks.py` says what each function expects.
+   `blocks.c` makes it a Python module, and `_blocks.pyi` says what each function expects.
 
    One lock guards all state but the bytes of blocks: these are copied while their arena is pinned. A daemon may be killed
    between two instructions. The next one finds tables, arenas and slab states in shared memory, and makes all else anew

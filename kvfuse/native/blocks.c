@@ -1,5 +1,5 @@
 /* The block store's core (blockcore.h) as a Python module: arguments are numbers and buffers, columns of a batch.
-   `blocks.py` has the same functions with types. The interpreter's lock is released while the core works. */
+   `_blocks.pyi` has them with types. The interpreter's lock is released while the core works. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

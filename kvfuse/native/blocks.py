@@ -1,7 +1,7 @@
 """What the daemon and its clients share of the block store: forms of rows, heads and tables, and what results mean.
 
-The functions are those of `kvfuse.native._blocks`, which has no twin in Python. A table is one piece of shared memory: a
-header page, buckets, rows (blocktable.h). Names of a batch are three columns: see `name_columns`.
+The functions are those of `kvfuse.native._blocks`, which has no twin in Python. A table is one piece of shared memory:
+a header page, buckets, rows (blocktable.h). Names of a batch are three columns: see `name_columns`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def name_columns(keys: Sequence[bytes]) -> tuple[bytes, Words, npt.NDArray[np.ui
 
 
 def multipliers_of(volume_id: bytes) -> Words:
-    """Of all tables of a volume: they stay the same while it lives, as fingerprints on the medium are made with them."""
+    """Of all tables of a volume. They never change: fingerprints on the medium are made with them."""
     digests = [
         blake2b(volume_id, salt=number.to_bytes(16, "little"), person=b"kvfuse.blocks").digest()
         for number in range(-(-MULTIPLIERS_COUNT // 8))
