@@ -27,10 +27,10 @@ class Core:
     def arena_facts(self, place: int) -> tuple[int, int, int, int, int, int, int]:
         """State, table, pins, dirty blocks, live blocks, bytes in use, stamp."""
     def pin_arena(self, number: int, by: int) -> bool: ...
-    def add_slabs(self, numbers: Any) -> None:
-        """u32: slabs without blocks."""
+    def add_slabs(self, numbers: Any, token: int) -> None:
+        """u32: slabs without blocks, and the token of their loan."""
     def take_slabs(self, count: int) -> list[int]: ...
-    def load_slab(self, number: int, heads: Any) -> int:
+    def load_slab(self, number: int, token: int, heads: Any) -> int:
         """Take over a slab by its heads, at a mount. How many blocks it has."""
     def set_loading(self, loading: bool) -> None: ...
     def restore(self) -> None:

@@ -38,7 +38,7 @@ typedef struct {
     uint32_t epoch, incarnation, uid, gid, checksum, stored, expires;
     uint16_t mode;
     uint8_t name_length, priority;
-    uint32_t slot_size, spare[2], crc;
+    uint32_t slot_size, token, spare, crc;
 } Head;
 
 _Static_assert(sizeof(Head) == HEAD, "a head has 96 bytes");
@@ -47,7 +47,8 @@ _Static_assert(sizeof(Head) == HEAD, "a head has 96 bytes");
 typedef struct {
     uint32_t slot_size; /* 0: none yet */
     uint32_t incarnation;
-    uint8_t is_ours, spare[7];
+    uint8_t is_ours, spare[3];
+    uint32_t token; /* of the loan by which it is ours; its heads repeat it */
 } SlabState;
 
 _Static_assert(sizeof(SlabState) == 16, "the state of a slab has 16 bytes");
@@ -903,7 +904,7 @@ static int fill_batch(Core *core, Batch *batch, uint64_t bytes_max, uint64_t row
             Head *head = (Head *)place;
             memset(head, 0, HEAD);
             head->magic = HEAD_MAGIC, head->version = HEAD_VERSION, head->state = STATE_SLAB;
-            head->incarnation = state->incarnation, head->slot_size = slot_size;
+            head->incarnation = state->incarnation, head->slot_size = slot_size, head->token = state->token;
             seal_head(head);
             add_run(batch->heads, &batch->head_count, one->slab, 0, (uint64_t)(uintptr_t)place, HEAD);
             place += HEAD;
@@ -1152,14 +1153,14 @@ static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
 }
 
 /* Take over a slab by its heads. How many blocks it has. */
-static int64_t load_slab(Core *core, uint32_t number, const uint8_t *meta, uint64_t size)
+static int64_t load_slab(Core *core, uint32_t number, uint32_t token, const uint8_t *meta, uint64_t size)
 {
     const Head *first = (const Head *)meta;
     int64_t count = 0;
     int hint = 0;
     SlabState *state = core->states + number;
-    state->is_ours = 1;
-    if (size < HEAD || !is_sound_head(first, STATE_SLAB) || !first->slot_size || first->slot_size % PAGE ||
+    state->is_ours = 1, state->token = token;
+    if (size < HEAD || !is_sound_head(first, STATE_SLAB) || first->token != token || !first->slot_size || first->slot_size % PAGE ||
         first->slot_size > core->slab_size)
         goto none;
     state->incarnation = first->incarnation;

@@ -306,7 +306,8 @@ static PyObject *pin_arena(PyObject *self, PyObject *args)
 static PyObject *add_slabs(PyObject *self, PyObject *args)
 {
     Py_buffer numbers;
-    if (!PyArg_ParseTuple(args, "y*", &numbers))
+    unsigned token;
+    if (!PyArg_ParseTuple(args, "y*I", &numbers, &token))
         return NULL;
     const uint32_t *number = numbers.buf;
     Core *core = CORE;
@@ -314,6 +315,7 @@ static PyObject *add_slabs(PyObject *self, PyObject *args)
     for (Py_ssize_t i = 0; i < numbers.len / 4; i++)
         if (number[i] < core->slab_count && !core->states[number[i]].is_ours && core->free_count < core->free_room) {
             core->states[number[i]].slot_size = 0;
+            core->states[number[i]].token = token;
             core->states[number[i]].is_ours = 1;
             core->free_slabs[core->free_count++] = number[i];
         }
@@ -349,9 +351,9 @@ static PyObject *take_slabs(PyObject *self, PyObject *args)
 
 static PyObject *load_slab_heads(PyObject *self, PyObject *args)
 {
-    unsigned number;
+    unsigned number, token;
     Py_buffer meta;
-    if (!PyArg_ParseTuple(args, "Iy*", &number, &meta))
+    if (!PyArg_ParseTuple(args, "IIy*", &number, &token, &meta))
         return NULL;
     Core *core = CORE;
     long long count = -1;
@@ -360,7 +362,7 @@ static PyObject *load_slab_heads(PyObject *self, PyObject *args)
     else {
         Py_BEGIN_ALLOW_THREADS
         lock(core);
-        count = load_slab(core, number, meta.buf, (uint64_t)meta.len);
+        count = load_slab(core, number, token, meta.buf, (uint64_t)meta.len);
         unlock(core);
         Py_END_ALLOW_THREADS
     }
@@ -903,9 +905,9 @@ static PyMethodDef core_methods[] = {
     {"remove_arena", remove_arena, METH_VARARGS, "remove_arena(place) -> whether it could go"},
     {"arena_facts", arena_facts, METH_VARARGS, "arena_facts(place) -> (state, table, pins, dirty, live, used, stamp)"},
     {"pin_arena", pin_arena, METH_VARARGS, "pin_arena(number, by) -> whether there is one"},
-    {"add_slabs", add_slabs, METH_VARARGS, "add_slabs(numbers)"},
+    {"add_slabs", add_slabs, METH_VARARGS, "add_slabs(numbers, token)"},
     {"take_slabs", take_slabs, METH_VARARGS, "take_slabs(count) -> numbers"},
-    {"load_slab", load_slab_heads, METH_VARARGS, "load_slab(number, heads) -> blocks"},
+    {"load_slab", load_slab_heads, METH_VARARGS, "load_slab(number, token, heads) -> blocks"},
     {"set_loading", set_loading, METH_VARARGS, "set_loading(whether)"},
     {"restore", restore, METH_NOARGS, "restore()"},
     {"put", put, METH_VARARGS, "put(...) -> how many have a place"},

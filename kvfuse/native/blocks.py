@@ -109,7 +109,8 @@ HEAD = np.dtype(
         ("name_length", np.uint8),
         ("priority", np.uint8),
         ("slot_size", np.uint32),
-        ("spare", np.uint32, 2),
+        ("token", np.uint32),
+        ("spare", np.uint32),
         ("crc", np.uint32),
     ]
 )

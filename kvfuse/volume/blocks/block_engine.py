@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 
 DIRTY_SHARE = 0.5
 """of the memory: what may wait for the medium"""
-SPARE_SLABS = 4
+SPARE_SHARE = 0.02
+"""of the volume's slabs: those that the store has free, while there are free ones"""
+SPARE_SLABS_MIN, SPARE_SLABS_MAX = 4, 64
 ACTIVE_SECONDS, IDLE_SECONDS = 0.01, 0.5
 """between looks at spare memory, slabs and water marks, while blocks are put, and otherwise"""
 SWEPT_AT_ONCE = 20_000
@@ -85,6 +87,11 @@ class BlockEngine:
         self._token: trio.lowlevel.TrioToken | None = None
         self.with_files: set[int] = set()
         self._restore()
+
+    @property
+    def _spare_slabs(self) -> int:
+        wanted = int(SPARE_SHARE * self.core.geometry.slab_count)
+        return min(max(wanted, SPARE_SLABS_MIN), SPARE_SLABS_MAX)
 
     @property
     def knows_all(self) -> bool:
@@ -230,7 +237,7 @@ class BlockEngine:
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
 
     async def _find_slabs(self, size: int) -> bool:
-        return await self.slabs.lend(SPARE_SLABS) > 0
+        return await self.slabs.lend(self._spare_slabs) > 0
 
     def note_put(self) -> None:
         """Something was put. Any thread."""
@@ -364,7 +371,7 @@ class BlockEngine:
             self.tables.restore(self._find_space)
             self.arenas.restore()
             self.native.restore()
-        self.slabs.to_load = sorted(lent - known)
+        self.slabs.to_load = sorted(lent.keys() - known)
 
     def _find_space(self, namespace: int, epoch: int) -> int | None:
         is_there = self.is_block_namespace(namespace) and self._epoch(namespace) == epoch
@@ -420,9 +427,9 @@ class BlockEngine:
 
     async def _keep_slabs(self) -> None:
         free = self.native.statistics()["free_slabs"]
-        if free < SPARE_SLABS:
+        if free < self._spare_slabs:
             try:
-                if not await self.slabs.lend(SPARE_SLABS - free):
+                if not await self.slabs.lend(2 * self._spare_slabs - free):
                     self.eviction.free_slots(self.core)
             except errors.EngineError as error:
                 log.warning("no slab can be taken for blocks: %s", error)

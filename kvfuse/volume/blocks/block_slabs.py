@@ -1,8 +1,8 @@
 """Slabs of the block store: lent by the allocator, and described by the heads that they contain.
 
 A slab's record says that it is lent. What is in it only its heads say: `load` reads them at a mount, a slab at a time,
-while calls already find what was loaded. Before a slab is used its first head is cleared on the medium, so that no head
-of an earlier use counts.
+while calls already find what was loaded. The record has a token, which the first head of the slab repeats: so no head
+of an earlier loan counts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvfuse.native import blocks as forms
 from kvfuse.native._blocks import Core
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import TOKEN_SIZE
 from kvfuse.slab.layout import PAGE_SIZE, Geometry
 
 log = logging.getLogger(__name__)
@@ -113,20 +114,18 @@ class BlockSlabs:
 
     async def lend(self, count: int) -> int:
         """Take up to so many free slabs of the volume into use. EngineError. How many they are."""
-        lent = self.allocator.lend(count)
+        token = os.urandom(TOKEN_SIZE)
+        lent = self.allocator.lend(count, token)
         if not lent:
             return 0
         try:
             await self.make_segments({self.geometry.locate_head(slab)[0] for slab in lent})
-            cleared = memoryview(bytes(forms.HEAD.itemsize))
-            await self.segments.write([Transfer(*self.geometry.locate_head(slab), cleared) for slab in lent])
-            await self.segments.sync()
             await self.store_records()
         except BaseException:
             for slab in lent:
                 self.allocator.take_lent(slab)
             raise
-        self.core.add_slabs(np.array(lent, np.uint32))
+        self.core.add_slabs(np.array(lent, np.uint32), int.from_bytes(token, "little"))
         return len(lent)
 
     def give_back(self, count: int) -> int:
@@ -154,7 +153,7 @@ class BlockSlabs:
                 continue
             is_wanted(tables)
             for slab, table in zip(some, tables, strict=True):
-                self.loaded_blocks += self.core.load_slab(slab, table)
+                self.loaded_blocks += self.core.load_slab(slab, int.from_bytes(self.allocator.lent[slab], "little"), table)
                 await trio.lowlevel.checkpoint()
             del self.to_load[: len(some)]
         self.core.set_loading(False)
