@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 ARENA_SIZE = 64 << 20
 ARENAS_MAX = 256
-SPARES = 2
+SPARES = 3
 """arenas that wait to be filled, once blocks are stored"""
 ARENA_PREFIX = "blocks/arena/"
 STEP = 8 << 20

@@ -237,7 +237,7 @@ class BlockEngine:
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
 
     async def _find_slabs(self, size: int) -> bool:
-        return await self.slabs.lend(self._spare_slabs) > 0
+        return await self.slabs.lend(self._spare_slabs)
 
     def note_put(self) -> None:
         """Something was put. Any thread."""
@@ -413,7 +413,8 @@ class BlockEngine:
             if any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()
             if self.tables.all:
-                is_busy |= await self.arenas.keep_spares()
+                while await self.arenas.keep_spares():
+                    is_busy = True
                 self.eviction.keep_below(self.core, self.use)
             has_looked, self._has_looked = self._has_looked, trio.Event()
             has_looked.set()
@@ -429,7 +430,7 @@ class BlockEngine:
         free = self.native.statistics()["free_slabs"]
         if free < self._spare_slabs:
             try:
-                if not await self.slabs.lend(2 * self._spare_slabs - free):
+                if not await self.slabs.lend(2 * self._spare_slabs):
                     self.eviction.free_slots(self.core)
             except errors.EngineError as error:
                 log.warning("no slab can be taken for blocks: %s", error)

@@ -88,6 +88,7 @@ class BlockSlabs:
     to_load: list[int] = field(default_factory=list)
     """lent slabs whose heads were not read yet"""
     loaded_blocks: int = 0
+    _lending: trio.Lock = field(default_factory=trio.Lock)
 
     # -- places ----------------------------------------------------------------------------------------
 
@@ -112,12 +113,17 @@ class BlockSlabs:
 
     # -- more and fewer --------------------------------------------------------------------------------
 
-    async def lend(self, count: int) -> int:
-        """Take up to so many free slabs of the volume into use. EngineError. How many they are."""
+    async def lend(self, wanted: int) -> bool:
+        """Have so many slabs free, taken from the volume. EngineError. False: there are none, and the volume has none."""
+        async with self._lending:
+            free = self.core.statistics()["free_slabs"]
+            return free >= wanted or await self._lend(wanted - free) or free > 0
+
+    async def _lend(self, count: int) -> bool:
         token = os.urandom(TOKEN_SIZE)
         lent = self.allocator.lend(count, token)
         if not lent:
-            return 0
+            return False
         try:
             await self.make_segments({self.geometry.locate_head(slab)[0] for slab in lent})
             await self.store_records()
@@ -126,7 +132,7 @@ class BlockSlabs:
                 self.allocator.take_lent(slab)
             raise
         self.core.add_slabs(np.array(lent, np.uint32), int.from_bytes(token, "little"))
-        return len(lent)
+        return True
 
     def give_back(self, count: int) -> int:
         """Give up to so many free slabs back to the volume. How many they are."""
