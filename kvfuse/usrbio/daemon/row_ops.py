@@ -128,12 +128,11 @@ class RowOps:
                     table, (text, offsets[rest], lengths[rest]), targets[rest], rooms[rest]
                 )
         del memory
-        absent = results == forms.ABSENT
-        if absent.any() and not door.has_files and door.store.knows_all:
+        done: npt.NDArray[np.bool_] = results >= 0
+        if not door.has_files and door.store.knows_all:
+            absent = results == forms.ABSENT
             results[absent] = -errno.ENOENT
-        done: npt.NDArray[np.bool_] = (results >= 0) | (results == -errno.ENOENT)
-        if door.has_files or not door.store.knows_all:
-            done &= ~absent
+            done |= absent
         count = int(np.count_nonzero(done))
         if count:
             self._ring.completions.post(words[done, 6], results[done])
