@@ -100,8 +100,8 @@ class Core:
         """[(row, sequence, length, stored, name, slab, slot, length of the name)]; the next ``after``, or -1."""
     def slot_places(self, slab: int, slot: int) -> tuple[int, int]:
         """Offset of its name among heads and names, and of its bytes in the slab."""
-    def take_dirty(self, bytes_max: int, rows_max: int) -> Batch | int:
-        """The queue position, where nothing is to be written."""
+    def take_dirty(self, bytes_max: int, rows_max: int) -> Batch | tuple[int, int]:
+        """Positions in the queues of blocks and of stale heads, where nothing is to be written."""
     def reserve(
         self,
         table: int,
@@ -119,8 +119,8 @@ class Core:
     def set_dirty_max(self, bytes: int) -> None: ...
     def doubt_unsynced(self) -> None:
         """A sync failed: what was written since `note_synced` is written again, or dropped."""
-    def note_synced(self, sequence: int) -> None:
-        """Blocks up to this sequence are written, and survive a loss of power."""
+    def note_synced(self, sequence: int, marked_stale: int) -> None:
+        """Blocks up to this sequence, and so many marks of stale heads, are written, and survive a loss of power."""
     def statistics(self) -> dict[str, int]: ...
 
 class Batch:
@@ -128,8 +128,8 @@ class Batch:
         """All of it is written. A batch that is thrown away ends, too."""
     def runs(self) -> tuple[bytes, bytes]:
         """`RUN`, of data and of heads and names: these may be written after the data is on the medium."""
-    def facts(self) -> tuple[int, int, int]:
-        """Blocks, bytes, queue position."""
+    def facts(self) -> tuple[int, int, int, int]:
+        """Blocks, bytes, and positions in the queues of blocks and of stale heads."""
 
 class Landing:
     def land(self, came: Any, results: Any) -> None:

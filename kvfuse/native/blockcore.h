@@ -123,7 +123,7 @@ typedef struct Core {
     Arena arenas[ARENAS];
     uint16_t places[2 * ARENAS]; /* arena by number: index + 1 */
     uint32_t arena_count;
-    Queue dirty, stale;
+    Queue dirty, stale, unsynced; /* ``unsynced``: heads that were marked as free since the last sync */
     uint64_t dirty_bytes, dirty_max, stamp, puts, put_bytes, gets, get_bytes, recycled, relocated, refused, batches;
     uint64_t resident, synced;
     int loading;
@@ -313,6 +313,7 @@ static void free_slot(Core *core, uint32_t number, uint32_t slot, int is_held)
     if (is_held) { /* a write to it is under way: `end_batch` frees it */
         slab->owners[slot] = SLOT_HELD;
         slab->held++;
+        push(&core->stale, (Entry){number, slot, core->states[number].incarnation});
         return;
     }
     slab->owners[slot] = SLOT_STALE;
@@ -839,7 +840,7 @@ typedef struct {
     Written *rows;
     Run *data, *heads;
     uint8_t *staging;
-    uint64_t count, data_count, head_count, upto, bytes;
+    uint64_t count, data_count, head_count, upto, stale_upto, bytes;
 } Batch;
 
 static int by_place(const void *one, const void *other)
@@ -942,9 +943,14 @@ static int fill_batch(Core *core, Batch *batch, uint64_t bytes_max, uint64_t row
         Slab *slab = core->slabs + entry.table;
         if (state->incarnation != entry.sequence)
             continue;
+        if (entry.row != NO_NOTE && slab->owners && slab->owners[entry.row] == SLOT_HELD) {
+            push(&core->stale, entry); /* a write to it is under way */
+            continue;
+        }
         if (entry.row == NO_NOTE ? state->slot_size != 0 || !state->is_ours
                                  : !slab->owners || slab->owners[entry.row] != SLOT_STALE)
             continue; /* it is in use again, and its head was, or will be, written */
+        push(&core->unsynced, entry);
         if (entry.row != NO_NOTE)
             slab->owners[entry.row] = SLOT_FREE;
         Head *head = (Head *)place;
@@ -956,6 +962,7 @@ static int fill_batch(Core *core, Batch *batch, uint64_t bytes_max, uint64_t row
                 (uint64_t)(uintptr_t)place, HEAD);
         place += HEAD;
     }
+    batch->stale_upto = core->stale.head;
     return 1;
 }
 
@@ -973,8 +980,12 @@ static void end_batch(Core *core, Batch *batch)
             arena->dirty--;
             core->dirty_bytes -= padded(row->length);
         } else if (slab->owners && slab->owners[one->slot] == SLOT_HELD) {
-            slab->held--;
-            free_slot(core, one->slab, one->slot, 0);
+            slab->held--; /* `free_slot` noted then that its head is stale */
+            slab->owners[one->slot] = SLOT_STALE;
+            slab->free++;
+            if (!slab->in_list)
+                slab->in_list = (uint32_t)list_slab(core->classes + slab->class, one->slab);
+            free_slab(core, one->slab);
         }
         unpin(arena);
     }
@@ -985,6 +996,16 @@ static void end_batch(Core *core, Batch *batch)
    dropped. */
 static void doubt_unsynced(Core *core)
 {
+    while (core->unsynced.head < core->unsynced.tail) {
+        Entry entry = pop(&core->unsynced);
+        Slab *slab = core->slabs + entry.table;
+        if (entry.row != NO_NOTE && slab->owners && core->states[entry.table].incarnation == entry.sequence &&
+            slab->owners[entry.row] == SLOT_FREE)
+            slab->owners[entry.row] = SLOT_STALE;
+        push(&core->stale, entry);
+    }
+    for (uint32_t number = 0; number < core->slab_count; number++)
+        core->slabs[number].is_head_due = core->slabs[number].owners != NULL;
     for (uint32_t t = 0; t < TABLES; t++) {
         Table *table = core->tables + t;
         for (uint32_t r = 0; table->is_known && !table->is_ended && r < table->index.header->row_end; r++) {

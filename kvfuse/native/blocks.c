@@ -99,7 +99,7 @@ static void core_free(CoreObject *self)
             free(core->classes[i].slabs);
         for (int i = 0; i < TABLES; i++)
             free(core->tables[i].free_rows);
-        free(core->slabs), free(core->free_slabs), free(core->dirty.entries), free(core->stale.entries);
+        free(core->slabs), free(core->free_slabs), free(core->dirty.entries), free(core->stale.entries), free(core->unsynced.entries);
         free(core->removed);
         pthread_mutex_destroy(&core->lock);
         free(core);
@@ -693,9 +693,9 @@ static PyObject *take_dirty(PyObject *self, PyObject *args)
         return PyErr_NoMemory();
     }
     if (!made->batch.count && !made->batch.head_count) {
-        unsigned long long upto = made->batch.upto;
+        unsigned long long upto = made->batch.upto, stale_upto = made->batch.stale_upto;
         Py_DECREF(made);
-        return PyLong_FromUnsignedLongLong(upto);
+        return Py_BuildValue("KK", upto, stale_upto);
     }
     return (PyObject *)made;
 }
@@ -733,8 +733,8 @@ static PyObject *batch_runs(BatchObject *self, PyObject *unused)
 
 static PyObject *batch_facts(BatchObject *self, PyObject *unused)
 {
-    return Py_BuildValue("KKK", (unsigned long long)self->batch.count, (unsigned long long)self->batch.bytes,
-                         (unsigned long long)self->batch.upto);
+    return Py_BuildValue("KKKK", (unsigned long long)self->batch.count, (unsigned long long)self->batch.bytes,
+                         (unsigned long long)self->batch.upto, (unsigned long long)self->batch.stale_upto);
 }
 
 static PyMethodDef batch_methods[] = {
@@ -858,11 +858,13 @@ static PyObject *doubt(PyObject *self, PyObject *unused)
 
 static PyObject *note_synced(PyObject *self, PyObject *args)
 {
-    unsigned long long sequence;
-    if (!PyArg_ParseTuple(args, "K", &sequence))
+    unsigned long long sequence, stale_upto;
+    if (!PyArg_ParseTuple(args, "KK", &sequence, &stale_upto))
         return NULL;
     lock(CORE);
     CORE->synced = sequence;
+    if (CORE->unsynced.head < stale_upto && stale_upto <= CORE->unsynced.tail)
+        CORE->unsynced.head = stale_upto;
     unlock(CORE);
     Py_RETURN_NONE;
 }
@@ -880,7 +882,7 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
         if (core->tables[t].is_known && !core->tables[t].is_ended)
             live += core->tables[t].index.header->live;
     PyObject *found = Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I,s:K,s:K,s:K,s:K}", "blocks", (unsigned long long)live, "resident",
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I,s:K,s:K,s:K,s:K,s:K,s:K}", "blocks", (unsigned long long)live, "resident",
         (unsigned long long)core->resident, "puts", (unsigned long long)core->puts, "put_bytes",
         (unsigned long long)core->put_bytes, "gets", (unsigned long long)core->gets, "get_bytes",
         (unsigned long long)core->get_bytes, "recycled_arenas", (unsigned long long)core->recycled, "relocated",
@@ -889,7 +891,8 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
         (unsigned long long)(core->dirty.tail - core->dirty.head), "free_slabs", core->free_count, "queued",
         (unsigned long long)core->dirty.tail, "stale", (unsigned long long)(core->stale.tail - core->stale.head),
         "free_slots_bytes", (unsigned long long)free_bytes, "sequence",
-        (unsigned long long)core->sequence);
+        (unsigned long long)core->sequence, "queued_stale", (unsigned long long)core->stale.tail,
+        "marked_stale", (unsigned long long)core->unsynced.tail);
     unlock(core);
     return found;
 }
@@ -922,7 +925,7 @@ static PyMethodDef core_methods[] = {
     {"reserve", reserve, METH_VARARGS, "reserve(...) -> Landing"},
     {"set_dirty_max", set_dirty_max, METH_VARARGS, "set_dirty_max(bytes)"},
     {"doubt_unsynced", doubt, METH_NOARGS, "doubt_unsynced()"},
-    {"note_synced", note_synced, METH_VARARGS, "note_synced(sequence)"},
+    {"note_synced", note_synced, METH_VARARGS, "note_synced(sequence, stale heads)"},
     {"statistics", statistics, METH_NOARGS, "statistics()"},
     {NULL, NULL, 0, NULL},
 };

@@ -127,7 +127,9 @@ class BlockArenas:
             self._tier.take_back(self.arena_size)
             return None
         place = next(place for place in range(ARENAS_MAX) if place not in self._places)
-        arena = self._places[place] = BlockArena(place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size))
+        arena = self._places[place] = BlockArena(
+            place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size)
+        )
         return arena
 
     def make_first(self) -> None:

@@ -77,7 +77,7 @@ class BlockEngine:
         self.arenas = BlockArenas(self.native, self.tables, core.tier, self.keeper, volume_id, self.staging_size)
         self.native.set_dirty_max(int(self.arenas.capacity * DIRTY_SHARE))
         self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, core.make_segments, self.commit)
-        self.writer = WriteBehind(self.native, self.slabs, core.segments, self.interval, self.sync)
+        self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
         self.eviction = BlockEviction(self.native, self.tables, core.namespaces)
         self._epochs: dict[int, int] = {}
         self._spaces: dict[int, int] = {}
@@ -217,7 +217,9 @@ class BlockEngine:
         if why == forms.ENDED:
             raise errors.Stale("the blocks of this namespace were cleared meanwhile")
         if why == forms.TOO_LARGE or size > self.arenas.block_max:
-            raise errors.FileTooLarge(f"a block of {size} bytes is larger than a slab, or than the store's memory allows")
+            raise errors.FileTooLarge(
+                f"a block of {size} bytes is larger than a slab, or than the store's memory allows"
+            )
         if why == forms.ODD_NAME:
             raise errors.InvalidArgument("this is no name of a block")
         is_late = trio.current_time() > give_up
@@ -231,7 +233,9 @@ class BlockEngine:
             return
         if why == forms.NO_QUOTA:
             if is_late or not self.eviction.make_room_in(table.namespace, size, self.use):
-                raise errors.QuotaExceeded(f"namespace {table.namespace}: no room for a block of {size} bytes", table.namespace)
+                raise errors.QuotaExceeded(
+                    f"namespace {table.namespace}: no room for a block of {size} bytes", table.namespace
+                )
             return
         if not await self._find_slabs(size) and (is_late or not self.eviction.make_room(size)):
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
@@ -316,7 +320,15 @@ class BlockEngine:
     def get_columns(self, table: BlockTable, names: NameColumns, targets: Words, rooms: Numbers) -> Numbers:
         rows, results = np.empty(len(rooms), np.int64), np.empty(len(rooms), np.int64)
         self.native.get(
-            table.place, table.readers.directory, *names, False, targets, rooms, self.now(table.namespace), rows, results
+            table.place,
+            table.readers.directory,
+            *names,
+            False,
+            targets,
+            rooms,
+            self.now(table.namespace),
+            rows,
+            results,
         )
         return results
 
@@ -335,6 +347,15 @@ class BlockEngine:
         targets, rooms = np.array([target.ctypes.data], np.uint64), np.array([len(target)], np.int64)
         return int(self.get_columns(table, forms.name_columns([name]), targets, rooms)[0])
 
+    def drop_others(self, table: BlockTable, names: Sequence[bytes]) -> None:
+        """Names that are about to mean blocks of one table mean none of the directory's other tables. Any thread."""
+        for other in self.tables.of(table.readers.directory):
+            if other is not table:
+                rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
+                columns = forms.name_columns(names)
+                now = self.now(other.namespace)
+                self.native.drop(other.place, other.readers.directory, *columns, False, now, rows, sequences)
+
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
         found = np.zeros(len(names), np.bool_)
         for table in self.tables.of(directory):
@@ -349,8 +370,8 @@ class BlockEngine:
 
     async def _read_beside(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block past memory that has no room for it. None: it is none any more, or damaged."""
-        found = table.rows[row]
-        if int(found["sequence"]) != sequence:
+        found = table.rows[row].copy()
+        if int(found["sequence"]) != sequence or not int(found["version"]) & 1:
             return None
         length, checksum = int(found["length"]), int(found["checksum"])
         _, offset = self.native.slot_places(int(found["slab"]), int(found["slot"]))
@@ -437,7 +458,7 @@ class BlockEngine:
 
     async def close(self) -> None:
         """Everything that was put is durable. EngineError."""
-        if self.native.statistics()["queued"] > self.writer.durable:
+        if not self.writer.durable.covers(self.writer.queued):
             await self.writer.flush()
 
     def statistics(self) -> dict[str, Any]:

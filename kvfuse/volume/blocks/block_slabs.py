@@ -88,6 +88,8 @@ class BlockSlabs:
     to_load: list[int] = field(default_factory=list)
     """lent slabs whose heads were not read yet"""
     loaded_blocks: int = 0
+    loans: int = 0
+    """how often slabs were lent"""
     _lending: trio.Lock = field(default_factory=trio.Lock)
 
     # -- places ----------------------------------------------------------------------------------------
@@ -131,6 +133,7 @@ class BlockSlabs:
             for slab in lent:
                 self.allocator.take_lent(slab)
             raise
+        self.loans += 1
         self.core.add_slabs(np.array(lent, np.uint32), int.from_bytes(token, "little"))
         return True
 
@@ -159,7 +162,9 @@ class BlockSlabs:
                 continue
             is_wanted(tables)
             for slab, table in zip(some, tables, strict=True):
-                self.loaded_blocks += self.core.load_slab(slab, int.from_bytes(self.allocator.lent[slab], "little"), table)
+                self.loaded_blocks += self.core.load_slab(
+                    slab, int.from_bytes(self.allocator.lent[slab], "little"), table
+                )
                 await trio.lowlevel.checkpoint()
             del self.to_load[: len(some)]
         self.core.set_loading(False)

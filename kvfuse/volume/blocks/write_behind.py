@@ -1,7 +1,7 @@
 """Writes blocks behind their puts: data, heads and names of many blocks in large sorted writes, and syncs them.
 
-A put does not wait for it. A *position* counts blocks in the order in which they were put: `written` and `durable` are
-positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
+A put does not wait for it. A `Position` counts blocks in the order in which they were put, and heads of blocks that were
+dropped: `written` and `durable` are positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
 again until it accepts it: its memory stays, its slots are given to nobody else, and puts are refused when too much
 waits. So a write that was given up, and comes late, finds nothing but its own block.
 """
@@ -12,7 +12,7 @@ import ctypes
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import trio
@@ -22,6 +22,7 @@ from kvfuse.native import blocks as forms
 from kvfuse.native._blocks import Batch, Core
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.volume.blocks.block_slabs import BlockSlabs
+from kvfuse.volume.inodes.doubt import Doubt
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +32,37 @@ GATHER_SECONDS = 0.005
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
 
 
+class Position(NamedTuple):
+    """How far the core's two queues were emptied."""
+
+    blocks: int = 0
+    stale_heads: int = 0
+
+    def covers(self, other: Position) -> bool:
+        return self.blocks >= other.blocks and self.stale_heads >= other.stale_heads
+
+
 @dataclass
 class WriteBehind:
     """Of one membership. Event loop only, but for `note_put`.
 
-    ``interval``: seconds in which what was written is synced. ``sync_records``: makes what slabs are lent durable.
+    ``interval``: seconds in which what was written is synced. ``doubt``: hears of each sync that fails, of others, too.
+    ``sync_records``: makes it durable which slabs are lent.
     """
 
     core: Core
     slabs: BlockSlabs
     segments: SegmentStore
+    doubt: Doubt
     interval: float
     sync_records: Callable[[], Awaitable[None]]
-    written: int = 0
-    durable: int = 0
+    written: Position = Position()
+    durable: Position = Position()
     failures: int = 0
-    _written_sequence: int = 0
-    """no block of a greater one is known to be written"""
+    _synced_loans: int = -1
+    _sync_failures: int = 0
+    _written_marks: tuple[int, int] = 0, 0
+    """sequence of a block, and number of a mark of a stale head, up to which all are written"""
     error: EngineError | None = None
     """why nothing is written at present"""
     is_idle: bool = False
@@ -55,8 +70,16 @@ class WriteBehind:
     _work: trio.Event = field(default_factory=trio.Event)
     _moved: trio.Event = field(default_factory=trio.Event)
     """set, and replaced, when a position moved, or an attempt failed"""
-    _sync_wanted: int = 0
+    _sync_wanted: Position = Position()
     _asked: trio.Event = field(default_factory=trio.Event)
+
+    def __post_init__(self) -> None:
+        self.doubt.on_failure = self._note_failed_sync
+
+    def _note_failed_sync(self) -> None:
+        self._sync_failures += 1
+        self.core.doubt_unsynced()
+        self.wake()
 
     def wake(self) -> None:
         self._work.set()
@@ -66,11 +89,11 @@ class WriteBehind:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sync_by_and_by)
             while True:
-                sequence = self.core.statistics()["sequence"]
+                before = self.core.statistics()
                 found = self.core.take_dirty(BATCH_BYTES, BATCH_BLOCKS)
-                if isinstance(found, int):
-                    self._written_sequence = sequence
-                    self._move(written=found)
+                if isinstance(found, tuple):
+                    self._written_marks = before["sequence"], before["marked_stale"]
+                    self._move(written=Position(*found))
                     await self._wait()
                 else:
                     await self._write(found)
@@ -81,7 +104,7 @@ class WriteBehind:
         if not self._is_work_left():  # put before it was idle
             await self._work.wait()
         self.is_idle = False
-        if self._sync_wanted <= self.written:
+        if self.written.covers(self._sync_wanted):
             await trio.sleep(GATHER_SECONDS)
 
     def _is_work_left(self) -> bool:
@@ -91,7 +114,7 @@ class WriteBehind:
     async def _write(self, batch: Batch) -> None:
         """Write a batch until the engine accepts it."""
         transfers, pause = self._transfers(batch), RETRY_SECONDS_MIN
-        _, _, position = batch.facts()
+        _, _, *position = batch.facts()
         while True:
             try:
                 await self.segments.write(transfers)
@@ -105,7 +128,7 @@ class WriteBehind:
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
         self.error = None
         batch.end()
-        self._move(written=position)
+        self._move(written=Position(*position))
 
     def _transfers(self, batch: Batch) -> list[Transfer]:
         data, heads = (np.frombuffer(runs, forms.RUN) for runs in batch.runs())
@@ -121,9 +144,8 @@ class WriteBehind:
                 address += part
         return found
 
-    def _move(self, *, written: int | None = None, durable: int | None = None) -> None:
-        self.written = self.written if written is None else max(self.written, written)
-        self.durable = self.durable if durable is None else max(self.durable, durable)
+    def _move(self, *, written: Position | None = None, durable: Position | None = None) -> None:
+        self.written, self.durable = written or self.written, durable or self.durable
         moved, self._moved = self._moved, trio.Event()
         moved.set()
 
@@ -134,44 +156,50 @@ class WriteBehind:
             with trio.move_on_after(self.interval):
                 await self._asked.wait()
             self._asked = trio.Event()
-            if self.durable < self.written:
+            if not self.durable.covers(self.written):
                 try:
                     await self._sync()
                 except EngineError as error:
                     log.error("blocks cannot be synced: %s", error)
-                    self.error = error
+                    self.error, self.failures = error, self.failures + 1
                     self._move()
                     await trio.sleep(RETRY_SECONDS_MIN)
 
     async def _sync(self) -> None:
         """EngineError, after which the bytes of blocks that were written since the last one are in doubt."""
-        position, sequence = self.written, self._written_sequence
-        try:
+        position, marks = self.written, self._written_marks
+        loans, failures = self.slabs.loans, self._sync_failures
+        with self.doubt.syncing():
             await self.segments.sync()
+        if loans != self._synced_loans:
             await self.sync_records()
-        except EngineError:
-            self.core.doubt_unsynced()
-            raise
-        self.core.note_synced(sequence)
+        if failures != self._sync_failures:
+            raise EngineError("another sync failed meanwhile: blocks are written again")
+        self.error, self._synced_loans = None, loans
+        self.core.note_synced(*marks)
         self._move(durable=position)
 
-    async def flush(self, position: int | None = None) -> None:
-        """Return when all blocks before a position (None: all until now) are durable. EngineError: they are not yet."""
-        position = self.core.statistics()["queued"] if position is None else position
-        if self.durable >= position:
-            return
-        self._sync_wanted = max(self._sync_wanted, position)
-        self.wake()
+    @property
+    def queued(self) -> Position:
+        """Of all that was put and dropped by now."""
+        found = self.core.statistics()
+        return Position(found["queued"], found["queued_stale"])
+
+    async def flush(self, position: Position | None = None) -> None:
+        """Return when all that was put and dropped before a position (None: now) is durable. EngineError: it is not."""
+        position = self.queued if position is None else position
+        self._sync_wanted = Position(*map(max, self._sync_wanted, position))
         failures = self.failures
-        while self.durable < position:
-            if self.written >= position:
+        while not self.durable.covers(position):
+            self.wake()
+            if self.written.covers(position):
                 self._asked.set()
             await self._moved.wait()
             if self.error is not None and self.failures > failures:
                 raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
 
     def statistics(self) -> dict[str, Any]:
-        return {"written": self.written, "durable": self.durable, "write_failures": self.failures}
+        return {"written": self.written.blocks, "durable": self.durable.blocks, "write_failures": self.failures}
 
 
 def memory_at(address: int, length: int) -> memoryview:
