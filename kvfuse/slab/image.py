@@ -10,7 +10,6 @@ import numpy.typing as npt
 from kvfuse.errors import VolumeError
 from kvfuse.slab.layout import PAGE_SIZE, Geometry
 
-
 LENT = 1
 """the slot size of a slab that is lent to the block store, whose slots are described by heads in the slab itself; its
 bitmap is a *token* of 4 bytes, which these heads repeat: those of an earlier loan do not count"""

@@ -458,7 +458,7 @@ class BlockEngine:
 
     async def close(self) -> None:
         """Everything that was put is durable. EngineError."""
-        if not self.writer.durable.covers(self.writer.queued):
+        if self.writer.durable < self.writer.queued:
             await self.writer.flush()
 
     def statistics(self) -> dict[str, Any]:

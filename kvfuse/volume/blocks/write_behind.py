@@ -1,7 +1,7 @@
 """Writes blocks behind their puts: data, heads and names of many blocks in large sorted writes, and syncs them.
 
-A put does not wait for it. A `Position` counts blocks in the order in which they were put, and heads of blocks that were
-dropped: `written` and `durable` are positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
+A put does not wait for it. A *position* counts blocks that were put and heads that are to be written, in their order:
+`written` and `durable` are positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
 again until it accepts it: its memory stays, its slots are given to nobody else, and puts are refused when too much
 waits. So a write that was given up, and comes late, finds nothing but its own block.
 """
@@ -12,7 +12,7 @@ import ctypes
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import trio
@@ -32,16 +32,6 @@ GATHER_SECONDS = 0.005
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
 
 
-class Position(NamedTuple):
-    """How far the core's two queues were emptied."""
-
-    blocks: int = 0
-    stale_heads: int = 0
-
-    def covers(self, other: Position) -> bool:
-        return self.blocks >= other.blocks and self.stale_heads >= other.stale_heads
-
-
 @dataclass
 class WriteBehind:
     """Of one membership. Event loop only, but for `note_put`.
@@ -56,13 +46,13 @@ class WriteBehind:
     doubt: Doubt
     interval: float
     sync_records: Callable[[], Awaitable[None]]
-    written: Position = Position()
-    durable: Position = Position()
+    written: int = 0
+    durable: int = 0
     failures: int = 0
     _synced_loans: int = -1
     _sync_failures: int = 0
     _written_marks: tuple[int, int] = 0, 0
-    """sequence of a block, and number of a mark of a stale head, up to which all are written"""
+    """sequence of a block, and number of heads, up to which all are written"""
     error: EngineError | None = None
     """why nothing is written at present"""
     is_idle: bool = False
@@ -70,7 +60,7 @@ class WriteBehind:
     _work: trio.Event = field(default_factory=trio.Event)
     _moved: trio.Event = field(default_factory=trio.Event)
     """set, and replaced, when a position moved, or an attempt failed"""
-    _sync_wanted: Position = Position()
+    _sync_wanted: int = 0
     _asked: trio.Event = field(default_factory=trio.Event)
 
     def __post_init__(self) -> None:
@@ -91,9 +81,9 @@ class WriteBehind:
             while True:
                 before = self.core.statistics()
                 found = self.core.take_dirty(BATCH_BYTES, BATCH_BLOCKS)
-                if isinstance(found, tuple):
-                    self._written_marks = before["sequence"], before["marked_stale"]
-                    self._move(written=Position(*found))
+                if isinstance(found, int):
+                    self._written_marks = before["sequence"], before["written_heads"]
+                    self._move(written=found)
                     await self._wait()
                 else:
                     await self._write(found)
@@ -104,17 +94,17 @@ class WriteBehind:
         if not self._is_work_left():  # put before it was idle
             await self._work.wait()
         self.is_idle = False
-        if self.written.covers(self._sync_wanted):
+        if self.written >= self._sync_wanted:
             await trio.sleep(GATHER_SECONDS)
 
     def _is_work_left(self) -> bool:
         found = self.core.statistics()
-        return bool(found["dirty"] or found["stale"])
+        return bool(found["dirty"])
 
     async def _write(self, batch: Batch) -> None:
         """Write a batch until the engine accepts it."""
         transfers, pause = self._transfers(batch), RETRY_SECONDS_MIN
-        _, _, *position = batch.facts()
+        _, _, position = batch.facts()
         while True:
             try:
                 await self.segments.write(transfers)
@@ -128,7 +118,7 @@ class WriteBehind:
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
         self.error = None
         batch.end()
-        self._move(written=Position(*position))
+        self._move(written=position)
 
     def _transfers(self, batch: Batch) -> list[Transfer]:
         data, heads = (np.frombuffer(runs, forms.RUN) for runs in batch.runs())
@@ -144,8 +134,9 @@ class WriteBehind:
                 address += part
         return found
 
-    def _move(self, *, written: Position | None = None, durable: Position | None = None) -> None:
-        self.written, self.durable = written or self.written, durable or self.durable
+    def _move(self, *, written: int | None = None, durable: int | None = None) -> None:
+        self.written = self.written if written is None else written
+        self.durable = self.durable if durable is None else durable
         moved, self._moved = self._moved, trio.Event()
         moved.set()
 
@@ -156,7 +147,7 @@ class WriteBehind:
             with trio.move_on_after(self.interval):
                 await self._asked.wait()
             self._asked = trio.Event()
-            if not self.durable.covers(self.written):
+            if self.durable < self.written:
                 try:
                     await self._sync()
                 except EngineError as error:
@@ -180,26 +171,25 @@ class WriteBehind:
         self._move(durable=position)
 
     @property
-    def queued(self) -> Position:
-        """Of all that was put and dropped by now."""
-        found = self.core.statistics()
-        return Position(found["queued"], found["queued_stale"])
+    def queued(self) -> int:
+        """The position of all that was put and dropped by now."""
+        return self.core.statistics()["queued"]
 
-    async def flush(self, position: Position | None = None) -> None:
+    async def flush(self, position: int | None = None) -> None:
         """Return when all that was put and dropped before a position (None: now) is durable. EngineError: it is not."""
         position = self.queued if position is None else position
-        self._sync_wanted = Position(*map(max, self._sync_wanted, position))
+        self._sync_wanted = max(self._sync_wanted, position)
         failures = self.failures
-        while not self.durable.covers(position):
+        while self.durable < position:
             self.wake()
-            if self.written.covers(position):
+            if self.written >= position:
                 self._asked.set()
             await self._moved.wait()
             if self.error is not None and self.failures > failures:
                 raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
 
     def statistics(self) -> dict[str, Any]:
-        return {"written": self.written.blocks, "durable": self.durable.blocks, "write_failures": self.failures}
+        return {"written": self.written, "durable": self.durable, "write_failures": self.failures}
 
 
 def memory_at(address: int, length: int) -> memoryview:
