@@ -19,8 +19,11 @@ DEFAULT_SIZE = 16 << 20
 
 _PLACES = np.arange(WAYS)
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP_WORD, _FIRST_WORD, _SECOND_WORD = np.uint64(_STEP), np.uint64(_FIRST), np.uint64(_SECOND)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
+_MARK, _HALF, _ONE = np.uint64(_HALF_WORD), np.uint64(32), np.uint64(1)
 NEVER = -1
 """seconds since a key was asked for that was not"""
 SMALL_BATCH = 8
@@ -30,12 +33,12 @@ SMALL_BATCH = 8
 def mix(keys: Sequence[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Uniform hashes (the finalizer of splitmix64) of keys, which may be small numbers."""
     hashes = np.array(keys, dtype=np.uint64)
-    hashes += np.uint64(_STEP)
-    hashes ^= hashes >> np.uint64(30)
-    hashes *= np.uint64(_FIRST)
-    hashes ^= hashes >> np.uint64(27)
-    hashes *= np.uint64(_SECOND)
-    hashes ^= hashes >> np.uint64(31)
+    hashes += _STEP_WORD
+    hashes ^= hashes >> _SHIFTS[0]
+    hashes *= _FIRST_WORD
+    hashes ^= hashes >> _SHIFTS[1]
+    hashes *= _SECOND_WORD
+    hashes ^= hashes >> _SHIFTS[2]
     return hashes
 
 
@@ -97,10 +100,10 @@ class SeenKeys:
     ) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.intp]]:
         """Of each key: its row, its mark, the entries of the row, and the place among them where it may be."""
         hashes = mix(keys)
-        marks = (hashes & np.uint64(_HALF_WORD)) | np.uint64(1)  # 0 is an empty place
+        marks = (hashes & _MARK) | _ONE  # 0 is an empty place
         rows = (hashes >> np.uint64(64 - self._row_bits)).astype(np.intp)
         entries = self._table[rows]
-        return rows, marks, entries, ((entries & np.uint64(_HALF_WORD)) == marks[:, None]).argmax(axis=1)
+        return rows, marks, entries, ((entries & _MARK) == marks[:, None]).argmax(axis=1)
 
     @staticmethod
     def _at(
@@ -108,7 +111,7 @@ class SeenKeys:
     ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Whether the entry at each place is of that mark, and its second."""
         chosen = entries.reshape(-1)[np.arange(0, WAYS * len(places), WAYS) + places]
-        return (chosen & np.uint64(_HALF_WORD)) == marks, (chosen >> np.uint64(32)).astype(np.int64)
+        return (chosen & _MARK) == marks, (chosen >> _HALF).astype(np.int64)
 
     def _ask_one(self, hashed: int, second: int) -> int:
         start = WAYS * (hashed >> 64 - self._row_bits)
@@ -132,11 +135,9 @@ class SeenKeys:
         places: NDArray[np.intp],
     ) -> None:
         """Put each new entry first in its row; those before its place move by one."""
-        wide = np.empty((len(rows), WAYS + 1), dtype=np.uint64)
-        wide[:, 0], wide[:, 1:] = new, entries
-        sources = _PLACES + np.arange(0, wide.size, WAYS + 1)[:, None]
-        sources += _PLACES > places[:, None]
-        self._table[rows] = wide.reshape(-1)[sources]
+        moved = np.empty_like(entries)
+        moved[:, 0], moved[:, 1:] = new, entries[:, :-1]
+        self._table[rows] = np.where(places[:, None] >= _PLACES, moved, entries)
         lost = np.flatnonzero(self._flat[WAYS * rows] != new)  # of several keys in one row the last was written
         for index in lost.tolist():
             row = self._table[rows[index]]
