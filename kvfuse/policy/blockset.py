@@ -190,7 +190,7 @@ class BlockSet:
             self._recount(lists, LEAVING)
             if not lists.all():  # what nobody told of is not in the size
                 size -= int(self.sizes(table, rows)[lists == UNTOLD].sum())
-            ages[which] = np.maximum(now - table.used[rows], 0)
+            ages[which] = np.maximum(int(now) - table.used[rows].astype(np.int64), 0)
         self.size -= size
         return ages
 

@@ -92,13 +92,15 @@ class ArcColumns(GhostOrder):
 
     def insert(self, number: int, rows: Places, keys: Keys, moments: Numbers, follows: Mask) -> None:
         once, again = self._once_ghosts.count, self._again_ghosts.count
-        was_once, was_again = self._once_ghosts.take(keys), self._again_ghosts.take(keys)
-        if was_once.any():
-            longer = int(was_once.sum()) * max(1.0, again / max(once, 1.0))
-            self._target = min(self._target + longer, self.blocks.count)
-        if was_again.any():
-            shorter = int(was_again.sum()) * max(1.0, once / max(again, 1.0))
-            self._target = max(self._target - shorter, 0.0)
+        was_once = self._once_ghosts.take(keys)
+        was_again = self._again_ghosts.take(keys) & ~was_once
+        for is_once in was_once[was_once | was_again].tolist():
+            if is_once:
+                self._target = min(self._target + max(1.0, again / max(once, 1.0)), self.blocks.count)
+                once -= 1
+            else:
+                self._target = max(self._target - max(1.0, once / max(again, 1.0)), 0.0)
+                again -= 1
         self._place(number, rows, moments, was_once | was_again)
 
     def insert_one(self, number: int, row: int, key: int, moment: int, follows: bool) -> None:
@@ -119,7 +121,6 @@ class ArcColumns(GhostOrder):
         self._place(number, rows, moments, ~is_new)
 
     def pick(self, taking: Taking) -> None:
-        capacity = self.blocks.count
         over = self.blocks.counts[FIRST] - self._target
         if over > 0:
             self._take(taking, 0, math.ceil(over))
@@ -127,6 +128,7 @@ class ArcColumns(GhostOrder):
             self._take(taking, 1, EVERYTHING)
         if taking.left > 0:
             self._take(taking, 0, EVERYTHING)
+        capacity = self.blocks.count
         self._once_ghosts.trim(capacity - self.blocks.counts[FIRST])
         self._again_ghosts.trim(capacity - self._once_ghosts.count)
 

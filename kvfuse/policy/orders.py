@@ -92,19 +92,37 @@ class ChainColumns(Order):
 
     needs_seen = True
 
+    def __init__(self, blocks: BlockSet, pace: Pace) -> None:
+        super().__init__(blocks, pace)
+        self._later = 0
+        """what the last chain that followed another got, in microseconds"""
+        self._latest = 0
+        """the latest that a used block of such a chain is due"""
+
     def insert(self, number: int, rows: Places, keys: Keys, moments: Numbers, follows: Mask) -> None:
-        self.blocks.place(number, rows, FIRST, moments + follows * int(self.pace.bonus * MICROSECONDS))
+        later = max(self._later, int(self.pace.bonus * MICROSECONDS))
+        self.blocks.place(number, rows, FIRST, moments + follows * later)
 
     def insert_one(self, number: int, row: int, key: int, moment: int, follows: bool) -> None:
-        self.blocks.place_one(number, row, FIRST, moment + follows * int(self.pace.bonus * MICROSECONDS))
+        later = max(self._later, int(self.pace.bonus * MICROSECONDS)) if follows else 0
+        self.blocks.place_one(number, row, FIRST, moment + later)
 
     def touch(self, number: int, rows: Places, moments: Numbers, follows: bool) -> None:
-        later = follows * int(self.pace.bonus * MICROSECONDS)
-        self.blocks.place(number, rows, FIRST, moments + later, never_sooner=not follows)
+        dues = moments + self._delay(int(moments[-1]), int(moments[0])) if follows else moments
+        self.blocks.place(number, rows, FIRST, dues, never_sooner=not follows)
 
     def touch_one(self, number: int, row: int, moment: int, follows: bool) -> None:
-        later = follows * int(self.pace.bonus * MICROSECONDS)
-        self.blocks.place_one(number, row, FIRST, moment + later, never_sooner=not follows)
+        due = moment + self._delay(moment, moment) if follows else moment
+        self.blocks.place_one(number, row, FIRST, due, never_sooner=not follows)
+
+    def _delay(self, first: int, last: int) -> int:
+        """How much later blocks of these moments are due: not before others that were used before them.
+
+        So the bonus may fall, and what got it when it was larger does not outlive what is used now.
+        """
+        self._later = max(int(self.pace.bonus * MICROSECONDS), self._latest + 1 - first)
+        self._latest = last + self._later
+        return self._later
 
 
 USES_MAX = 255
