@@ -82,7 +82,7 @@ class BlockSet:
 
     def moments(self, now: float, count: int) -> int:
         """The moment of the first block of a chain; each after it has the one before: leaves go before roots."""
-        self._moment = max(int(now * MICROSECONDS), self._moment) + count
+        self._moment = max(int(now * MICROSECONDS) + 1, self._moment) + count  # none is that of a put now, or 0
         return self._moment - 1
 
     def place(self, number: int, rows: Places, list_: int, dues: Numbers, *, never_sooner: bool = False) -> None:
@@ -91,16 +91,17 @@ class BlockSet:
         priorities = table.priorities[rows]
         if (priorities != NORMAL).any():
             dues = np.maximum(dues + (priorities.astype(np.int64) - NORMAL) * (PRIORITY_SECONDS * MICROSECONDS), 0)
+        before, lists = table.due[rows], table.list[rows]
         if never_sooner:
-            dues = np.maximum(dues, table.due[rows])
-        lists = table.list[rows]
+            dues = np.maximum(dues, before)
         if (lists != list_).any():
             self._recount(lists, list_)
             table.list[rows] = list_
         table.due[rows] = dues
         queue = self._queue_of[list_]
         if len(rows) and dues.min() <= queue.horizon:
-            near = np.flatnonzero(dues <= queue.horizon)
+            moved = (dues != before) | ((lists != list_) & (lists != UNTOLD))  # others are candidates already
+            near = np.flatnonzero(moved & (dues <= queue.horizon))
             queue.push(make_candidates(number, dues[near], rows[near], table.sequences[rows[near]]))
 
     def place_one(self, number: int, row: int, list_: int, due: int, *, never_sooner: bool = False) -> None:
@@ -108,15 +109,16 @@ class BlockSet:
         table = self.tables[number]
         if (priority := table.priority_bytes[row]) != NORMAL:
             due = max(due + (priority - NORMAL) * (PRIORITY_SECONDS * MICROSECONDS), 0)
+        before, list_before = table.due_words[row], table.list_bytes[row]
         if never_sooner:
-            due = max(due, table.due_words[row])
+            due = max(due, before)
         table.due_words[row] = due
-        if (before := table.list_bytes[row]) != list_:
+        if list_before != list_:
             table.list_bytes[row] = list_
-            self.counts[before] -= 1
+            self.counts[list_before] -= 1
             self.counts[list_] += 1
         queue = self._queue_of[list_]
-        if due <= queue.horizon:
+        if due <= queue.horizon and (due != before or list_before not in (list_, UNTOLD)):
             sequences = table.sequences[row : row + 1]
             queue.push(make_candidates(number, np.array([due]), np.array([row]), sequences))
 
@@ -174,7 +176,7 @@ class BlockSet:
                 fits |= lists == other
             fits &= table.is_live(rows)
             fits &= table.sequences[rows] == candidates[SEQUENCE][which]
-            fits &= table.due[rows] <= candidates[DUE][which]
+            fits &= table.due[rows] == candidates[DUE][which]
             if skip:
                 fits &= (table.flags[rows] & np.uint32(skip)) == 0
             good[which], sizes[which], uses[which] = fits, self.sizes(table, rows), table.uses[rows]

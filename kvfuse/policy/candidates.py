@@ -1,8 +1,8 @@
 """The blocks that go next, a few percent of all, in their order: so no eviction looks at every row.
 
 A *candidate* was found by a scan over all rows, or was given a place before the last of those since. Whoever takes it
-looks at its row again: it counts if it is the same block, on a list of this queue, and not due later than it was. What
-was used since is due later, and beyond the last candidate: the next scan finds it.
+looks at its row again: it counts if it is the same block, on a list of this queue, and due when it was. What was used
+since is due later, and beyond the last candidate: the next scan finds it.
 """
 
 from __future__ import annotations

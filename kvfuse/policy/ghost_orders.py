@@ -124,11 +124,10 @@ class ArcColumns(GhostOrder):
         over = self.blocks.counts[FIRST] - self._target
         if over > 0:
             self._take(taking, 0, math.ceil(over))
-        if taking.left > 0 and self.blocks.counts[SECOND] > 0:
-            self._take(taking, 1, EVERYTHING)
-        if taking.left > 0:
-            self._take(taking, 0, EVERYTHING)
-        capacity = self.blocks.count
+        for queue in (1, 0, 1):  # a scan may have found blocks that were held, or that nobody told of
+            if taking.left > 0 and (queue == 0 or self.blocks.counts[SECOND] > 0):
+                self._take(taking, queue, EVERYTHING)
+        capacity = self.blocks.count + 1  # with the one that went last
         self._once_ghosts.trim(capacity - self.blocks.counts[FIRST])
         self._again_ghosts.trim(capacity - self._once_ghosts.count)
 
@@ -203,8 +202,8 @@ class S3FifoColumns(GhostOrder):
     def pick(self, taking: Taking) -> None:
         self._now = taking.now
         while taking.left > 0:
-            if not self._pick_small(taking) and not self._pick_main(taking):
-                self._take_small(taking, EVERYTHING)
+            seen = self._pick_small(taking) or self._pick_main(taking) or self._take_small(taking, EVERYTHING)
+            if not seen and not self._pick_main(taking):  # what a scan found at last
                 break
         self._ghosts.trim(self.blocks.count)
 

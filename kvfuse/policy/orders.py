@@ -135,7 +135,7 @@ _RANK_MAX = (1 << 18) - 1
 class LfuColumns(Order):
     """By uses, up to `USES_MAX`, and the cache's age at the last one; of equals by the time of the last use."""
 
-    lists = ((FIRST,),)
+    lists = ((FIRST,), (UNTOLD,))
 
     def __init__(self, blocks: BlockSet, pace: Pace) -> None:
         super().__init__(blocks, pace)
@@ -176,6 +176,7 @@ class LfuColumns(Order):
         taking.take(0)
         if taking.taken:
             self._age = int(taking.taken[-1][DUE, -1]) >> _RANK_SHIFT
+        taking.take(1)
 
     def _rank(self, uses: int) -> int:
         return min(self._age + uses, _RANK_MAX)
