@@ -163,6 +163,9 @@ def begin_table(
     mode: int,
     serial: int,
 ) -> None: ...
+def name_keys(table: Any, directory: int, text: Any, offsets: Any, lengths: Any, keys: Any) -> None:
+    """The first half of each name's fingerprint; 0 for an odd name."""
+
 def table_get(
     table: Any,
     directory: int,

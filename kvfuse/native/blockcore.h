@@ -775,7 +775,7 @@ static void copy_plan(const Table *table, uint64_t directory, Plan *plan)
 
 /* Make a block visible, in the place of the one of its name. 0, or why it is not. The row is whole before it is odd, and
    odd before an entry of the former row becomes its own: a daemon that is killed on the way leaves one of the two. */
-static int publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, uint64_t *sequence)
+static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, uint64_t *sequence)
 {
     TableHeader *header = table->index.header;
     int64_t former = find_row(&table->index, plan->fingerprint), number = take_row(table);
@@ -821,7 +821,7 @@ static int publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, 
     }
     unpin(plan->arena);
     core->puts++, core->put_bytes += plan->length;
-    return 0;
+    return number;
 }
 
 /* Names in one piece of memory, which a client may change at any time: each is copied once. */
@@ -875,7 +875,7 @@ static int64_t put_all(Core *core, Table *table, const Names *names, int plain_o
         if (i + 4 < planned)
             prefetch_buckets(&table->index, plans[i + 4].fingerprint);
         results[i] = table->is_ended ? ENDED : publish(core, table, plans + i, terms, sequences + i);
-        if (results[i])
+        if (results[i] < 0)
             undo_plan(core, table, plans + i);
     }
     unlock(core);

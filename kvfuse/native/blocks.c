@@ -1045,7 +1045,31 @@ static PyObject *table_get(PyObject *self, PyObject *args)
     return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* The first half of each name's fingerprint. 0 for an odd name. */
+static PyObject *name_keys(PyObject *self, PyObject *args)
+{
+    Py_buffer columns[4], memory;
+    unsigned long long directory;
+    if (!PyArg_ParseTuple(args, "y*Ky*y*y*w*", &memory, &directory, columns, columns + 1, columns + 2, columns + 3))
+        return NULL;
+    Index index;
+    Names names;
+    int64_t count = open_columns(columns, "-848", &names);
+    if (count >= 0 && !open_index(memory.buf, (uint64_t)memory.len, &index)) {
+        PyErr_SetString(PyExc_ValueError, "no table of blocks");
+        count = -1;
+    }
+    uint64_t *keys = columns[3].buf;
+    uint8_t name[NAME_MAX_BYTES], length;
+    for (int64_t i = 0; i < count; i++)
+        keys[i] = copy_name(&names, i, 0, name, &length) ? fingerprint_of(index.multipliers, directory, name, length).low : 0;
+    release_all(columns, 4);
+    PyBuffer_Release(&memory);
+    return count < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyMethodDef functions[] = {
+    {"name_keys", name_keys, METH_VARARGS, "name_keys(table, directory, names, keys)"},
     {"begin_table", begin_table, METH_VARARGS, "begin_table(memory, multipliers, buckets_max, rows_max, ...)"},
     {"table_get", table_get, METH_VARARGS, "table_get(table, directory, names, now, arenas, targets, rooms, rows, results, copies)"},
     {NULL, NULL, 0, NULL},

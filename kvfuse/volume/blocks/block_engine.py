@@ -78,7 +78,7 @@ class BlockEngine:
         self.native.set_dirty_max(int(self.arenas.capacity * DIRTY_SHARE))
         self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, core.make_segments, self.commit)
         self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
-        self.eviction = BlockEviction(self.native, self.tables, core.namespaces)
+        self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use)
         self._epochs: dict[int, int] = {}
         self._spaces: dict[int, int] = {}
         """namespace -> its place in the core"""
@@ -180,17 +180,31 @@ class BlockEngine:
         self, table: BlockTable, names: NameColumns, sources: Words, sizes: Numbers, terms: RowTerms,
         *, plain_only: bool = False,
     ) -> tuple[Numbers, Words]:  # fmt: skip
-        """Store what has room now. (0 or a code of `native.blocks` for each, sequences). Any thread.
-
-        ``sources``: addresses of memory that is there, and stays.
-        """
         count = len(sizes)
-        results, sequences = np.empty(count, np.int64), np.zeros(count, np.uint64)
+        results, sequences = np.full(count, forms.NOT_ADMITTED, np.int64), np.zeros(count, np.uint64)
+        admitted = self.eviction.admits(table, names)
+        if admitted is not None and not admitted.all():
+            chosen = np.flatnonzero(admitted)
+            if len(chosen):
+                text, offsets, lengths = names
+                part = text, np.ascontiguousarray(offsets[chosen]), np.ascontiguousarray(lengths[chosen])
+                results[chosen], sequences[chosen] = self._put_some(
+                    table, part, sources[chosen], sizes[chosen], terms, plain_only=plain_only
+                )
+            return results, sequences
+        return self._put_some(table, names, sources, sizes, terms, plain_only=plain_only)
+
+    def _put_some(
+        self, table: BlockTable, names: NameColumns, sources: Words, sizes: Numbers, terms: RowTerms,
+        *, plain_only: bool,
+    ) -> tuple[Numbers, Words]:  # fmt: skip
+        results, sequences = np.empty(len(sizes), np.int64), np.zeros(len(sizes), np.uint64)
         now = self.now(table.namespace)
         self.native.put(
             table.place, table.readers.directory, *names, plain_only, sources, sizes, time.time_ns() // 1000, now,
             terms.expires or self.eviction.expiry(table.namespace, now), terms.priority, results, sequences,
         )  # fmt: skip
+        self.eviction.note_put(table, results, sizes)
         self.note_put()
         return results, sequences
 
@@ -205,7 +219,8 @@ class BlockEngine:
         while start < len(names):
             columns = forms.name_columns(names[start:])
             results, _ = self.try_put(table, columns, sources[start:], sizes[start:], terms)
-            done = int(np.argmax(results != 0)) if results.any() else len(results)
+            failed = results < 0
+            done = int(np.argmax(failed)) if failed.any() else len(results)
             start += done
             if start < len(names):
                 await self.make_room(int(results[done]), table, int(sizes[start]), give_up)
@@ -220,6 +235,8 @@ class BlockEngine:
             raise errors.FileTooLarge(
                 f"a block of {size} bytes is larger than a slab, or than the store's memory allows"
             )
+        if why == forms.NOT_ADMITTED:
+            raise errors.NotAdmitted("a block is not stored: the namespace is full of blocks that are worth more")
         if why == forms.ODD_NAME:
             raise errors.InvalidArgument("this is no name of a block")
         is_late = trio.current_time() > give_up
@@ -232,16 +249,12 @@ class BlockEngine:
             await self._look_soon()
             return
         if why == forms.NO_QUOTA:
-            if is_late or not self.eviction.make_room_in(table.namespace, size, self.use):
-                raise errors.QuotaExceeded(
-                    f"namespace {table.namespace}: no room for a block of {size} bytes", table.namespace
-                )
+            if is_late or not self.eviction.make_room_in(table.namespace, size):
+                text = f"namespace {table.namespace}: no room for a block of {size} bytes"
+                raise errors.QuotaExceeded(text, table.namespace)
             return
-        if not await self._find_slabs(size) and (is_late or not self.eviction.make_room(size)):
+        if not await self.slabs.lend(self._spare_slabs) and (is_late or not self.eviction.make_room(size)):
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
-
-    async def _find_slabs(self, size: int) -> bool:
-        return await self.slabs.lend(self._spare_slabs)
 
     def note_put(self) -> None:
         """Something was put. Any thread."""
@@ -330,6 +343,7 @@ class BlockEngine:
             rows,
             results,
         )
+        self.eviction.note_use(table, rows)
         return results
 
     def copy(self, table: BlockTable, name: bytes, room: int) -> memoryview | int:
@@ -436,7 +450,7 @@ class BlockEngine:
             if self.tables.all:
                 while await self.arenas.keep_spares():
                     is_busy = True
-                self.eviction.keep_below(self.core, self.use)
+                self.eviction.look()
             has_looked, self._has_looked = self._has_looked, trio.Event()
             has_looked.set()
             is_busy |= self.native.statistics()["puts"] != before
@@ -451,8 +465,7 @@ class BlockEngine:
         free = self.native.statistics()["free_slabs"]
         if free < self._spare_slabs:
             try:
-                if not await self.slabs.lend(2 * self._spare_slabs):
-                    self.eviction.free_slots(self.core)
+                await self.slabs.lend(2 * self._spare_slabs)
             except errors.EngineError as error:
                 log.warning("no slab can be taken for blocks: %s", error)
 
@@ -469,5 +482,5 @@ class BlockEngine:
             "tables": len(self.tables.all),
             "slabs": len(self.core.slabs.lent),
             "loading_slabs": len(self.slabs.to_load),
-            "evicted": dict(self.eviction.counters),
+            "evicted": self.eviction.statistics(),
         }

@@ -59,6 +59,11 @@ class SlabStates:
     def address(self) -> int:
         return int(self.bytes.ctypes.data)
 
+    @property
+    def slot_sizes(self) -> npt.NDArray[np.uint32]:
+        """Of each slab, as it is now; 0: it has none."""
+        return self.bytes.view(np.uint32)[:: forms.SLAB_STATE_SIZE // 4]
+
     def forget_others(self, lent: Iterable[int], slab_count: int) -> None:
         """Slabs that are not lent are nobody's, whatever a killed daemon was about to do."""
         rows = self.bytes[: slab_count * forms.SLAB_STATE_SIZE].reshape(slab_count, -1)
