@@ -140,14 +140,28 @@ static uint32_t bucket_of(uint64_t half, uint32_t count)
     return bucket < count ? bucket : bucket & (top - 1);
 }
 
+/* Entries of a bucket that may have this tag: a bit for each, of which `entry_of` says the entry. */
+static uint64_t entries_with(const Bucket *line, uint8_t tag)
+{
+    uint64_t first, ones = 0x0101010101010101ull, tops = 0x8080808080808080ull;
+    uint32_t rest;
+    memcpy(&first, line->tags, 8);
+    memcpy(&rest, line->tags + 8, 4);
+    first ^= ones * tag, rest ^= (uint32_t)ones * tag;
+    return ((first - ones) & ~first & tops) | ((rest - (uint32_t)ones) & ~rest & (uint32_t)tops) >> 4;
+}
+
+static int entry_of(uint64_t bits)
+{
+    int bit = __builtin_ctzll(bits);
+    return bit / 8 + (bit % 8 == 7 ? 0 : 8);
+}
+
 static int64_t find_in(const Index *index, uint32_t bucket, Fingerprint wanted)
 {
     const Bucket *line = index->buckets + bucket;
-    uint8_t tag = tag_of(wanted);
-    for (int entry = 0; entry < ENTRIES; entry++) {
-        if (__atomic_load_n(&line->tags[entry], __ATOMIC_RELAXED) != tag)
-            continue;
-        uint32_t row = __atomic_load_n(&line->rows[entry], __ATOMIC_ACQUIRE);
+    for (uint64_t bits = entries_with(line, tag_of(wanted)); bits; bits &= bits - 1) {
+        uint32_t row = __atomic_load_n(&line->rows[entry_of(bits)], __ATOMIC_ACQUIRE);
         if (!row || row > index->rows_max)
             continue;
         const Row *found = index->rows + (row - 1);
@@ -201,12 +215,14 @@ static void prefetch_rows(const Index *index, Fingerprint wanted)
     uint64_t halves[2] = {wanted.low, wanted.high};
     for (int half = 0; half < 2 && count; half++) {
         const Bucket *line = index->buckets + bucket_of(halves[half], count);
-        for (int entry = 0; entry < ENTRIES; entry++)
-            if (line->tags[entry] == tag_of(wanted) && line->rows[entry] && line->rows[entry] <= index->rows_max) {
-                const uint8_t *row = (const uint8_t *)(index->rows + (line->rows[entry] - 1));
-                __builtin_prefetch(row);
-                __builtin_prefetch(row + sizeof(Row) - 1);
-            }
+        for (uint64_t bits = entries_with(line, tag_of(wanted)); bits; bits &= bits - 1) {
+            uint32_t number = __atomic_load_n(&line->rows[entry_of(bits)], __ATOMIC_RELAXED);
+            if (!number || number > index->rows_max)
+                continue;
+            const uint8_t *row = (const uint8_t *)(index->rows + (number - 1));
+            __builtin_prefetch(row);
+            __builtin_prefetch(row + sizeof(Row) - 1);
+        }
     }
 }
 
