@@ -294,24 +294,27 @@ static int split_bucket(Index *index)
     return 1;
 }
 
-/* Move an entry of a full bucket to its other bucket. The place that is free then, or -1. */
-static int displace_entry(Index *index, uint32_t bucket)
+/* A free place in a bucket, or -1. Entries move to their other buckets for it, and ``depth`` - 1 times others for them. While
+   buckets grow, those that are not yet split have twice as many entries as the others, and are full often. */
+static int make_room(Index *index, uint32_t bucket, int depth)
 {
     uint32_t count = index->header->bucket_count;
     Bucket *line = index->buckets + bucket;
-    for (int entry = 0; entry < ENTRIES; entry++) {
+    int place = free_entry(line);
+    if (place < 0)
+        place = reclaim_entries(index, bucket);
+    for (int entry = 0; entry < ENTRIES && place < 0 && depth; entry++) {
         Fingerprint one = index->rows[line->rows[entry] - 1].fingerprint;
         uint32_t other = bucket_of(one.low, count);
         if (other == bucket)
             other = bucket_of(one.high, count);
-        int place = other == bucket ? -1 : free_entry(index->buckets + other);
-        if (place < 0)
+        int target = other == bucket ? -1 : make_room(index, other, depth - 1);
+        if (target < 0)
             continue;
-        set_entry(index->buckets + other, place, line->tags[entry], line->rows[entry]);
-        set_entry(line, entry, 0, 0);
-        return entry;
+        set_entry(index->buckets + other, target, line->tags[entry], line->rows[entry]);
+        set_entry(line, place = entry, 0, 0);
     }
-    return -1;
+    return place;
 }
 
 /* Enter a row, whose fingerprint is set. 0: there is no place for it. */
@@ -320,21 +323,21 @@ static int enter_row(Index *index, uint32_t row)
     Fingerprint one = index->rows[row].fingerprint;
     if (index->header->live * 10 > (uint64_t)index->header->bucket_count * ENTRIES * 7)
         split_bucket(index);
-    for (int turn = 0; turn < 16; turn++) {
+    for (int depth = 0; depth < 16; depth++) {
         uint32_t count = index->header->bucket_count;
         uint32_t bucket = bucket_of(one.low, count), other = bucket_of(one.high, count);
-        if (count_entries(index->buckets + other) < count_entries(index->buckets + bucket))
+        if (count_entries(index->buckets + other) < count_entries(index->buckets + bucket)) {
             bucket = other;
-        int place = free_entry(index->buckets + bucket);
+            other = bucket_of(one.low, count);
+        }
+        int place = make_room(index, bucket, depth < 2 ? depth : 2);
         if (place < 0)
-            place = reclaim_entries(index, bucket);
-        if (place < 0)
-            place = displace_entry(index, bucket);
+            place = make_room(index, bucket = other, depth < 2 ? depth : 2);
         if (place >= 0) {
             set_entry(index->buckets + bucket, place, tag_of(one), row + 1);
             return 1;
         }
-        if (!split_bucket(index))
+        if (depth >= 2 && !split_bucket(index))
             return 0;
     }
     return 0;
