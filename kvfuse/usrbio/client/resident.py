@@ -182,10 +182,7 @@ def _open(session: Session, namespace: Namespace, number: int, former: Sequence[
         return _MappedFiles(Table(memory), touches, MappedArenas(session))
     table, arenas = RowTable(memory), MappedArenas(session)
     for other in former:
-        if isinstance(other, _MappedRows) and (other.table.directory, other.table.serial) == (
-            table.directory,
-            table.serial,
-        ):
+        if isinstance(other, _MappedRows) and other.table.serial == table.serial:
             table, arenas = other.table, other._arenas
     return _MappedRows(table, touches, arenas)
 
