@@ -374,6 +374,7 @@ class RingApi(VolumeApi, Protocol):
     @property
     def rows(self) -> RowApi | None:
         """Blocks that are rows; None: this volume has none."""
+
     @property
     def search(self) -> SearchApi: ...
     @property

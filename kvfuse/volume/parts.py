@@ -116,9 +116,7 @@ class Lifetime:
 class Parts:
     """Makes the parts of one membership, and ends them. ``member``: this client, on a shared volume."""
 
-    def __init__(
-        self, core: Core, options: Options, member: Member | None, keeper: Keeper = NO_KEEPER
-    ) -> None:
+    def __init__(self, core: Core, options: Options, member: Member | None, keeper: Keeper = NO_KEEPER) -> None:
         self.core = core
         headers = HeaderWriter(core)
         flusher = Flusher(core, headers, options.cache.staging_size)

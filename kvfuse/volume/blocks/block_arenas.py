@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 ARENA_SIZE = 64 << 20
 ARENAS_MAX = 256
-SPARES = 2
+SPARES = 3
 """arenas that wait to be filled, once blocks are stored"""
 ARENA_PREFIX = "blocks/arena/"
 STEP = 8 << 20
@@ -157,7 +157,9 @@ class BlockArenas:
             self._tier.take_back(self.arena_size)
             return None
         place = next(place for place in range(ARENAS_MAX) if place not in self._places)
-        arena = self._places[place] = BlockArena(place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size))
+        arena = self._places[place] = BlockArena(
+            place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size)
+        )
         return arena
 
     def make_first(self) -> None:
@@ -214,11 +216,15 @@ class BlockArenas:
         arena = self.by_number.get(int(table.rows["arena"][row]))
         if arena is None or not self._core.pin_arena(arena.number, 1):
             return None
-        found = table.rows[row]  # from here on, what is in this arena stays
-        held = HeldRow(self._core, arena, int(found["page"]) * forms.PAGE, int(found["length"]))
-        is_same = int(found["sequence"]) == sequence and int(found["arena"]) == arena.number
+        rows = table.rows  # from here on, what is in this arena stays
+        version = int(rows["version"][row])
         fence()
-        return held if is_same and int(found["version"]) & 1 and table.rows["version"][row] == found["version"] else None
+        found = rows[row].copy()
+        fence()
+        held = HeldRow(self._core, arena, int(found["page"]) * forms.PAGE, int(found["length"]))
+        is_same = version & 1 == 1 and int(rows["version"][row]) == version
+        is_same &= int(found["sequence"]) == sequence and int(found["arena"]) == arena.number
+        return held if is_same else None
 
     def adopt_pin(self, number: int, offset: int, size: int) -> HeldRow | None:
         """What a client of the former daemon goes on to hold. None: there is no such arena any more."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,8 +25,10 @@ import trio
 from kvfuse.blockindex import fence
 from kvfuse.errors import OperationError
 from kvfuse.keys import file_names
+from kvfuse.native.blocks import name_columns
 from kvfuse.volume.api import FindAncestors
 from kvfuse.volume.blocks.block_arenas import BlockArenas
+from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_tables import COMPLETE, VALID_UNTIL, BlockTable, BlockTables
 from kvfuse.volume.tier.resident_indexes import Residents
 from kvfuse.volume.tier.touches import TouchPage
@@ -35,8 +37,6 @@ SAMPLE_SECONDS = 0.05
 """between looks at what clients read by themselves"""
 SAMPLED_AT_ONCE = 8192
 """rows and keys alike, of all clients"""
-USES_MAX = 1 << 12
-"""samples that wait for somebody to take them"""
 _EXPIRED = 1
 """as the moment up to which a table holds"""
 
@@ -70,10 +70,10 @@ class ShownTables:
     tables: BlockTables
     arenas: BlockArenas
     residents: Residents
+    eviction: BlockEviction
+    """hears what is read"""
     _touches: deque[RowTouches] = field(default_factory=deque)
     _opened: trio.Event = field(default_factory=trio.Event)
-    _uses: deque[tuple[BlockTable, Numbers]] = field(default_factory=lambda: deque(maxlen=USES_MAX))
-    _asked: deque[tuple[int, list[bytes]]] = field(default_factory=lambda: deque(maxlen=USES_MAX))
     _looked_at: dict[int, bool] = field(default_factory=dict)
     """directory -> whether a name of it came to mean an inode since somebody began to look"""
 
@@ -188,25 +188,19 @@ class ShownTables:
 
     def _note(self, touches: RowTouches, now: int) -> int:
         table, asked = touches.table, touches.take_asked()
-        self._asked.extend([(table.readers.directory, file_names(keys)) for keys in asked])
         numbers: Numbers = np.array(touches.take(), np.int64)
-        if len(numbers) and not table.has_ended:
-            rows = table.rows
-            numbers = numbers[numbers < len(rows)]
-            numbers = numbers[rows["version"][numbers] & np.uint64(1) == 1]
+        if table.has_ended:
+            return len(numbers)
+        rows = table.rows
+        numbers = numbers[numbers < len(rows)]
+        numbers = numbers[rows["version"][numbers] & np.uint64(1) == 1]
+        if len(numbers):
             rows["used"][numbers] = now
-            self._uses.append((table, numbers))
+            self.eviction.note_use(table, numbers)
+        for keys in asked:
+            names = file_names(keys)
+            self.eviction.note_chain(table, name_columns(names), table.find(names, now)[0])
         return len(numbers) + sum(map(len, asked))
-
-    def take_uses(self) -> Iterator[tuple[BlockTable, Numbers]]:
-        """(table, rows that clients have read) since the last call; a row may be another block's by now."""
-        while self._uses:
-            yield self._uses.popleft()
-
-    def take_asked(self) -> Iterator[tuple[int, Sequence[bytes]]]:
-        """(directory, names of one question of a client, some of which are absent) since the last call."""
-        while self._asked:
-            yield self._asked.popleft()
 
     async def run(self) -> None:
         """Look at what clients read, as long as there are some."""

@@ -33,9 +33,9 @@ from kvfuse.volume.tier.arena_pool import ARENAS_MAX, SLOT_ALIGNMENT, ArenaPool,
 from kvfuse.volume.tier.arena_rows import packed_token
 from kvfuse.volume.tier.arenas import ReadClass, TierBlock
 from kvfuse.volume.tier.kept_arenas import ArenaRestoration, KeptArena, MayAdopt, drop_left
-from kvfuse.volume.tier.revocable import Supply
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
 from kvfuse.volume.tier.resident_indexes import Shown
+from kvfuse.volume.tier.revocable import Supply
 from kvfuse.volume.tier.tier_books import TierBooks
 
 FREED_IN_TURN = 32 << 20
