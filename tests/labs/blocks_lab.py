@@ -453,7 +453,7 @@ class BlocksLab:
             if result == blocks.NO_SLOT and planned == self.planned_of(results):
                 self.count["refused"] += 1
                 break
-            assert result in (0, blocks.NO_SLOT)
+            assert result >= 0 or result == blocks.NO_SLOT
             dirty += padded(len(data))
             for one in spaces:
                 used[one] = used[one][0] + slot_size, used[one][1] + 1
@@ -475,7 +475,7 @@ class BlocksLab:
     def planned_of(self, results: list[int]) -> int:
         """How many of a batch had a place: all up to the one behind which none was tried, or the last one."""
         tried = [result for result in results if result != blocks.NOT_TRIED]
-        return len(tried) - 1 if len(tried) < len(results) or tried[-1] not in (0,) else len(tried)
+        return len(tried) - 1 if len(tried) < len(results) or tried[-1] < 0 else len(tried)
 
     slot_size_of: dict[tuple[bytes, int], int]
 

@@ -111,7 +111,8 @@ class RowOps:
         if count:
             _measure(namespace, "put", time.perf_counter() - began, count)
             namespace.measures.written_bytes += int(sizes[done].sum())
-        return done | refused
+        answered: npt.NDArray[np.bool_] = done | refused
+        return answered
 
     def _get(
         self, namespace: NamespaceHandle, door: BlockDoor, iov: MappedIov, words: Words
