@@ -156,7 +156,7 @@ class Parts:
         if member is None and not core.read_only:
             self.engine = core.blocks = BlockEngine(
                 core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
-                options.cache.staging_size,
+                options.cache.staging_size, self.blocks.search.ancestors,
             )  # fmt: skip
         self.life = Lifetime()
 

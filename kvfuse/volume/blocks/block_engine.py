@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,12 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blocks as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume.api import NameColumns, RowReaders, RowTerms
-from kvfuse.volume.blocks.block_arenas import BlockArenas
+from kvfuse.volume.api import FindAncestors, NameColumns, RowReaders, RowTerms
+from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_slabs import BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
@@ -63,6 +65,7 @@ class BlockEngine:
     sync: Callable[[], Awaitable[None]]
     interval: float
     staging_size: int
+    find_ancestors: FindAncestors
 
     def __post_init__(self) -> None:
         core, geometry = self.core, self.core.geometry
@@ -85,7 +88,8 @@ class BlockEngine:
         self._work = trio.Event()
         self._has_looked = trio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
-        self.with_files: set[int] = set()
+        self.shown = ShownTables(self.tables, self.arenas, core.tier.residents, self.eviction)
+        self.with_files: set[int] = FileDirectories(self.shown)
         self._restore()
 
     @property
@@ -157,7 +161,9 @@ class BlockEngine:
         self.wake()
 
     def readers_change(self, directories: Sequence[int] | None) -> None:
-        """Other people may use these directories than until now: clients map no table of them any more."""
+        """Before other people may use these directories (None: any) than until now: what clients have mapped ends."""
+        if self.shown.readers_change(directories):
+            self.wake()
 
     def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable:
         """The table for new blocks. NoSpace: there are too many."""
@@ -361,6 +367,10 @@ class BlockEngine:
         targets, rooms = np.array([target.ctypes.data], np.uint64), np.array([len(target)], np.int64)
         return int(self.get_columns(table, forms.name_columns([name]), targets, rooms)[0])
 
+    def hold(self, directory: int, name: bytes) -> HeldRow | None:
+        found = self.find(directory, name)
+        return self.arenas.hold(*found) if found is not None else None
+
     def drop_others(self, table: BlockTable, names: Sequence[bytes]) -> None:
         """Names that are about to mean blocks of one table mean none of the directory's other tables. Any thread."""
         for other in self.tables.of(table.readers.directory):
@@ -406,6 +416,7 @@ class BlockEngine:
             self.tables.restore(self._find_space)
             self.arenas.restore()
             self.native.restore()
+            self.core.tier.others = self.arenas
         self.slabs.to_load = sorted(lent.keys() - known)
 
     def _find_space(self, namespace: int, epoch: int) -> int | None:
@@ -429,6 +440,8 @@ class BlockEngine:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(failing.vital_task, self.writer.run)
             nursery.start_soon(failing.service, "heads of blocks", self._load)
+            nursery.start_soon(failing.service, "folders above tables", partial(self.shown.find_ancestors, self.find_ancestors))
+            nursery.start_soon(failing.service, "reads of blocks", self.shown.run)
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
 
     async def _load(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -18,5 +19,8 @@ class BlockStoreView(Protocol):
 
     def update_quotas(self) -> None:
         """Quotas, or what files have of them, changed."""
+
+    def readers_change(self, directories: Sequence[int] | None) -> None:
+        """Before other people may use these directories (None: any) than until now."""
 
     def statistics(self) -> dict[str, Any]: ...

@@ -397,7 +397,10 @@ class Core:
         self.dentries.unbind(node.ino)
         node.forget_copy()
         if node.is_directory:
-            self.tier.retire([node.ino, *self.namespaces.gates.ancestors.change(node.ino)], left_too=True)
+            directories = [node.ino, *self.namespaces.gates.ancestors.change(node.ino)]
+            self.tier.retire(directories, left_too=True)
+            if self.blocks is not None:
+                self.blocks.readers_change(directories)
 
     def path_of(self, node: Node) -> bytes:
         """The path below the root, as far as the directories above are in memory; for messages and rebuilds."""
