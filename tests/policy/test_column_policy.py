@@ -11,7 +11,7 @@ import pytest
 
 from kvfuse.policy import ADMISSIONS, HOLD_SECONDS, POLICIES
 from kvfuse.policy.blockrows import NORMAL, ROW
-from kvfuse.policy.column_policy import ORDERS, Blocks, ColumnPolicy
+from kvfuse.policy.column_policy import ORDERS, ColumnPolicy, Victims
 from kvfuse_bench.columncache import TABLE, ColumnCache
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.randrange(1 << 32))
@@ -278,7 +278,7 @@ class Rows:
         assert set(gone) == {place for place in self.blocks if self.memory[place[0]]["slab"][place[1]] in slabs}
         self.end(found, gone)
 
-    def check(self, found: Blocks) -> list[tuple[int, int]]:
+    def check(self, found: Victims) -> list[tuple[int, int]]:
         places = list(zip(found.tables.tolist(), found.rows.tolist(), strict=True))
         assert len(set(places)) == len(places)
         assert [self.blocks[place][:2] for place in places] == list(
@@ -287,10 +287,10 @@ class Rows:
         assert (found.ages >= 0).all()
         return places
 
-    def end(self, found: Blocks, gone: list[tuple[int, int]]) -> None:
+    def end(self, found: Victims, gone: list[tuple[int, int]]) -> None:
         """Some are kept, the others are freed."""
         kept = np.array([self.rng.random() < 0.2 for _ in gone], dtype=np.bool_)
-        self.policy.kept(Blocks(*(column[kept] for column in found)), self.now)
+        self.policy.kept(Victims(*(column[kept] for column in found)), self.now)
         for place, is_kept in zip(gone, kept.tolist(), strict=True):
             if is_kept:
                 self.held[place] = self.now + HOLD_SECONDS
