@@ -132,6 +132,8 @@ class ColumnPolicy:
 
     def _adopt(self, number: int, is_known: bool) -> None:
         table = self._blocks.tables[number]
+        if is_known:
+            self._order.begin()
         for _, other, start, which in self._blocks.chunks():
             if other is table:
                 lists = table.lists_of(which)
@@ -139,8 +141,8 @@ class ColumnPolicy:
                 rows = start + np.flatnonzero(lost)
                 table.list[rows], table.uses[rows] = UNTOLD, 0
                 table.due[rows] = table.used[rows].astype(np.int64) * MICROSECONDS
-        if is_known:
-            self._order.begin()
+                if len(rows):
+                    self._blocks.tell(number, rows, self._order.settle)
 
     # -- what happens to blocks --------------------------------------------------------------------------
 
