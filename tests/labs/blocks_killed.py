@@ -20,6 +20,7 @@ from blocks_lab import (
     SIZES,
     SLAB,
     SLABS,
+    TOKEN,
     Medium,
     content,
     find,
@@ -60,7 +61,7 @@ class Killed:
         self.acked, self.pending = shared(PAGE).view(np.int64), shared(PAGE).view(np.int64)
         """of each name: version that is there; 0: none"""
         self.begin()
-        self.core.add_slabs(np.arange(SLABS, dtype=np.uint32))
+        self.core.add_slabs(np.arange(SLABS, dtype=np.uint32), TOKEN)
         self.abandon()
 
     def begin(self) -> None:

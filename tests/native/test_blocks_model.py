@@ -10,7 +10,7 @@ from pathlib import Path
 import blocks_fuzz
 import blocks_killed
 import numpy as np
-from blocks_lab import MULTIPLIERS, play, shared
+from blocks_lab import MULTIPLIERS, TOKEN, play, shared
 from blocks_threads import Threads
 
 from kvfuse.native import _blocks, blocks
@@ -63,7 +63,7 @@ def test_a_table_has_room_for_its_rows(rng: random.Random) -> None:
             heads[half] = np.frombuffer(rng.randbytes(8 * len(heads)), np.uint64).reshape(-1, 1)
         for head in slab:
             blocks_fuzz.seal(head)
-        loaded = core.load_slab(number, slab.reshape(-1))
+        loaded = core.load_slab(number, TOKEN, slab.reshape(-1))
         assert loaded == 6000
         found += loaded
     assert core.statistics()["blocks"] == found > 0.97 * buckets * blocks.BUCKET_ENTRIES
