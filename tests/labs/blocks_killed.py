@@ -131,13 +131,13 @@ class Killed:
             numbers_of, versions, names, sources, sizes, _ = rng.choice(batches)
             self.pending[numbers_of] = versions
             self.core.put(0, DIRECTORY, *names, False, sources, sizes, 1, 0, 0, 7, results, sequences)
-            self.acked[numbers_of] = np.where(results == 0, versions, self.acked[numbers_of])
+            self.acked[numbers_of] = np.where(results >= 0, versions, self.acked[numbers_of])
             self.pending[numbers_of] = self.acked[numbers_of]
             if rng.random() < 0.1:
                 self.pending[numbers_of] = 0
                 self.core.drop(0, DIRECTORY, *names, False, 0, rows, sequences)
                 self.acked[numbers_of] = 0
-            if results.any():
+            if (results < 0).any():
                 while not isinstance(batch := self.core.take_dirty(1 << 60, 1 << 60), int):
                     self.write(batch)
 
@@ -149,7 +149,7 @@ class Killed:
             self.pending[number] = version
         results, _ = put(self.core, 0, DIRECTORY, items)
         for number, result in zip(numbers, results, strict=True):
-            if result == 0:
+            if result >= 0:
                 self.acked[number] = self.pending[number]
             else:
                 self.pending[number] = self.acked[number]

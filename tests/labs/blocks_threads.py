@@ -89,7 +89,7 @@ class Threads:
             sizes = np.array([len(one) for one in data], np.int64)
             columns = name_columns(names)
             self.core.put(0, DIRECTORY, *columns, True, addresses, sizes, version, 0, 0, 7, results, sequences)
-            done = [number for number, result in zip(numbers, results.tolist(), strict=True) if result == 0]
+            done = [number for number, result in zip(numbers, results.tolist(), strict=True) if result >= 0]
             count += len(done)
             if not done:
                 os.sched_yield()  # until a batch is written
