@@ -95,6 +95,8 @@ class Volume:
         else:
             free = slabs.free_bytes + slabs.pending_bytes + self.parts.journal.freeing_bytes
             file_count = core.file_count
+        if core.blocks is not None:
+            free += core.blocks.free_bytes
         inodes_free = core.metadata.inodes_free(file_count)
         return Statfs(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
 
@@ -144,6 +146,9 @@ class Volume:
         """
         core, number, space = self.parts.core, namespace.number, self.space()
         used, here = core.namespaces.accounts.use_of_hosts(number), core.namespaces.accounts.use(number)
+        if core.blocks is not None and number != ROOT:
+            size, count = core.blocks.use(number)
+            used, here = (NamespaceUse(one.size + size, one.files + count) for one in (used, here))
         segments_tier: SegmentsTier = "remote" if core.records.limits.shared else "disk"
         measures, cache = core.namespaces.measures[number], namespace.cache
         if number == ROOT:

@@ -58,7 +58,7 @@ def test_a_table_has_room_for_its_rows(rng: random.Random) -> None:
             heads[name] = value
         for name, value in (("uid", 1), ("gid", 2), ("mode", 0o444), ("name_length", 4)):
             heads[name] = value
-        heads["state"][0] = blocks.SLAB_HEAD
+        heads["state"][0], heads["token"][0] = blocks.SLAB_HEAD, TOKEN
         for half in ("low", "high"):
             heads[half] = np.frombuffer(rng.randbytes(8 * len(heads)), np.uint64).reshape(-1, 1)
         for head in slab:

@@ -147,6 +147,11 @@ class BlockEngine:
             above = places.get(chain[1] if len(chain) > 1 else ROOT, -1) if number != ROOT else -1
             self._put_space(number, place, above)
 
+    @property
+    def free_bytes(self) -> int:
+        found = self.native.statistics()
+        return found["free_slots_bytes"] + found["free_slabs"] * self.core.geometry.slab_size
+
     def use(self, number: int) -> tuple[int, int]:
         """(bytes of slots, blocks) of a namespace and those in it."""
         place = self._spaces.get(number)

@@ -11,6 +11,10 @@ class BlockStoreView(Protocol):
 
     def is_block_namespace(self, number: int) -> bool: ...
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of its slabs that have no block."""
+
     def use(self, number: int) -> tuple[int, int]:
         """(bytes of slots, blocks) of a namespace and those in it."""
 
