@@ -78,7 +78,7 @@ def fuzz_slabs(rng: random.Random) -> None:
     lab.begin_memory()
     lab.begin_core()
     lab.core.set_loading(True)
-    for slab in range(SLABS):
+    for slab in range(lab.slabs):
         lab.core.load_slab(slab, TOKEN, random_slab(rng))
         if rng.random() < 0.3:
             table = rng.choice(list(lab.tables.values()))
