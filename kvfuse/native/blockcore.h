@@ -17,6 +17,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/random.h>
 #include <time.h>
 
 #include "blocktable.h"
@@ -283,16 +284,13 @@ static void offer_slab(Core *core, uint32_t number)
 
 static uint32_t random_word(void)
 {
-    static uint64_t state;
-    if (!state) {
+    uint32_t word;
+    if (getrandom(&word, sizeof word, GRND_NONBLOCK) != sizeof word) {
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
-        state = (uint64_t)now.tv_nsec << 32 ^ (uint64_t)now.tv_sec ^ (uint64_t)(uintptr_t)&state;
+        word = (uint32_t)(now.tv_nsec ^ now.tv_sec << 11);
     }
-    state += 0x9E3779B97F4A7C15ull;
-    uint64_t mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
-    return (uint32_t)(mixed >> 32) | 1;
+    return word | 1;
 }
 
 /* The slab's own head is to be written: by the batch that takes this entry, or by an earlier one with a block of it. */
@@ -473,28 +471,6 @@ static int is_resident_here(Core *core, const Arena *arena, const Note *note)
 
 static uint64_t note_bytes(uint32_t name_length) { return sizeof(Note) + (name_length + 7u) / 8 * 8; }
 
-/* No block is in an arena any more, as far as anybody sees. Those that were used since they came are told to `keep`. */
-static void empty_arena(Core *core, Arena *arena, void (*keep)(void *kept, const Row *row, const Note *note, uint8_t *name),
-                        void *kept)
-{
-    Table *table = core->tables + arena->table;
-    uint64_t end = arena->tail->notes;
-    for (uint64_t at = 0; at < end;) { /* notes are read from the first one, which is next to the tail */
-        Note *note = (Note *)((uint8_t *)arena->tail - at) - 1;
-        at += note->size;
-        if (note->row == NO_NOTE || !is_resident_here(core, arena, note))
-            continue;
-        Row *row = table->index.rows + note->row;
-        if (keep && (row->flags & HOT))
-            keep(kept, row, note, name_in(note));
-        row->flags &= ~(uint32_t)HOT;
-        move_row(&table->index, note->row, 0, 0, 0);
-        core->resident--;
-    }
-    arena->live = 0;
-    __atomic_store_n(&arena->tail->notes, 0, __ATOMIC_SEQ_CST);
-}
-
 typedef struct {
     struct Kept {
         uint32_t row, page;
@@ -503,9 +479,8 @@ typedef struct {
     uint64_t count, room, bytes, bytes_max;
 } KeptRows;
 
-static void keep_row(void *all, const Row *row, const Note *note, uint8_t *name)
+static void keep_row(KeptRows *kept, const Row *row, Note *note)
 {
-    KeptRows *kept = all;
     uint64_t size = padded(row->length) + note->size;
     if (kept->bytes + size > kept->bytes_max)
         return;
@@ -518,8 +493,29 @@ static void keep_row(void *all, const Row *row, const Note *note, uint8_t *name)
     }
     struct Kept *one = kept->rows + kept->count++;
     one->row = note->row, one->page = row->page, one->name_length = note->name_length;
-    memcpy(one->name, name, note->name_length);
+    memcpy(one->name, name_in(note), note->name_length);
     kept->bytes += size;
+}
+
+/* No block is in an arena any more, as far as anybody sees. Those that were used since they came are remembered. */
+static void empty_arena(Core *core, Arena *arena, KeptRows *kept)
+{
+    Table *table = core->tables + arena->table;
+    uint64_t end = arena->tail->notes;
+    for (uint64_t at = 0; at < end;) { /* notes are read from the first one, which is next to the tail */
+        Note *note = (Note *)((uint8_t *)arena->tail - at) - 1;
+        at += note->size;
+        if (note->row == NO_NOTE || !is_resident_here(core, arena, note))
+            continue;
+        Row *row = table->index.rows + note->row;
+        if (row->flags & HOT)
+            keep_row(kept, row, note);
+        row->flags &= ~(uint32_t)HOT;
+        move_row(&table->index, note->row, 0, 0, 0);
+        core->resident--;
+    }
+    arena->live = 0;
+    __atomic_store_n(&arena->tail->notes, 0, __ATOMIC_SEQ_CST);
 }
 
 /* Use an arena again, for a block of so many bytes at first. Blocks that were used since they came stay, up to a quarter
@@ -531,7 +527,7 @@ static void recycle_arena(Core *core, Arena *arena, uint64_t size)
     KeptRows kept = {.bytes_max = rest < arena->size / 4 ? rest : arena->size / 4};
     uint64_t used = 0, notes = 0;
     Table *table = core->tables + arena->table;
-    empty_arena(core, arena, keep_row, &kept);
+    empty_arena(core, arena, &kept);
     for (uint64_t i = 0; i < kept.count; i++) {
         const struct Kept *one = kept.rows + i;
         const Row *row = table->index.rows + one->row;

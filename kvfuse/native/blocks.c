@@ -44,16 +44,14 @@ static Table *table_at(Core *core, unsigned number)
     return NULL;
 }
 
-/* The table stays until `leave_table`. */
+/* The table stays until `leave_table`: what removes one has the interpreter's lock, too. */
 static Table *use_table(Core *core, unsigned number)
 {
+    Table *table = table_at(core, number);
     lock(core);
-    Table *table = number < TABLES && core->tables[number].is_known ? core->tables + number : NULL;
     if (table)
         table->users++;
     unlock(core);
-    if (!table)
-        PyErr_Format(PyExc_ValueError, "no table %u", number);
     return table;
 }
 
@@ -99,6 +97,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
     if (!PyArg_ParseTuple(args, "KIKKy*", &states, &slab_count, &slab_size, &head_size, &sizes))
         return NULL;
     CoreObject *self = NULL;
+    Core *core = NULL;
     Py_ssize_t count = sizes.len / 4;
     const uint32_t *size = sizes.buf;
     int is_sound = count >= 1 && count <= SIZES - LEARNED_MAX && slab_count < OF_SLAB && slab_size % PAGE == 0 &&
@@ -107,25 +106,19 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
         is_sound = size[i] && size[i] % PAGE == 0 && size[i] <= slab_size && (!i || size[i - 1] < size[i]);
     if (!is_sound)
         PyErr_SetString(PyExc_ValueError, "no such slabs, or slot sizes");
-    else
-        self = (CoreObject *)type->tp_alloc(type, 0);
-    if (self) {
-        Core *core = self->core = calloc(1, sizeof *core);
-        if (core) {
-            core->states = (SlabState *)(uintptr_t)states;
-            core->slab_count = slab_count, core->slab_size = slab_size, core->head_size = head_size;
-            core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
-            core->free_slabs = calloc(slab_count + 1, sizeof *core->free_slabs);
-            core->free_room = slab_count;
-            core->size_count = (uint32_t)count;
-            memcpy(core->sizes, sizes.buf, (size_t)count * 4);
-            core->dirty_max = UINT64_MAX;
-            pthread_mutex_init(&core->lock, NULL);
-        }
-        if (!core || !core->slabs || !core->free_slabs) {
-            Py_CLEAR(self);
-            PyErr_NoMemory();
-        }
+    else if ((self = (CoreObject *)type->tp_alloc(type, 0)) && (core = self->core = calloc(1, sizeof *core))) {
+        core->states = (SlabState *)(uintptr_t)states;
+        core->slab_count = core->free_room = slab_count, core->slab_size = slab_size, core->head_size = head_size;
+        core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
+        core->free_slabs = calloc(slab_count + 1, sizeof *core->free_slabs);
+        core->size_count = (uint32_t)count;
+        memcpy(core->sizes, sizes.buf, (size_t)count * 4);
+        core->dirty_max = UINT64_MAX;
+        pthread_mutex_init(&core->lock, NULL);
+    }
+    if (is_sound && (!core || !core->slabs || !core->free_slabs)) {
+        Py_CLEAR(self);
+        PyErr_NoMemory();
     }
     PyBuffer_Release(&sizes);
     return (PyObject *)self;
@@ -300,7 +293,7 @@ static PyObject *remove_arena(PyObject *self, PyObject *args)
     may_go = arena->base && !arena->pins && !arena->dirty;
     if (may_go) {
         if (arena->state != SPARE) {
-            empty_arena(core, arena, NULL, NULL);
+            empty_arena(core, arena, &(KeptRows){0});
             if (core->tables[arena->table].arena == (int)place)
                 core->tables[arena->table].arena = -1;
         }

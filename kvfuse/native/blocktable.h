@@ -140,14 +140,28 @@ static uint32_t bucket_of(uint64_t half, uint32_t count)
     return bucket < count ? bucket : bucket & (top - 1);
 }
 
+/* Entries of a bucket that may have this tag: a bit for each, of which `entry_of` says the entry. */
+static uint64_t entries_with(const Bucket *line, uint8_t tag)
+{
+    uint64_t first, ones = 0x0101010101010101ull, tops = 0x8080808080808080ull;
+    uint32_t rest;
+    memcpy(&first, line->tags, 8);
+    memcpy(&rest, line->tags + 8, 4);
+    first ^= ones * tag, rest ^= (uint32_t)ones * tag;
+    return ((first - ones) & ~first & tops) | ((rest - (uint32_t)ones) & ~rest & (uint32_t)tops) >> 4;
+}
+
+static int entry_of(uint64_t bits)
+{
+    int bit = __builtin_ctzll(bits);
+    return bit / 8 + (bit % 8 == 7 ? 0 : 8);
+}
+
 static int64_t find_in(const Index *index, uint32_t bucket, Fingerprint wanted)
 {
     const Bucket *line = index->buckets + bucket;
-    uint8_t tag = tag_of(wanted);
-    for (int entry = 0; entry < ENTRIES; entry++) {
-        if (__atomic_load_n(&line->tags[entry], __ATOMIC_RELAXED) != tag)
-            continue;
-        uint32_t row = __atomic_load_n(&line->rows[entry], __ATOMIC_ACQUIRE);
+    for (uint64_t bits = entries_with(line, tag_of(wanted)); bits; bits &= bits - 1) {
+        uint32_t row = __atomic_load_n(&line->rows[entry_of(bits)], __ATOMIC_ACQUIRE);
         if (!row || row > index->rows_max)
             continue;
         const Row *found = index->rows + (row - 1);
@@ -201,12 +215,14 @@ static void prefetch_rows(const Index *index, Fingerprint wanted)
     uint64_t halves[2] = {wanted.low, wanted.high};
     for (int half = 0; half < 2 && count; half++) {
         const Bucket *line = index->buckets + bucket_of(halves[half], count);
-        for (int entry = 0; entry < ENTRIES; entry++)
-            if (line->tags[entry] == tag_of(wanted) && line->rows[entry] && line->rows[entry] <= index->rows_max) {
-                const uint8_t *row = (const uint8_t *)(index->rows + (line->rows[entry] - 1));
-                __builtin_prefetch(row);
-                __builtin_prefetch(row + sizeof(Row) - 1);
-            }
+        for (uint64_t bits = entries_with(line, tag_of(wanted)); bits; bits &= bits - 1) {
+            uint32_t number = __atomic_load_n(&line->rows[entry_of(bits)], __ATOMIC_RELAXED);
+            if (!number || number > index->rows_max)
+                continue;
+            const uint8_t *row = (const uint8_t *)(index->rows + (number - 1));
+            __builtin_prefetch(row);
+            __builtin_prefetch(row + sizeof(Row) - 1);
+        }
     }
 }
 
@@ -278,24 +294,27 @@ static int split_bucket(Index *index)
     return 1;
 }
 
-/* Move an entry of a full bucket to its other bucket. The place that is free then, or -1. */
-static int displace_entry(Index *index, uint32_t bucket)
+/* A free place in a bucket, or -1. Entries move to their other buckets for it, and ``depth`` - 1 times others for them. While
+   buckets grow, those that are not yet split have twice as many entries as the others, and are full often. */
+static int make_room(Index *index, uint32_t bucket, int depth)
 {
     uint32_t count = index->header->bucket_count;
     Bucket *line = index->buckets + bucket;
-    for (int entry = 0; entry < ENTRIES; entry++) {
+    int place = free_entry(line);
+    if (place < 0)
+        place = reclaim_entries(index, bucket);
+    for (int entry = 0; entry < ENTRIES && place < 0 && depth; entry++) {
         Fingerprint one = index->rows[line->rows[entry] - 1].fingerprint;
         uint32_t other = bucket_of(one.low, count);
         if (other == bucket)
             other = bucket_of(one.high, count);
-        int place = other == bucket ? -1 : free_entry(index->buckets + other);
-        if (place < 0)
+        int target = other == bucket ? -1 : make_room(index, other, depth - 1);
+        if (target < 0)
             continue;
-        set_entry(index->buckets + other, place, line->tags[entry], line->rows[entry]);
-        set_entry(line, entry, 0, 0);
-        return entry;
+        set_entry(index->buckets + other, target, line->tags[entry], line->rows[entry]);
+        set_entry(line, place = entry, 0, 0);
     }
-    return -1;
+    return place;
 }
 
 /* Enter a row, whose fingerprint is set. 0: there is no place for it. */
@@ -304,21 +323,21 @@ static int enter_row(Index *index, uint32_t row)
     Fingerprint one = index->rows[row].fingerprint;
     if (index->header->live * 10 > (uint64_t)index->header->bucket_count * ENTRIES * 7)
         split_bucket(index);
-    for (int turn = 0; turn < 16; turn++) {
+    for (int depth = 0; depth < 16; depth++) {
         uint32_t count = index->header->bucket_count;
         uint32_t bucket = bucket_of(one.low, count), other = bucket_of(one.high, count);
-        if (count_entries(index->buckets + other) < count_entries(index->buckets + bucket))
+        if (count_entries(index->buckets + other) < count_entries(index->buckets + bucket)) {
             bucket = other;
-        int place = free_entry(index->buckets + bucket);
+            other = bucket_of(one.low, count);
+        }
+        int place = make_room(index, bucket, depth < 2 ? depth : 2);
         if (place < 0)
-            place = reclaim_entries(index, bucket);
-        if (place < 0)
-            place = displace_entry(index, bucket);
+            place = make_room(index, bucket = other, depth < 2 ? depth : 2);
         if (place >= 0) {
             set_entry(index->buckets + bucket, place, tag_of(one), row + 1);
             return 1;
         }
-        if (!split_bucket(index))
+        if (depth >= 2 && !split_bucket(index))
             return 0;
     }
     return 0;

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvfuse.policy.blockrows import DEAD, HELD, UNTOLD, Numbers, Places, Table
+from kvfuse.policy.blockrows import DEAD, HELD, UNTOLD, Numbers, Places, RowTable
 
 CANDIDATES_MIN = 4096
 CHUNK = 16_384
@@ -54,7 +54,7 @@ def _sorted(candidates: Numbers) -> Numbers:
     return candidates[:, np.argsort(candidates[DUE], kind="stable")]
 
 
-class Queue:
+class CandidateQueue:
     """Candidates of one list, or of lists that go together, in the order of being due."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Scan:
     """
 
     def __init__(
-        self, tables: Mapping[int, Table], lists: tuple[tuple[int, ...], ...], share: float, skip: int
+        self, tables: Mapping[int, RowTable], lists: tuple[tuple[int, ...], ...], share: float, skip: int
     ) -> None:
         self.counts = np.zeros(256, dtype=np.int64)
         """blocks of each list"""
@@ -124,7 +124,7 @@ class Scan:
     def candidates(self, queue: int) -> Numbers:
         return np.concatenate((no_candidates(), *self._found[queue]), axis=1)
 
-    def _sample(self, tables: Mapping[int, Table], share: float) -> list[int]:
+    def _sample(self, tables: Mapping[int, RowTable], share: float) -> list[int]:
         """What is due up to here is about the share of each queue; EVERYTHING where that is little."""
         step = max(1, sum(map(len, tables.values())) // _SAMPLE) | 1
         which = slice(None, None, step)
@@ -140,7 +140,7 @@ class Scan:
             limits.append(int(np.partition(chosen, wanted)[wanted]) if wanted < len(chosen) else EVERYTHING)
         return limits
 
-    def _look(self, number: int, table: Table, start: int) -> None:
+    def _look(self, number: int, table: RowTable, start: int) -> None:
         which = slice(start, start + CHUNK)
         codes = table.lists_of(which)
         counts = np.bincount(codes, minlength=256)

@@ -57,7 +57,7 @@ EXPIRY_SECONDS = 60
 """all rows are looked at for expired ones that often at least"""
 
 
-class Blocks(NamedTuple):
+class Victims(NamedTuple):
     """Columns of blocks that go, in their order."""
 
     tables: Numbers
@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
     """seconds since the last use"""
 
 
-class SlabUse(NamedTuple):
+class SlabColumns(NamedTuple):
     """Columns of slabs that have blocks."""
 
     slabs: Places
@@ -132,6 +132,8 @@ class ColumnPolicy:
 
     def _adopt(self, number: int, is_known: bool) -> None:
         table = self._blocks.tables[number]
+        if is_known:
+            self._order.begin()
         for _, other, start, which in self._blocks.chunks():
             if other is table:
                 lists = table.lists_of(which)
@@ -139,8 +141,8 @@ class ColumnPolicy:
                 rows = start + np.flatnonzero(lost)
                 table.list[rows], table.uses[rows] = UNTOLD, 0
                 table.due[rows] = table.used[rows].astype(np.int64) * MICROSECONDS
-        if is_known:
-            self._order.begin()
+                if len(rows):
+                    self._blocks.tell(number, rows, self._order.settle)
 
     # -- what happens to blocks --------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class ColumnPolicy:
             rows, keys, sizes, words, lists = rows[stays], keys[stays], sizes[stays], words[stays], lists[stays]
         if not len(rows):
             return None
-        self._blocks.size += int(sizes.sum() if not lists.any() else sizes[lists == UNTOLD].sum())
+        self._blocks.add_bytes(int(sizes.sum() if not lists.any() else sizes[lists == UNTOLD].sum()))
         asked, latest = words >> MOMENT_SHIFT, moment - np.arange(len(rows))
         moments = np.where((words != 0) & (asked > moment - NOTE_SECONDS * MICROSECONDS), asked, latest)
         self._order.insert(number, rows, keys, moments, (words & FOLLOWS) != 0)
@@ -214,7 +216,7 @@ class ColumnPolicy:
         table, moment, word = self._blocks.tables[number], self._blocks.moments(now, 1), self._notes.take_one(key)
         if (list_ := table.list_bytes[row]) >= DEAD:
             return
-        self._blocks.size += size if list_ == UNTOLD else 0
+        self._blocks.add_bytes(size if list_ == UNTOLD else 0)
         if word and (asked := word >> MOMENT_SHIFT) > moment - NOTE_SECONDS * MICROSECONDS:
             moment = asked
         self._order.insert_one(number, row, key, moment, word & FOLLOWS != 0)
@@ -225,7 +227,7 @@ class ColumnPolicy:
         """Blocks are gone otherwise than by an answer: told before other blocks are in their rows."""
         self._blocks.remove(number, rows, sizes)
 
-    def kept(self, blocks: Blocks, now: float) -> None:
+    def kept(self, blocks: Victims, now: float) -> None:
         """These could not go: as just used, and not offered for `api.HOLD_SECONDS`. Gone ones are ignored."""
         candidates = make_candidates(0, blocks.sizes, blocks.rows, blocks.sequences.view(np.int64))
         candidates[TABLE] = blocks.tables
@@ -235,7 +237,7 @@ class ColumnPolicy:
 
     # -- which go ----------------------------------------------------------------------------------------
 
-    def victims(self, size: int, now: float, skip: int = 0) -> Blocks:
+    def victims(self, size: int, now: float, skip: int = 0) -> Victims:
         """The blocks that go next: of ``size`` bytes together and no block more, or all that may go.
 
         ``skip``: blocks that have one of these flags stay. Where nothing may go, each call looks at all rows.
@@ -246,7 +248,7 @@ class ColumnPolicy:
         self.victim_age.add_column(ages)
         return _blocks_of(taking.taken, taking.sizes, ages)
 
-    def expired(self, now: float, skip: int = 0) -> Blocks:
+    def expired(self, now: float, skip: int = 0) -> Victims:
         """The blocks of which ``expires`` has passed, in no order. Those of ``skip`` are found a minute later."""
         if now < self._expiry:
             return _blocks_of([], [], np.empty(0))
@@ -261,7 +263,7 @@ class ColumnPolicy:
                 found.append((number, start + np.flatnonzero(fits & (expires <= now))))
         return self._take(found, now, skip)
 
-    def in_slabs(self, slabs: Iterable[int], now: float, skip: int = 0) -> Blocks:
+    def in_slabs(self, slabs: Iterable[int], now: float, skip: int = 0) -> Victims:
         """The blocks of these slabs, in no order: for emptying whole slabs."""
         wanted = np.fromiter(slabs, dtype=np.uint32)
         found = [
@@ -270,7 +272,7 @@ class ColumnPolicy:
         ]
         return self._take(found, now, skip)
 
-    def _take(self, found: Iterable[tuple[int, Places]], now: float, skip: int) -> Blocks:
+    def _take(self, found: Iterable[tuple[int, Places]], now: float, skip: int) -> Victims:
         taken = [part for number, rows in found if (part := self._blocks.find(number, rows, skip)).size]
         sizes = [self._blocks.sizes(self._blocks.tables[int(part[TABLE, 0])], part[ROW_OF]) for part in taken]
         ages = [self._blocks.leave(part, int(size.sum()), now) for part, size in zip(taken, sizes, strict=True)]
@@ -278,7 +280,7 @@ class ColumnPolicy:
 
     # -- figures -----------------------------------------------------------------------------------------
 
-    def by_slab(self) -> SlabUse:
+    def by_slab(self) -> SlabColumns:
         """What slabs have: looks at all rows. Numbers of slabs are below 2**24."""
         sizes: NDArray[np.float64] = np.zeros(0)
         counts = times = sizes
@@ -290,7 +292,7 @@ class ColumnPolicy:
             times = _sum_up(times, slabs, table.used[which][live], length)
             counts = _sum_up(counts, slabs, np.ones(len(live)), length)
         used = np.flatnonzero(counts)
-        return SlabUse(used, sizes[used].astype(np.int64), times[used] / counts[used])
+        return SlabColumns(used, sizes[used].astype(np.int64), times[used] / counts[used])
 
     @property
     def size(self) -> int:
@@ -302,10 +304,10 @@ class ColumnPolicy:
         return self._blocks.count
 
 
-def _blocks_of(parts: list[Numbers], sizes: list[Numbers], ages: NDArray[np.float64]) -> Blocks:
+def _blocks_of(parts: list[Numbers], sizes: list[Numbers], ages: NDArray[np.float64]) -> Victims:
     found = np.concatenate((no_candidates(), *parts), axis=1)
     all_sizes = np.concatenate((np.empty(0, dtype=np.int64), *sizes))
-    return Blocks(found[TABLE], found[ROW_OF], found[SEQUENCE].view(np.uint64), all_sizes, ages)
+    return Victims(found[TABLE], found[ROW_OF], found[SEQUENCE].view(np.uint64), all_sizes, ages)
 
 
 def _sum_up(

@@ -137,7 +137,7 @@ class ArcColumns(GhostOrder):
         (self._again_ghosts if queue else self._once_ghosts).add(self.keys_of(taking.taken_since(before)))
 
 
-class Promotion(Spare):
+class Promoted(Spare):
     """Blocks of S3-FIFO's small queue that were used more than once go into the main one."""
 
     def __init__(self, order: S3FifoColumns) -> None:
@@ -150,7 +150,7 @@ class Promotion(Spare):
         self.order.put_main(number, rows, 0)
 
 
-class Round(Promotion):
+class Round(Promoted):
     """Blocks of the main queue get another round for each use."""
 
     def stay(self, uses: NDArray[np.uint8]) -> Mask:
@@ -166,7 +166,7 @@ class S3FifoColumns(GhostOrder):
     def __init__(self, blocks: BlockSet, pace: Pace) -> None:
         super().__init__(blocks, pace)
         self.room_changed(0)
-        self._promotion, self._round = Promotion(self), Round(self)
+        self._promotion, self._round = Promoted(self), Round(self)
         self._now = 0.0
 
     def room_changed(self, rows: int) -> None:
@@ -205,7 +205,7 @@ class S3FifoColumns(GhostOrder):
             seen = self._pick_small(taking) or self._pick_main(taking) or self._take_small(taking, EVERYTHING)
             if not seen and not self._pick_main(taking):  # what a scan found at last
                 break
-        self._ghosts.trim(self.blocks.count)
+        self._ghosts.trim(self.blocks.count + 1)
 
     def _pick_small(self, taking: Taking) -> int:
         small, main = self.blocks.counts[FIRST], self.blocks.counts[SECOND]

@@ -135,6 +135,9 @@ class SeenKeys:
         places: NDArray[np.intp],
     ) -> None:
         """Put each new entry first in its row; those before its place move by one."""
+        if not places.any():  # all are the first ones already
+            self._flat[WAYS * rows] = new
+            return
         moved = np.empty_like(entries)
         moved[:, 0], moved[:, 1:] = new, entries[:, :-1]
         self._table[rows] = np.where(places[:, None] >= _PLACES, moved, entries)

@@ -59,13 +59,12 @@ def test_a_prompt_larger_than_the_cache() -> None:
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize("admission", ["adaptive", "all"])
 def test_policies_of_columns_hit_as_often(name: str, admission: str) -> None:
-    """At three sizes, on an hour's third of traffic: nearly the hits of the policy of that name, and its writes."""
-    requests = list(islice(Generator(7), 4_000))
-    for capacity in (1_000, 4_000, 12_000):
+    """At two sizes: nearly the hits of the policy of that name, and its writes."""
+    requests = list(islice(Generator(7), 2_000))
+    for capacity in (1_500, 5_000):
         setup = Setup(name, admission, capacity)
         exact, found = simulate(requests, setup), simulate(requests, setup._replace(in_rows=True))
-        share = 0.01 if name == "chain" else 0.02
-        assert found.hits == pytest.approx(exact.hits, rel=share), capacity
+        assert found.hits == pytest.approx(exact.hits, rel=0.03), capacity
         assert found.written == pytest.approx(exact.written, rel=0.03), capacity
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvfuse.policy import ADMISSIONS, HOLD_SECONDS, POLICIES
 from kvfuse.policy.blockrows import NORMAL, ROW
-from kvfuse.policy.column_policy import ORDERS, Blocks, ColumnPolicy
+from kvfuse.policy.column_policy import ORDERS, ColumnPolicy, Victims
 from kvfuse_bench.columncache import TABLE, ColumnCache
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.randrange(1 << 32))
@@ -166,7 +166,7 @@ def test_a_queue_that_is_shorter_than_the_cache_gives_the_same_order(name: str) 
     rows["sequence"], rows["used"] = np.arange(count), 1 + rng.permutation(count)
     policy = ColumnPolicy(name, "all")
     policy.add_table(1, rows)
-    assert (len(policy), policy.size) == (0, 0), "nobody has told of them yet"
+    assert (len(policy), policy.size) == (count, 10 * count)
     found = [policy.victims(10_000, count + 200.0).rows for _ in range(30)]
     used = rows["used"][np.concatenate(found)].tolist()
     assert used == list(range(1, 30_001))
@@ -278,7 +278,7 @@ class Rows:
         assert set(gone) == {place for place in self.blocks if self.memory[place[0]]["slab"][place[1]] in slabs}
         self.end(found, gone)
 
-    def check(self, found: Blocks) -> list[tuple[int, int]]:
+    def check(self, found: Victims) -> list[tuple[int, int]]:
         places = list(zip(found.tables.tolist(), found.rows.tolist(), strict=True))
         assert len(set(places)) == len(places)
         assert [self.blocks[place][:2] for place in places] == list(
@@ -287,10 +287,10 @@ class Rows:
         assert (found.ages >= 0).all()
         return places
 
-    def end(self, found: Blocks, gone: list[tuple[int, int]]) -> None:
+    def end(self, found: Victims, gone: list[tuple[int, int]]) -> None:
         """Some are kept, the others are freed."""
         kept = np.array([self.rng.random() < 0.2 for _ in gone], dtype=np.bool_)
-        self.policy.kept(Blocks(*(column[kept] for column in found)), self.now)
+        self.policy.kept(Victims(*(column[kept] for column in found)), self.now)
         for place, is_kept in zip(gone, kept.tolist(), strict=True):
             if is_kept:
                 self.held[place] = self.now + HOLD_SECONDS
@@ -358,7 +358,7 @@ def test_what_a_policy_before_gave_is_kept_where_it_is_known() -> None:
         assert cache.policy.victims(1, 3.0).rows.tolist() == [cache.places[3]], "and the daemon died before it went"
         after = ColumnPolicy(name, "all")
         after.add_table(TABLE, cache.rows, is_known=True)
-        assert len(after) == 4
+        assert len(after) == 5, "that one, too"
         assert sorted(after.victims(9, 100.0).rows.tolist()) == sorted(cache.places.values())
 
 
