@@ -90,16 +90,21 @@ def make_folder(path: Path, group: int = VICTIM) -> Path:
 
 
 @pytest.fixture
-def tree(mount: KvfuseMount, request: pytest.FixtureRequest) -> Tree:
-    return Tree(mount.point / f"tree-{abs(hash(request.node.nodeid))}")
+def kind() -> str:
+    return "cache"
+
+
+@pytest.fixture
+def tree(mount: KvfuseMount, kind: str, request: pytest.FixtureRequest) -> Tree:
+    return Tree(mount.point / f"tree-{abs(hash(request.node.nodeid))}", kind)
 
 
 class Tree:
     """A namespace of the victim's with a folder three below it, which the attacker may use as one of its group."""
 
-    def __init__(self, top: Path) -> None:
+    def __init__(self, top: Path, kind: str = "cache") -> None:
         self.top, self.middle, self.low = make_folder(top), top / "middle", top / "middle" / "low"
-        os.setxattr(top, NAMESPACE, b"kind=cache")
+        os.setxattr(top, NAMESPACE, b"kind=%s" % kind.encode())
         self.elsewhere = make_folder(top / "elsewhere")
         self.blocks = self.low / "blocks"
         for path in (self.middle, self.low):
@@ -156,6 +161,7 @@ def check_lost(seen: dict[str, set[int]], *former: int) -> None:
     assert seen["mapped"] | seen["found"] <= set(former)
 
 
+@pytest.mark.parametrize("kind", ["cache", "blocks"])
 @pytest.mark.parametrize(("way", "kill"), CASES)
 def test_who_lost_a_right_sees_nothing_that_is_stored_later(
     mount: KvfuseMount, users: tuple[User, User], tree: Tree, way: str, kill: str
@@ -178,6 +184,7 @@ def test_who_lost_a_right_sees_nothing_that_is_stored_later(
     check_lost(thief.look(1, 2, 3), 1, 2)
 
 
+@pytest.mark.parametrize("kind", ["cache", "blocks"])
 def test_who_gets_a_right_again_sees_all(mount: KvfuseMount, users: tuple[User, User], tree: Tree) -> None:
     victim, thief = users
     victim.open(tree.blocks)
@@ -194,6 +201,7 @@ def test_who_gets_a_right_again_sees_all(mount: KvfuseMount, users: tuple[User, 
         assert thief.look(10 * number)["mapped"] >= {10 * number}
 
 
+@pytest.mark.parametrize("kind", ["cache", "blocks"])
 def test_the_token_that_a_client_showed_is_another_one(users: tuple[User, User], tree: Tree) -> None:
     victim, thief = users
     victim.open(tree.blocks)
@@ -249,6 +257,7 @@ def test_new_blocks_have_the_group_that_their_folder_gives_now(
     assert seen["mapped"] | seen["answered"] == {1}
 
 
+@pytest.mark.parametrize("kind", ["cache", "blocks"])
 def test_memory_is_not_mapped_without_the_folder_it_is_of(users: tuple[User, User], tree: Tree) -> None:
     """A client that closed its handle has a live index, but no right that could be looked at."""
     victim, thief = users
@@ -261,6 +270,7 @@ def test_memory_is_not_mapped_without_the_folder_it_is_of(users: tuple[User, Use
     assert 2 not in thief.look(1, 2)["mapped"]
 
 
+@pytest.mark.parametrize("kind", ["cache", "blocks"])
 def test_a_descriptor_of_a_folder_is_a_right(users: tuple[User, User], tree: Tree, mount: KvfuseMount) -> None:
     """As for the kernel: who has it, or a bind mount, needs no way there. The folder's own mode counts all the same."""
     victim, thief = users
