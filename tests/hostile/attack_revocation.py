@@ -34,10 +34,12 @@ from attacker_kit import (
 )
 
 from kvfuse.blockindex import Table, fingerprints_of
+from kvfuse.usrbio.client.row_table import MAGIC, RowTable
 
 MAP_INDEX = 14
 ROOM = 1 << 20
 LINE = re.compile(rb"<block (\d{8})>\n")
+ROWS_LOOKED_AT = 4096
 NEWEST = 6
 """arenas that it asks for again and again; more refusals would have the daemon slow it down"""
 
@@ -58,6 +60,7 @@ class User:
         self.arenas: dict[int, int] = {}
         """number -> descriptor: nothing is mapped, as to look at a hole in a mapping would fill it"""
         self.tables: list[Table] = []
+        self.row_tables: list[RowTable] = []
         self.handles: dict[str, int] = {}
         self.held: dict[str, int] = {}
         """descriptors of folders"""
@@ -134,6 +137,9 @@ class User:
         for table in self.tables:
             found |= self._in_table(table, numbers)
             known |= dict.fromkeys(table.slots["arena"].tolist())
+        for rows in self.row_tables:
+            found |= {number for number, row in zip(numbers, rows.find(list(map(key, numbers))), strict=True) if row >= 0}
+            known |= dict.fromkeys(rows.rows["arena"][:ROWS_LOOKED_AT].tolist())
         self._map_arena(max(known, default=0) + 1)
         for number in [number for number in known if number not in self.arenas][-NEWEST:]:
             self._map_arena(number)
@@ -147,11 +153,19 @@ class User:
             if error:
                 return
             memory = mmap.mmap(descriptors[0], values[0], prot=mmap.PROT_READ)
-            table = Table(np.frombuffer(memory, np.uint8))
-            if not any((table.multipliers == other.multipliers).all() for other in self.tables):
-                self.tables.append(table)
+            self._note_table(np.frombuffer(memory, np.uint8))
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _note_table(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        if memory[: len(MAGIC)].tobytes() == MAGIC:
+            rows = RowTable(memory)
+            if rows.serial not in [other.serial for other in self.row_tables]:
+                self.row_tables.append(rows)
+            return
+        table = Table(memory)
+        if not any((table.multipliers == other.multipliers).all() for other in self.tables):
+            self.tables.append(table)
 
     def _exist(self, folder: str, numbers: list[int]) -> set[int]:
         keys = [key(number) for number in numbers]

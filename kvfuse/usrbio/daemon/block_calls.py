@@ -235,7 +235,9 @@ class BlockCalls:
         namespace.may_list = namespace.has_token or self.peer.may_access(directory, 4)
         namespace.may_put = namespace.has_token or self.peer.may_access(directory, 3)
         namespace.waits, namespace.uses = self.volume.blocks.terms(namespace.ino)
-        if namespace.blocks is None or not namespace.blocks.is_current:
+        if not (namespace.has_token or self.peer.may_access(directory, 1)):
+            namespace.blocks = None
+        elif namespace.blocks is None or not namespace.blocks.is_current:
             await self.rows.settle(namespace)
         if not (namespace.has_token or self.peer.may_access(directory, wanted)):
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")

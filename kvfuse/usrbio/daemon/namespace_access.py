@@ -102,8 +102,8 @@ class NamespaceAccess:
             namespace.is_cut_off = is_cut_off and not namespace.has_token
         except errors.Stale:
             namespace.has_token, namespace.is_absent = False, True
+        namespace.blocks = None  # what it may read is found anew
         if namespace.is_absent or namespace.is_cut_off:
-            namespace.blocks = None
             namespace.bindings = {}  # or ring threads would use stale bindings
         namespace.gates, namespace.epoch = gates, epoch if epoch != ENDED else UNCHECKED
 

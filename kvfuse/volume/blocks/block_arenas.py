@@ -141,10 +141,12 @@ class BlockArenas:
         owners = {found[1] for found in facts.values() if found[0] != forms.SPARE}
         if len(owners) < 2 and not self._tables.ended:
             return False  # a table that is alone uses its own arenas again
-        filled = [(found[6], place) for place, found in facts.items() if _is_idle(found)]
-        if not filled or any(found[0] == forms.SPARE for found in facts.values()):
+        idle = {place: found for place, found in facts.items() if _is_idle(found)}
+        if not idle or any(found[0] == forms.SPARE for found in facts.values()):
             return False
-        return self._free(min(filled)[1])
+        filled = [(found[6], place) for place, found in idle.items() if found[0] == forms.FILLED]
+        # Where there are as many tables as arenas, the one that has the least in it waits again.
+        return self._free(min(filled or [(found[5], place) for place, found in idle.items()])[1])
 
     def _new(self) -> BlockArena | None:
         """A new arena, which the core does not have yet. None: there is no memory for it."""
@@ -268,4 +270,4 @@ class BlockArenas:
 
 def _is_idle(facts: tuple[int, ...]) -> bool:
     state, _, pins, dirty, *_ = facts
-    return state == forms.FILLED and not pins and not dirty
+    return state != forms.SPARE and not pins and not dirty

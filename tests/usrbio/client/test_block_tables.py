@@ -206,7 +206,7 @@ def reading(store: BlockStore, keys: list[bytes], size: int, seed: int, threads:
 
 def test_blocks_that_go_while_they_are_read_are_never_mixed_up(seed: int) -> None:
     """Many times the memory goes through it, and the volume evicts. A copy that counts is whole and of its key."""
-    with temporary_mount(["capacity=96MiB,cache.tier_size=16MiB"]) as mount:
+    with temporary_mount(["capacity=96MiB,cache.tier_size=16MiB,cache.staging_size=16MiB"]) as mount:
         make_namespace(mount, "blocks")
         with BlockStore(mount.point, "blocks") as store, BlockStore(mount.point, "blocks") as other:
             size, keys = 64 << 10, [b"%08d" % number for number in range(2000)]
@@ -225,7 +225,7 @@ def test_blocks_that_go_while_they_are_read_are_never_mixed_up(seed: int) -> Non
 
 
 def test_blocks_that_are_not_in_memory_exist_and_come_by_the_daemon() -> None:
-    with temporary_mount(["capacity=256MiB,cache.tier_size=8MiB"]) as mount:
+    with temporary_mount(["capacity=256MiB,cache.tier_size=8MiB,cache.staging_size=16MiB"]) as mount:
         make_namespace(mount, "blocks")
         with BlockStore(mount.point, "blocks") as store:
             size, keys = 64 << 10, [b"%08d" % number for number in range(600)]
@@ -297,7 +297,7 @@ def test_a_view_keeps_its_bytes(mount: KvfuseMount, name: str) -> None:
         store.put(b"a", content(b"a", SIZE))
         view = store.get(b"a")
         assert view is not None
-        assert stats(mount)["usrbio"]["pins"] == 1
+        assert stats(mount)["rings"]["pins"] == 1
         store.put(b"a", content(b"a", SIZE, 1))
         assert store.delete(b"a")
         assert bytes(view) == content(b"a", SIZE)
@@ -305,21 +305,21 @@ def test_a_view_keeps_its_bytes(mount: KvfuseMount, name: str) -> None:
             view[0] = 0
         view.release()
         assert store.get(b"a") is None
-        wait_until(lambda: not (store.get(b"b") or stats(mount)["usrbio"]["pins"]), "the pin to go")
+        wait_until(lambda: not (store.get(b"b") or stats(mount)["rings"]["pins"]), "the pin to go")
 
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_memory_that_is_viewed_is_not_used_again(kill: bool) -> None:
-    with temporary_mount(["capacity=512MiB,cache.tier_size=16MiB,outlive=true"]) as mount:
+    with temporary_mount(["capacity=512MiB,cache.tier_size=16MiB,cache.staging_size=16MiB,outlive=true"]) as mount:
         make_namespace(mount, "blocks")
         with BlockStore(mount.point, "blocks") as store:
             size, keys = 64 << 10, [b"%08d" % number for number in range(1000)]
             store.put_many(keys[:10], [content(key, size) for key in keys[:10]])
             views = [store.get(key) for key in keys[:10]]
-            assert stats(mount)["usrbio"]["pins"] == 10
+            assert stats(mount)["rings"]["pins"] == 10
             if kill:
                 kill_daemon(mount)
-                assert stats(mount)["usrbio"]["pins"] == 10
+                wait_until(lambda: stats(mount).get("rings", {}).get("pins") == 10, "the pins")
             for start in range(0, len(keys), 20):
                 part = keys[start : start + 20]
                 assert store.put_many(part, [content(key, size, 1) for key in part]).all()
@@ -327,11 +327,11 @@ def test_memory_that_is_viewed_is_not_used_again(kill: bool) -> None:
                 assert view is not None
                 assert bytes(view) == content(key, size)
             assert bytes(store.get(keys[0]) or b"") == content(keys[0], size, 1)
-            before = stats(mount)["blocks"]["recycled_arenas"]
+            before = stats(mount)["store"]["recycled_arenas"]
             del view
             views.clear()
             for start in range(0, len(keys), 20):
                 part = keys[start : start + 20]
                 assert store.put_many(part, [content(key, size, 2) for key in part]).all()
-            assert stats(mount)["blocks"]["recycled_arenas"] > before
-            assert stats(mount)["usrbio"]["pins"] == 0
+            assert stats(mount)["store"]["recycled_arenas"] > before
+            assert stats(mount)["rings"]["pins"] == 0
