@@ -19,4 +19,11 @@ class BlockStoreView(Protocol):
     def update_quotas(self) -> None:
         """Quotas, or what files have of them, changed."""
 
+    def note_file(self, directory: int, namespace: int) -> None:
+        """A name of a directory is about to mean an ordinary file."""
+
+    async def has_names(self, directory: int) -> bool:
+        """Blocks, or files that become some, are in a directory. EngineTimeout: that is not known yet."""
+
+    def directory_removed(self, directory: int) -> None: ...
     def statistics(self) -> dict[str, Any]: ...
