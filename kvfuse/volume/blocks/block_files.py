@@ -376,7 +376,10 @@ class BlockFiles:
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Draft | BlockEntry | Node:
         """As `api.InodeApi.set_attributes`. A node: the caller sets them, but for the size. Times of a block stay."""
         if changes.size is not None:
-            await self._set_size(ino, changes.size, caller)
+            found = await self._set_size(ino, changes.size, caller)
+            if isinstance(found, Node):
+                return found
+            ino = found.ino
         if changes.mode is not None and changes.mode & 0o7777 & ~PERMISSIONS:
             return await self.make_ordinary(ino)
         if (draft := self.drafts.by_ino.get(ino)) is not None:
@@ -396,12 +399,12 @@ class BlockFiles:
             return await self._move_to_readers(found, mode, uid, gid)
         return found
 
-    async def _set_size(self, ino: int, size: int, caller: Caller) -> None:
-        """truncate(2), which needs no descriptor."""
+    async def _set_size(self, ino: int, size: int, caller: Caller) -> Draft | BlockEntry | Node:
+        """truncate(2), which needs no descriptor. What the file is then."""
         handle = await self.open(ino, os.O_WRONLY, caller if caller.is_kernel else Caller(caller.uid, caller.gid))
         if isinstance(handle, Node):
             await self.cutter.truncate(handle, size)
-            return
+            return handle
         assert isinstance(handle, DraftHandle)
         try:
             await self.truncate(handle, size)
@@ -413,6 +416,8 @@ class BlockFiles:
                 await self.release(handle)
                 if handle.file is not None:
                     await self.release_file(handle.file)
+        draft = handle.draft
+        return draft.node or (draft if draft.handles else self.find(*draft.place) or draft)
 
     async def _move_to_readers(self, entry: BlockEntry, mode: int, uid: int, gid: int) -> BlockEntry:
         """Give a block another owner or mode: it moves to another table, and has another number."""
