@@ -37,6 +37,7 @@ from kvfuse.volume.names.opened import make_opened
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
+from kvfuse.volume.tenancy.xattrs import check_settable
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
 
@@ -58,11 +59,6 @@ class Inodes:
     def _blocks_of(self, ino: int) -> BlockFiles | None:
         """Who knows the number, if it is one of a block or draft."""
         return self._blocks if self._blocks is not None and self._blocks.has(ino) else None
-
-    async def _find_file(self, ino: int) -> int:
-        """The inode of a file that gets what a block cannot have: the block becomes an ordinary file."""
-        blocks = self._blocks_of(ino)
-        return ino if blocks is None else (await _check_change(self._core, blocks).make_ordinary(ino)).ino
 
     def may_keep_attributes(self, ino: int) -> bool:
         return not self._lookups.is_doubtful(ino)
@@ -148,7 +144,10 @@ class Inodes:
 
     async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> None:
         xattrs = _check_change(self._core, self._parts.xattrs)
-        await self._publish_attributes(await xattrs.set(await self._find_file(ino), name, value, caller))
+        if (blocks := self._blocks_of(ino)) is not None:
+            check_settable(name)
+            ino = (await blocks.make_ordinary(ino)).ino
+        await self._publish_attributes(await xattrs.set(ino, name, value, caller))
 
     async def list_xattrs(self, ino: int) -> list[bytes]:
         return await self._parts.xattrs.list(ino) if self._blocks_of(ino) is None else []

@@ -145,6 +145,11 @@ class BlockEngine:
         place = self._spaces.get(number)
         return self.native.space_use(place) if place is not None else (0, 0)
 
+    def room(self) -> tuple[int, int]:
+        """(blocks, bytes that are free in the slabs that the store has) of the volume."""
+        found = self.native.statistics()
+        return found["blocks"], found["free_slabs"] * self.core.geometry.slab_size + found["free_slots_bytes"]
+
     @property
     def block_max(self) -> int:
         """Bytes of the largest block."""

@@ -77,14 +77,15 @@ class BlockNames:
             self._core.places.add(draft.ino, *draft.place)
 
     async def list_entries(self, folder: Node, after: int, limit: int) -> list[DirEntry]:
-        """As `api.TreeApi.list_directory`. A draft that becomes a block meanwhile may be listed twice."""
+        """As `api.TreeApi.list_directory`. A new draft that becomes a block between two calls may be listed twice."""
         found: list[DirEntry] = []
         if after < FIRST_ROW_COOKIE:
             found += self._list_drafts(folder.ino, after)[:limit]
             after = FIRST_ROW_COOKIE
+        seen = {entry.name for entry in found}
         while after < FILE_COOKIE and len(found) < limit:
             rows, after = await self._list_rows(folder.ino, after, limit - len(found))
-            found += rows
+            found += [entry for entry in rows if entry.name not in seen]
         if len(found) < limit:
             start = after_file(after) if after > FILE_COOKIE else 0
             for name, cookie, node in await Listing(self._lookups, folder.ino).read_entries(start, limit - len(found)):
@@ -92,7 +93,12 @@ class BlockNames:
         return found
 
     def _list_drafts(self, directory: int, after: int) -> list[DirEntry]:
-        found = [DirEntry(draft.name, _draft_cookie(draft), draft) for draft in self._drafts.in_directory(directory)]
+        """Those whose names mean no block yet."""
+        found = [
+            DirEntry(draft.name, _draft_cookie(draft), draft)
+            for draft in self._drafts.in_directory(directory)
+            if self._engine.find(directory, draft.name) is None
+        ]
         return sorted([entry for entry in found if entry.cookie > after], key=lambda entry: entry.cookie)
 
     async def _list_rows(self, directory: int, after: int, limit: int) -> tuple[list[DirEntry], int]:
@@ -110,10 +116,10 @@ class BlockNames:
         names = await self._read_names(table, rows)
         entries = []
         for name, (number, sequence, *_) in zip(names, rows, strict=True):
-            if name and (directory, name) not in self._drafts.by_place:
-                entry = read_entry(table, number)
-                if entry is not None and entry.sequence == sequence:
-                    entries.append(DirEntry(name, row_cookie(table.place, number), entry))
+            entry = read_entry(table, number) if name else None
+            if entry is not None and entry.sequence == sequence:
+                meant = self._drafts.by_place.get((directory, name), entry)
+                entries.append(DirEntry(name, row_cookie(table.place, number), meant))
         return entries, end
 
     async def _read_names(self, table: BlockTable, rows: Sequence[ListedRow]) -> list[bytes]:

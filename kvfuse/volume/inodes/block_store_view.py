@@ -13,6 +13,9 @@ class BlockStoreView(Protocol):
     def use(self, number: int) -> tuple[int, int]:
         """(bytes of slots, blocks) of a namespace and those in it."""
 
+    def room(self) -> tuple[int, int]:
+        """(blocks, bytes that are free in the slabs that the store has) of the volume."""
+
     def clear(self, number: int) -> None:
         """All blocks of a namespace are gone: its epoch has grown, and that is stored."""
 
