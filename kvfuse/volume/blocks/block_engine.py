@@ -494,9 +494,10 @@ class BlockEngine:
                 log.warning("no slab can be taken for blocks: %s", error)
 
     async def close(self) -> None:
-        """Everything that was put is durable. EngineError."""
-        if self.native.statistics()["queued"] > self.writer.durable:
-            await self.writer.flush()
+        """Everything that was put, or removed, is durable. EngineError."""
+        found = self.native.statistics()
+        if found["stale"] or found["queued"] > self.writer.durable:
+            await self.writer.settle()
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -170,6 +170,17 @@ class WriteBehind:
             if self.error is not None and self.failures > failures:
                 raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
 
+    async def settle(self) -> None:
+        """Return when that holds, and what was removed stays removed, too. EngineError: it does not yet."""
+        failures = self.failures
+        while self._is_work_left() or not self.is_idle:
+            self.wake()
+            await self._moved.wait()
+            if self.error is not None and self.failures > failures:
+                raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
+        await self.flush()
+        await self._sync()
+
     def statistics(self) -> dict[str, Any]:
         return {"written": self.written, "durable": self.durable, "write_failures": self.failures}
 

@@ -65,7 +65,7 @@ class Walk:
     async def put(self, name: bytes) -> None:
         data = self.data()
         await self.door.put(name, data, uid=self.random.randrange(2), mode=self.random.choice([0o644, 0o600]))
-        if self.door.folder in self.door.volume.rows.with_files:  # type: ignore[union-attr]
+        if await self.door.volume.blocks.has_files(self.door.folder):  # as the ring door does
             await self.door.volume.blocks.delete(self.door.folder, [name])
         self.model[name] = data
 
