@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from kvfuse.errors import ConfigError
 from kvfuse.policy import Policy, make_policy
+from kvfuse.policy.column_policy import ColumnPolicy
+from kvfuse_bench.columncache import ColumnCache
 from kvfuse_bench.traffic import Request
 
 POINTS = 30
@@ -32,10 +34,12 @@ class Setup(NamedTuple):
     """share of the capacity that victims leave"""
     high_water: float = 1.0
     """share of the capacity beyond which victims go"""
+    in_rows: bool = False
+    """by the policy of columns"""
 
     @property
     def name(self) -> str:
-        return f"{self.policy} + {self.admission}"
+        return f"{self.policy} + {self.admission}{' in rows' if self.in_rows else ''}"
 
 
 class Served(NamedTuple):
@@ -107,7 +111,7 @@ def simulate(
     requests: Iterable[Request], setup: Setup, progress: Callable[[int], None] = lambda requests: None
 ) -> Tally:
     """``progress`` is called with the number of requests done since its last call."""
-    policy = make_policy(setup.policy, setup.admission)
+    policy = make_cache(setup)
     result = Tally(setup)
     number = 0
     for number, request in enumerate(requests, start=1):
@@ -120,7 +124,14 @@ def simulate(
     return result
 
 
-def store(policy: Policy, keys: tuple[int, ...], now: float, setup: Setup) -> int:
+def make_cache(setup: Setup) -> Policy | ColumnCache:
+    """An empty one."""
+    if setup.in_rows:
+        return ColumnCache(ColumnPolicy(setup.policy, setup.admission), 2 * setup.capacity + 1)
+    return make_policy(setup.policy, setup.admission)
+
+
+def store(policy: Policy | ColumnCache, keys: tuple[int, ...], now: float, setup: Setup) -> int:
     """What a cache does after it has served a request; the number of blocks that it writes."""
     policy.used(keys, now)
     absent = [key for key in keys if key not in policy]
@@ -129,6 +140,9 @@ def store(policy: Policy, keys: tuple[int, ...], now: float, setup: Setup) -> in
     new = [key for key, admits in zip(absent, admitted, strict=True) if admits][: setup.capacity]
     if len(policy) + len(new) > setup.capacity * setup.high_water:
         policy.victims(len(policy) + len(new) - low, now)
+    if isinstance(policy, ColumnCache):
+        policy.put(new, now)
+        return len(new)
     for key in new:
         policy.added(key, 1, now)
     return len(new)

@@ -20,18 +20,19 @@ class Core:
     def sweep_table(self, place: int, rows_max: int) -> bool:
         """Whether there are more rows."""
     def remove_table(self, place: int) -> bool:
-        """Whether it could go: it is swept, and no arena is its."""
+        """Whether it could go: it is swept, no arena is its, and no other call uses it."""
     def add_arena(self, place: int, number: int, address: int, size: int, table: int) -> None:
         """``table``: the one whose blocks are in it; -1: it is new."""
     def remove_arena(self, place: int) -> bool: ...
     def arena_facts(self, place: int) -> tuple[int, int, int, int, int, int, int]:
         """State, table, pins, dirty blocks, live blocks, bytes in use, stamp."""
     def pin_arena(self, number: int, by: int) -> bool: ...
-    def add_slabs(self, numbers: Any) -> None:
-        """u32: slabs without blocks."""
-    def take_slabs(self, count: int) -> list[int]: ...
-    def load_slab(self, number: int, heads: Any) -> int:
-        """Take over a slab by its heads, at a mount. How many blocks it has."""
+    def add_slabs(self, numbers: Any, token: int) -> None:
+        """u32: slabs without blocks; ``token``: of their loan."""
+    def take_slabs(self, count: int) -> list[int]:
+        """Free slabs, whose heads on the medium say so: they are the core's no more."""
+    def load_slab(self, number: int, token: int, heads: Any) -> int:
+        """Take over a slab by its heads, at a mount. How many blocks it has. Tables and spaces are there before."""
     def set_loading(self, loading: bool) -> None: ...
     def restore(self) -> None:
         """Go on with states, tables and arenas of the former daemon: all of them were added."""
@@ -97,11 +98,14 @@ class Core:
     def list_rows(
         self, table: int, directory: int, after: int, limit: int, now: int
     ) -> tuple[list[tuple[int, int, int, int, bytes | None, int, int, int]], int]:
-        """[(row, sequence, length, stored, name, slab, slot, length of the name)]; the next ``after``, or -1."""
+        """[(row, sequence, length, stored, name, slab, slot, length of the name)]; the next ``after``, or -1.
+
+        It may be fewer than there are, even none, before the last call.
+        """
     def slot_places(self, slab: int, slot: int) -> tuple[int, int]:
         """Offset of its name among heads and names, and of its bytes in the slab."""
     def take_dirty(self, bytes_max: int, rows_max: int) -> Batch | int:
-        """The queue position, where nothing is to be written."""
+        """The queue position, where nothing is to be written. It counts blocks and heads, as ``rows_max`` does."""
     def reserve(
         self,
         table: int,
@@ -115,25 +119,37 @@ class Core:
         slabs: Any,
         slot_offsets: Any,
     ) -> Landing:
-        """``slabs``: u32. Where ``places`` is not 0, ``sizes`` bytes from the slab belong there."""
+        """``slabs``: u32. Where ``places`` is not 0, ``sizes`` bytes from the slab belong there.
+
+        A name that is not the row's is ABSENT, so names may come from the medium.
+        """
     def set_dirty_max(self, bytes: int) -> None: ...
     def doubt_unsynced(self) -> None:
         """A sync failed: what was written since `note_synced` is written again, or dropped."""
-    def note_synced(self, sequence: int) -> None:
-        """Blocks up to this sequence are written, and survive a loss of power."""
+    def note_synced(self, sequence: int, written_heads: int) -> None:
+        """Blocks up to this sequence, and so many heads, are written, and survive a loss of power."""
     def statistics(self) -> dict[str, int]: ...
 
 class Batch:
+    """Batches may be written side by side, but heads of one only after those of all batches that were taken before it.
+    What a batch has is synced when it, and all before it, are written and the medium is synced."""
+
     def end(self) -> None:
-        """All of it is written. A batch that is thrown away ends, too."""
+        """All of it is written."""
+    def fail(self) -> None:
+        """It is not: blocks and heads wait again, behind all others. So it is for a batch that is thrown away."""
     def runs(self) -> tuple[bytes, bytes]:
-        """`RUN`, of data and of heads and names: these may be written after the data is on the medium."""
+        """`RUN`, of data and of heads and names. Heads may be written before the data: checksums tell."""
     def facts(self) -> tuple[int, int, int]:
         """Blocks, bytes, queue position."""
 
 class Landing:
     def land(self, came: Any, results: Any) -> None:
-        """``came``: a byte each, whether its bytes are there. Results: 1, or 0 where they are not the block's."""
+        """``came``: a byte each, whether its bytes are there.
+
+        Results: 1: it is in memory, perhaps by another landing; 0: its bytes are others, or there was no place;
+        ABSENT: the block was dropped or replaced meanwhile.
+        """
 
 def begin_table(
     memory: Any,
@@ -147,6 +163,9 @@ def begin_table(
     mode: int,
     serial: int,
 ) -> None: ...
+def name_keys(table: Any, directory: int, text: Any, offsets: Any, lengths: Any, keys: Any) -> None:
+    """The first half of each name's fingerprint; 0 for an odd name."""
+
 def table_get(
     table: Any,
     directory: int,

@@ -4,15 +4,20 @@
    Python decides about memory, slabs, limits and victims, for many blocks at once; what is here happens for each block.
    `blocks.c` makes it a Python module, and `_blocks.pyi` says what each function expects.
 
-   One lock guards all state but the bytes of blocks: these are copied while their arena is pinned. A daemon may be killed
-   between two instructions. The next one finds tables, arenas and slab states in shared memory, and makes all else anew
-   from them: `restore_table` says why that is right. */
+   One lock guards all state but the bytes of blocks: these are copied while their arena is pinned. Names are hashed, and
+   heads are made, without it. A daemon may be killed between two instructions. The next one finds tables, arenas and slab
+   states in shared memory, and makes all else anew from them: `restore_table` says why that is right.
+
+   What the medium has to be told, blocks to write and heads of blocks that are no more, waits in one queue, in the order
+   in which it happened. A batch takes the first of it. Batches may be written side by side, but heads of one only behind
+   those of the batches before it: a slot may be used again while the head that says it is free is on its way. */
 
 #ifndef KVFUSE_BLOCKCORE_H
 #define KVFUSE_BLOCKCORE_H
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/random.h>
 #include <time.h>
 
 #include "blocktable.h"
@@ -21,13 +26,16 @@
 enum { HEAD = 96, NAME_ROOM = 256, HEAD_MAGIC = 0x4B56, HEAD_VERSION = 1, STATE_FREE = 0, STATE_BLOCK = 1, STATE_SLAB = 2 };
 enum { DIRTY = 1, WRITING = 2, HOT = 4 };
 enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7 };
-enum { ABSENT = -1, NOT_RESIDENT = -2, NO_ROOM = -4 };
+enum { ABSENT = -1, NOT_RESIDENT = -2, NOT_MAPPED = -3, NO_ROOM = -4, CHANGED = -8 };
 enum { SLOT_FREE = 0, SLOT_STALE = 1, SLOT_HELD = 2, SLOT_OWNED = 16 };
-enum { ARENAS = 4096, TABLES = 4096, SPACES = 4096, SIZES = 256, SEEN = 256, LEARN_AFTER = 64 };
-enum { SPARE, FILLING, FILLED, EMPTY };
+enum { ARENAS = 4096, TABLES = 4096, SPACES = 4096, SIZES = 256, SEEN = 256, LEARN_AFTER = 64, LEARNED_MAX = 64 };
+enum { SLOTS_MAX = 1 << 16, GROUP = 64, HEADS_AT_ONCE = 256, ROWS_AT_ONCE = 4096, SEQUENCE_BITS = 62 };
+enum { SPARE, FILLING, FILLED };
 
 #define TAIL_MAGIC 0x4C4941544156564Bull
 #define NO_NOTE 0xFFFFFFFFu
+#define OF_SLAB 0x80000000u  /* in an entry's table: it is about a slab's slot, or about the slab */
+#define OWN_HEAD 0xFFFFFFFFu /* its slot then */
 
 typedef struct {
     uint16_t magic;
@@ -38,7 +46,7 @@ typedef struct {
     uint32_t epoch, incarnation, uid, gid, checksum, stored, expires;
     uint16_t mode;
     uint8_t name_length, priority;
-    uint32_t slot_size, spare[2], crc;
+    uint32_t slot_size, token, spare, crc;
 } Head;
 
 _Static_assert(sizeof(Head) == HEAD, "a head has 96 bytes");
@@ -47,7 +55,9 @@ _Static_assert(sizeof(Head) == HEAD, "a head has 96 bytes");
 typedef struct {
     uint32_t slot_size; /* 0: none yet */
     uint32_t incarnation;
-    uint8_t is_ours, spare[7];
+    /* whether its head on the medium says that; whether that may have heads of blocks in slots that are free */
+    uint8_t is_ours, is_head_written, has_stale, spare;
+    uint32_t token; /* of the loan by which it is ours: its head repeats it */
 } SlabState;
 
 _Static_assert(sizeof(SlabState) == 16, "the state of a slab has 16 bytes");
@@ -72,9 +82,11 @@ typedef struct Space {
 } Space;
 
 typedef struct Table {
-    int is_known, is_ended, space, arena; /* ``arena``: index of the one that is filled, or -1 */
+    int is_known, is_ended, is_swept, space, arena; /* ``arena``: index of the one that is filled, or -1 */
     Index index;
+    uint32_t users; /* calls that read the table without the lock */
     uint32_t *free_rows, free_count, free_room, swept;
+    uint16_t next; /* of those with the same place in ``first_tables``: index + 1 */
 } Table;
 
 typedef struct {
@@ -86,15 +98,18 @@ typedef struct {
 } Arena;
 
 typedef struct {
-    uint32_t count, free, held, hint, lead, class, in_list, is_head_due;
+    uint32_t count, free, held, hint, lead, class, in_list, is_head_due, stale; /* ``stale``: heads to be freed */
     uint64_t *owners; /* of each slot: SLOT_FREE, SLOT_STALE, SLOT_HELD, or SLOT_OWNED + table << 32 + row */
+    uint64_t *takeable; /* a bit for each slot: it is free or stale */
 } Slab;
 
 typedef struct {
-    uint32_t slot_size, count, room;
+    uint32_t slot_size, cut, count, room; /* ``cut``: slabs that have slots of this size */
     uint32_t *slabs; /* that have free slots, the one to be used next last */
 } Class;
 
+/* A block to write, if it still has this sequence. Or a slot whose head is to be freed, or a slab whose own head is to be
+   written, if the slab still has this incarnation. */
 typedef struct {
     uint32_t table, row;
     uint64_t sequence;
@@ -121,10 +136,12 @@ typedef struct Core {
     Table tables[TABLES];
     Arena arenas[ARENAS];
     uint16_t places[2 * ARENAS]; /* arena by number: index + 1 */
-    uint32_t arena_count;
-    Queue dirty, stale;
+    uint16_t first_tables[TABLES];
+    uint32_t arena_count, unswept; /* ``unswept``: tables that ended and have slots */
+    Queue queue, unsynced; /* ``unsynced``: heads of free slots and of slabs that were written since the last sync */
+    uint64_t synced; /* sequence up to which all blocks survive a loss of power */
     uint64_t dirty_bytes, dirty_max, stamp, puts, put_bytes, gets, get_bytes, recycled, relocated, refused, batches;
-    uint64_t resident, synced;
+    uint64_t resident;
     int loading;
     struct Removed {
         Fingerprint fingerprint;
@@ -139,20 +156,20 @@ static void lock(Core *core) { pthread_mutex_lock(&core->lock); }
 static void unlock(Core *core) { pthread_mutex_unlock(&core->lock); }
 static uint64_t padded(uint64_t size) { return (size + PAGE - 1) & ~(uint64_t)(PAGE - 1); }
 
-static int push(Queue *queue, Entry entry)
+/* No memory: the daemon ends, as it cannot remember what it owes the medium. The next one finds that in shared memory. */
+static void push(Queue *queue, uint32_t table, uint32_t row, uint64_t sequence)
 {
     if (queue->tail - queue->head == queue->room) {
         uint64_t room = queue->room ? 2 * queue->room : 1024;
         Entry *entries = malloc(room * sizeof *entries);
         if (!entries)
-            return 0;
+            abort();
         for (uint64_t i = queue->head; i < queue->tail; i++)
             entries[i & (room - 1)] = queue->entries[i & (queue->room - 1)];
         free(queue->entries);
         queue->entries = entries, queue->room = room;
     }
-    queue->entries[queue->tail++ & (queue->room - 1)] = entry;
-    return 1;
+    queue->entries[queue->tail++ & (queue->room - 1)] = (Entry){table, row, sequence};
 }
 
 static Entry pop(Queue *queue) { return queue->entries[queue->head++ & (queue->room - 1)]; }
@@ -208,42 +225,80 @@ static int list_slab(Class *class, uint32_t slab)
     return 1;
 }
 
+/* A class that has no slab any more gives its place to a new one, where all places are taken. */
 static int class_of(Core *core, uint32_t slot_size)
 {
-    for (uint32_t c = 0; c < core->class_count; c++)
+    uint32_t place = core->class_count;
+    for (uint32_t c = 0; c < core->class_count; c++) {
         if (core->classes[c].slot_size == slot_size)
             return (int)c;
-    if (core->class_count == SIZES)
+        if (core->class_count == SIZES && !core->classes[c].cut)
+            place = c;
+    }
+    if (place == SIZES)
         return -1;
-    core->classes[core->class_count].slot_size = slot_size;
-    return (int)core->class_count++;
+    core->classes[place].slot_size = slot_size, core->classes[place].count = 0;
+    core->class_count += place == core->class_count;
+    return (int)place;
 }
 
-/* Cut a slab into slots, all of them free. 0: no memory. */
+/* From now on, blocks of such a size get slots of that size. */
+static void learn_size(Core *core, uint32_t size)
+{
+    uint32_t place = 0;
+    while (place < core->size_count && core->sizes[place] < size)
+        place++;
+    if (core->learned >= LEARNED_MAX || core->size_count == SIZES || (place < core->size_count && core->sizes[place] == size))
+        return;
+    memmove(core->sizes + place + 1, core->sizes + place, (core->size_count - place) * sizeof *core->sizes);
+    core->sizes[place] = size;
+    core->size_count++, core->learned++;
+}
+
+/* Cut a slab into slots, all of them free; nobody is offered them yet. 0: no memory, or it has no room for one. */
 static int cut_slab(Core *core, uint32_t number, uint32_t slot_size)
 {
     Slab *slab = core->slabs + number;
     int class = class_of(core, slot_size);
     plan_slab(core, slot_size, &slab->count, &slab->lead);
-    if (class < 0 || !slab->count || !(slab->owners = calloc(slab->count, sizeof *slab->owners)))
+    uint32_t words = (slab->count + 63) / 64;
+    if (class < 0 || !slab->count || !(slab->owners = calloc(slab->count + words, sizeof *slab->owners)))
         return 0;
-    slab->class = (uint32_t)class, slab->free = slab->count, slab->held = slab->hint = 0;
-    slab->in_list = (uint32_t)list_slab(core->classes + class, number);
-    return (int)slab->in_list;
+    slab->takeable = slab->owners + slab->count;
+    memset(slab->takeable, 0xFF, words * sizeof *slab->takeable);
+    if (slab->count % 64)
+        slab->takeable[words - 1] = ((uint64_t)1 << slab->count % 64) - 1;
+    core->classes[class].cut++;
+    slab->class = (uint32_t)class, slab->free = slab->count;
+    slab->held = slab->hint = slab->in_list = slab->is_head_due = slab->stale = 0;
+    return 1;
+}
+
+/* Where there is no memory for it, this is tried again when the next slot becomes free. */
+static void offer_slab(Core *core, uint32_t number)
+{
+    Slab *slab = core->slabs + number;
+    if (!slab->in_list && slab->free)
+        slab->in_list = (uint32_t)list_slab(core->classes + slab->class, number);
 }
 
 static uint32_t random_word(void)
 {
-    static uint64_t state;
-    if (!state) {
+    uint32_t word;
+    if (getrandom(&word, sizeof word, GRND_NONBLOCK) != sizeof word) {
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
-        state = (uint64_t)now.tv_nsec << 32 ^ (uint64_t)now.tv_sec ^ (uint64_t)(uintptr_t)&state;
+        word = (uint32_t)(now.tv_nsec ^ now.tv_sec << 11);
     }
-    state += 0x9E3779B97F4A7C15ull;
-    uint64_t mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
-    return (uint32_t)(mixed >> 32) | 1;
+    return word | 1;
+}
+
+/* The slab's own head is to be written: by the batch that takes this entry, or by an earlier one with a block of it. */
+static void owe_head(Core *core, uint32_t number)
+{
+    core->slabs[number].is_head_due = 1;
+    core->states[number].is_head_written = 0;
+    push(&core->queue, OF_SLAB | number, OWN_HEAD, core->states[number].incarnation);
 }
 
 /* The slab of a class to take a slot from next; -1: none has a free slot, and no free slab is left. */
@@ -264,28 +319,33 @@ static int64_t slab_with_room(Core *core, uint32_t slot_size)
     }
     if (!core->free_count)
         return -1;
-    uint32_t number = core->free_slabs[--core->free_count];
-    SlabState *state = core->states + number;
-    state->incarnation = random_word();
-    __atomic_store_n(&state->slot_size, slot_size, __ATOMIC_SEQ_CST);
-    if (!cut_slab(core, number, slot_size)) {
-        state->slot_size = 0;
-        core->free_slabs[core->free_count++] = number;
+    uint32_t number = core->free_slabs[core->free_count - 1];
+    if (!cut_slab(core, number, slot_size))
         return -1;
-    }
-    core->slabs[number].is_head_due = 1;
+    core->free_count--;
+    SlabState *state = core->states + number;
+    state->incarnation = random_word(); /* what the medium has of its slots is not believed from now on */
+    state->is_head_written = state->has_stale = 0;
+    __atomic_store_n(&state->slot_size, slot_size, __ATOMIC_SEQ_CST);
+    owe_head(core, number);
+    offer_slab(core, number);
     return number;
 }
 
+/* The next one that may be taken: blocks that come together lie together. */
 static uint32_t take_slot(Slab *slab)
 {
-    for (uint32_t i = 0; i < slab->count; i++) {
-        uint32_t slot = slab->hint + i < slab->count ? slab->hint + i : slab->hint + i - slab->count;
-        if (slab->owners[slot] < SLOT_HELD) {
-            slab->hint = slot + 1 < slab->count ? slot + 1 : 0;
-            slab->free--;
-            return slot;
-        }
+    uint32_t words = (slab->count + 63) / 64;
+    for (uint32_t i = 0; i <= words; i++) {
+        uint32_t word = (slab->hint / 64 + i) % words;
+        uint64_t bits = slab->takeable[word] & (i ? ~(uint64_t)0 : ~(uint64_t)0 << slab->hint % 64);
+        if (!bits)
+            continue;
+        uint32_t slot = 64 * word + (uint32_t)__builtin_ctzll(bits);
+        slab->takeable[word] &= ~((uint64_t)1 << slot % 64);
+        slab->hint = slot + 1 < slab->count ? slot + 1 : 0;
+        slab->free--;
+        return slot;
     }
     return 0; /* not reached: the caller saw a free one */
 }
@@ -294,14 +354,27 @@ static uint32_t take_slot(Slab *slab)
 static void free_slab(Core *core, uint32_t number)
 {
     Slab *slab = core->slabs + number;
-    if (slab->free != slab->count || slab->held || core->free_count == core->free_room)
+    if (slab->free != slab->count || slab->held)
         return;
     free(slab->owners);
     slab->owners = NULL;
     slab->in_list = 0;
+    core->classes[slab->class].cut--;
+    core->states[number].is_head_written = 0;
     __atomic_store_n(&core->states[number].slot_size, 0, __ATOMIC_SEQ_CST);
     core->free_slabs[core->free_count++] = number;
-    push(&core->stale, (Entry){number, NO_NOTE, core->states[number].incarnation});
+    owe_head(core, number);
+}
+
+/* The medium may have the head of a block in this slot that is no more. */
+static void owe_free_head(Core *core, uint32_t number, uint32_t slot)
+{
+    Slab *slab = core->slabs + number;
+    if (slab->owners[slot] == SLOT_FREE)
+        slab->owners[slot] = SLOT_STALE;
+    slab->stale++;
+    core->states[number].has_stale = 1;
+    push(&core->queue, OF_SLAB | number, slot, core->states[number].incarnation);
 }
 
 static void free_slot(Core *core, uint32_t number, uint32_t slot, int is_held)
@@ -314,12 +387,20 @@ static void free_slot(Core *core, uint32_t number, uint32_t slot, int is_held)
         slab->held++;
         return;
     }
-    slab->owners[slot] = SLOT_STALE;
+    slab->owners[slot] = SLOT_FREE;
+    owe_free_head(core, number, slot);
+    slab->takeable[slot / 64] |= (uint64_t)1 << slot % 64;
     slab->free++;
-    push(&core->stale, (Entry){number, slot, core->states[number].incarnation});
-    if (!slab->in_list && slab->free == 1)
-        slab->in_list = (uint32_t)list_slab(core->classes + slab->class, number);
+    offer_slab(core, number);
     free_slab(core, number);
+}
+
+/* The medium has all heads of a slab that it was owed. While blocks of an ended table wait to be swept, who knows. */
+static void settle_slab(Core *core, uint32_t number)
+{
+    const Slab *slab = core->slabs + number;
+    if (slab->owners && !slab->stale && !slab->held && !core->unswept)
+        core->states[number].has_stale = 0;
 }
 
 /* The slot size for so many bytes. Sizes that come often get a size of their own. 0: larger than a slab. */
@@ -335,7 +416,7 @@ static uint32_t slot_size_for(Core *core, uint32_t length)
     }
     if (low == core->size_count)
         return 0;
-    if (core->sizes[low] == size || core->learned >= 64 || core->size_count == SIZES)
+    if (core->sizes[low] == size || core->learned >= LEARNED_MAX || core->size_count == SIZES)
         return core->sizes[low];
     uint32_t place = (size / PAGE) % SEEN;
     if (core->seen[place].pages != size / PAGE)
@@ -343,9 +424,7 @@ static uint32_t slot_size_for(Core *core, uint32_t length)
     uint64_t now = core->slab_size / core->sizes[low], then = core->slab_size / size;
     if (++core->seen[place].count < LEARN_AFTER || (then - now) * 64 < now)
         return core->sizes[low];
-    memmove(core->sizes + low + 1, core->sizes + low, (core->size_count - low) * sizeof *core->sizes);
-    core->sizes[low] = size;
-    core->size_count++, core->learned++;
+    learn_size(core, size);
     return size;
 }
 
@@ -369,136 +448,6 @@ static void charge(Core *core, int space, int64_t size, int64_t blocks)
 
 /* -- memory ------------------------------------------------------------------------------------------------------- */
 
-static uint32_t distance_of(const Arena *arena, const Note *note);
-
-static int is_resident_here(Core *core, const Arena *arena, const Note *note)
-{
-    const Table *table = core->tables + arena->table;
-    if (note->row >= table->index.header->row_end)
-        return 0;
-    const Row *row = table->index.rows + note->row;
-    return (row->version & 1) && row->arena == arena->number && row->sequence == note->sequence;
-}
-
-/* Nothing is found in an arena any more; blocks that were used since they came stay, up to a quarter of it. */
-static void recycle_arena(Core *core, Arena *arena)
-{
-    uint64_t hot = 0, used = 0, end = arena->tail->notes, kept_notes = 0;
-    struct Kept {
-        uint32_t row, page;
-        uint8_t name_length, name[NAME_MAX_BYTES];
-    } *kept = NULL;
-    uint32_t kept_count = 0, kept_room = 0;
-    for (uint64_t at = 0; at < end;) {
-        /* notes are read from the first one, which is next to the tail */
-        const Note *note = (const Note *)((uint8_t *)arena->tail - at) - 1;
-        at += note->size;
-        if (note->row == NO_NOTE || !is_resident_here(core, arena, note))
-            continue;
-        Row *row = core->tables[arena->table].index.rows + note->row;
-        begin_change(row);
-        uint64_t size = padded(row->length);
-        if ((row->flags & HOT) && hot + size <= arena->size / 4) {
-            if (kept_count == kept_room) {
-                uint32_t room = kept_room ? 2 * kept_room : 64;
-                void *more = realloc(kept, room * sizeof *kept);
-                if (more)
-                    kept = more, kept_room = room;
-            }
-            if (kept_count < kept_room) {
-                struct Kept *one = kept + kept_count++;
-                one->row = note->row, one->page = row->page, one->name_length = note->name_length;
-                memcpy(one->name, (const uint8_t *)note - (note->size - sizeof *note), note->name_length);
-                hot += size;
-                continue;
-            }
-        }
-        row->arena = 0;
-        row->flags &= ~(uint32_t)HOT;
-        end_change(row);
-        core->resident--;
-    }
-    __atomic_store_n(&arena->tail->notes, 0, __ATOMIC_SEQ_CST);
-    for (uint32_t i = 0; i < kept_count; i++) { /* in the order of their places: each moves down, or stays */
-        Row *row = core->tables[arena->table].index.rows + kept[i].row;
-        memmove(arena->base + used, arena->base + (uint64_t)kept[i].page * PAGE, padded(row->length));
-        uint64_t size = sizeof(Note) + (kept[i].name_length + 7u) / 8 * 8;
-        Note *note = (Note *)((uint8_t *)arena->tail - kept_notes) - 1;
-        memcpy((uint8_t *)note - (size - sizeof *note), kept[i].name, kept[i].name_length);
-        *note = (Note){row->sequence, kept[i].row, (uint16_t)size, kept[i].name_length, 0};
-        kept_notes += size;
-        __atomic_store_n(&arena->tail->notes, kept_notes, __ATOMIC_SEQ_CST);
-        row->page = (uint32_t)(used / PAGE), row->note = distance_of(arena, note);
-        row->flags &= ~(uint32_t)HOT;
-        end_change(row);
-        used += padded(row->length);
-    }
-    free(kept);
-    arena->live = kept_count;
-    core->relocated += kept_count;
-    core->recycled++;
-    __atomic_store_n(&arena->tail->used, used, __ATOMIC_SEQ_CST);
-}
-
-/* An arena of a table with room, which takes the place of the one that is full. NULL: no memory is free now. */
-static Arena *next_arena(Core *core, Table *table)
-{
-    int number = (int)(table - core->tables), spare = -1, oldest = -1;
-    if (table->arena >= 0) {
-        core->arenas[table->arena].state = FILLED;
-        core->arenas[table->arena].tail->stamp = ++core->stamp;
-        table->arena = -1;
-    }
-    for (uint32_t a = 0; a < core->arena_count; a++) {
-        Arena *arena = core->arenas + a;
-        if (!arena->base || (arena->table != number && arena->state != SPARE))
-            continue;
-        if (arena->state == FILLED && !arena->pins && !arena->dirty &&
-            (oldest < 0 || arena->tail->stamp < core->arenas[oldest].tail->stamp || (!arena->live && core->arenas[oldest].live)))
-            oldest = (int)a;
-        if (arena->state == SPARE && spare < 0)
-            spare = (int)a;
-    }
-    if (oldest >= 0 && !core->arenas[oldest].live)
-        spare = -1;
-    int chosen = spare >= 0 ? spare : oldest;
-    if (chosen < 0)
-        return NULL;
-    Arena *arena = core->arenas + chosen;
-    if (arena->state == SPARE) {
-        arena->table = number;
-        __atomic_store_n(&arena->tail->serial, table->index.header->serial, __ATOMIC_SEQ_CST);
-    } else {
-        recycle_arena(core, arena);
-    }
-    arena->state = FILLING;
-    table->arena = chosen;
-    return arena;
-}
-
-/* Room for a block and its note, pinned. NULL: there is none now. */
-static Arena *take_memory(Core *core, Table *table, uint32_t length, uint32_t name_length, uint64_t *offset, Note **note)
-{
-    uint64_t size = padded(length), note_size = sizeof(Note) + (name_length + 7u) / 8 * 8;
-    Arena *arena = table->arena >= 0 ? core->arenas + table->arena : NULL;
-    for (int turn = 0; turn < 3; turn++) {
-        if (arena && arena->tail->used + size + arena->tail->notes + note_size <= arena->size - sizeof(Tail))
-            break;
-        arena = next_arena(core, table);
-        if (!arena)
-            return NULL;
-    }
-    if (arena->tail->used + size + arena->tail->notes + note_size > arena->size - sizeof(Tail))
-        return NULL;
-    *offset = arena->tail->used;
-    *note = (Note *)((uint8_t *)arena->tail - arena->tail->notes) - 1;
-    **note = (Note){0, NO_NOTE, (uint16_t)note_size, (uint8_t)name_length, 0};
-    __atomic_store_n(&arena->tail->notes, arena->tail->notes + note_size, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&arena->tail->used, arena->tail->used + size, __ATOMIC_SEQ_CST);
-    arena->pins++;
-    return arena;
-}
-
 static uint32_t distance_of(const Arena *arena, const Note *note)
 {
     return (uint32_t)(((const uint8_t *)arena->tail - (const uint8_t *)note) / 8);
@@ -510,6 +459,147 @@ static Note *note_of(const Arena *arena, const Row *row)
 }
 
 static uint8_t *name_in(Note *note) { return (uint8_t *)note - (note->size - sizeof *note); }
+
+static int is_resident_here(Core *core, const Arena *arena, const Note *note)
+{
+    const Table *table = core->tables + arena->table;
+    if (note->row >= table->index.header->row_end)
+        return 0;
+    const Row *row = table->index.rows + note->row;
+    return (row->version & 1) && row->arena == arena->number && row->sequence == note->sequence;
+}
+
+static uint64_t note_bytes(uint32_t name_length) { return sizeof(Note) + (name_length + 7u) / 8 * 8; }
+
+typedef struct {
+    struct Kept {
+        uint32_t row, page;
+        uint8_t name_length, name[NAME_MAX_BYTES];
+    } *rows;
+    uint64_t count, room, bytes, bytes_max;
+} KeptRows;
+
+static void keep_row(KeptRows *kept, const Row *row, Note *note)
+{
+    uint64_t size = padded(row->length) + note->size;
+    if (kept->bytes + size > kept->bytes_max)
+        return;
+    if (kept->count == kept->room) {
+        uint64_t room = kept->room ? 2 * kept->room : 64;
+        struct Kept *more = realloc(kept->rows, room * sizeof *more);
+        if (!more)
+            return;
+        kept->rows = more, kept->room = room;
+    }
+    struct Kept *one = kept->rows + kept->count++;
+    one->row = note->row, one->page = row->page, one->name_length = note->name_length;
+    memcpy(one->name, name_in(note), note->name_length);
+    kept->bytes += size;
+}
+
+/* No block is in an arena any more, as far as anybody sees. Those that were used since they came are remembered. */
+static void empty_arena(Core *core, Arena *arena, KeptRows *kept)
+{
+    Table *table = core->tables + arena->table;
+    uint64_t end = arena->tail->notes;
+    for (uint64_t at = 0; at < end;) { /* notes are read from the first one, which is next to the tail */
+        Note *note = (Note *)((uint8_t *)arena->tail - at) - 1;
+        at += note->size;
+        if (note->row == NO_NOTE || !is_resident_here(core, arena, note))
+            continue;
+        Row *row = table->index.rows + note->row;
+        if (row->flags & HOT)
+            keep_row(kept, row, note);
+        row->flags &= ~(uint32_t)HOT;
+        move_row(&table->index, note->row, 0, 0, 0);
+        core->resident--;
+    }
+    arena->live = 0;
+    __atomic_store_n(&arena->tail->notes, 0, __ATOMIC_SEQ_CST);
+}
+
+/* Use an arena again, for a block of so many bytes at first. Blocks that were used since they came stay, up to a quarter
+   of it: they are in no memory while they move down, each to behind the one before, and so never onto one that is still
+   to move. */
+static void recycle_arena(Core *core, Arena *arena, uint64_t size)
+{
+    uint64_t rest = arena->size - sizeof(Tail) - size;
+    KeptRows kept = {.bytes_max = rest < arena->size / 4 ? rest : arena->size / 4};
+    uint64_t used = 0, notes = 0;
+    Table *table = core->tables + arena->table;
+    empty_arena(core, arena, &kept);
+    for (uint64_t i = 0; i < kept.count; i++) {
+        const struct Kept *one = kept.rows + i;
+        const Row *row = table->index.rows + one->row;
+        memmove(arena->base + used, arena->base + (uint64_t)one->page * PAGE, padded(row->length));
+        uint64_t note_size = note_bytes(one->name_length);
+        Note *note = (Note *)((uint8_t *)arena->tail - notes) - 1;
+        *note = (Note){row->sequence, one->row, (uint16_t)note_size, one->name_length, 0};
+        memcpy(name_in(note), one->name, one->name_length);
+        notes += note_size;
+        __atomic_store_n(&arena->tail->notes, notes, __ATOMIC_SEQ_CST);
+        move_row(&table->index, one->row, arena->number, (uint32_t)(used / PAGE), distance_of(arena, note));
+        used += padded(row->length);
+    }
+    free(kept.rows);
+    arena->live = (uint32_t)kept.count;
+    core->resident += kept.count;
+    core->relocated += kept.count;
+    core->recycled++;
+    __atomic_store_n(&arena->tail->used, used, __ATOMIC_SEQ_CST);
+}
+
+static uint64_t room_in(const Arena *arena) { return arena->size - sizeof(Tail) - arena->tail->used - arena->tail->notes; }
+
+/* An arena with room for so much, which takes the place of the table's full one. NULL: no memory is free now. A new one is
+   taken first, but for an own one without blocks; else the one that was begun first, if it is large enough. */
+static Arena *next_arena(Core *core, Table *table, uint64_t size)
+{
+    int number = (int)(table - core->tables);
+    Arena *spare = NULL, *oldest = NULL;
+    for (Arena *arena = core->arenas; arena < core->arenas + core->arena_count; arena++) {
+        if (!arena->base || size > arena->size - sizeof(Tail))
+            continue;
+        if (arena->state == SPARE)
+            spare = spare ? spare : arena;
+        else if (arena->table == number && !arena->pins && !arena->dirty &&
+                 (!oldest || (!arena->live != !oldest->live ? !arena->live : arena->tail->stamp < oldest->tail->stamp)))
+            oldest = arena;
+    }
+    Arena *arena = spare && !(oldest && !oldest->live) ? spare : oldest;
+    if (!arena)
+        return NULL;
+    if (table->arena >= 0)
+        core->arenas[table->arena].state = FILLED;
+    if (arena->state == SPARE) {
+        arena->table = number;
+        __atomic_store_n(&arena->tail->serial, table->index.header->serial, __ATOMIC_SEQ_CST);
+    } else {
+        recycle_arena(core, arena, size);
+    }
+    arena->state = FILLING;
+    arena->tail->stamp = ++core->stamp;
+    table->arena = (int)(arena - core->arenas);
+    return arena;
+}
+
+/* Room for a block and its note, pinned. NULL: there is none now. */
+static Arena *take_memory(Core *core, Table *table, uint32_t length, uint32_t name_length, uint64_t *offset, Note **note)
+{
+    uint64_t size = padded(length), note_size = note_bytes(name_length);
+    Arena *arena = table->arena >= 0 ? core->arenas + table->arena : NULL;
+    if (!arena || room_in(arena) < size + note_size)
+        arena = next_arena(core, table, size + note_size);
+    if (!arena)
+        return NULL;
+    *offset = arena->tail->used;
+    *note = (Note *)((uint8_t *)arena->tail - arena->tail->notes) - 1;
+    **note = (Note){0, NO_NOTE, (uint16_t)note_size, (uint8_t)name_length, 0};
+    __atomic_store_n(&arena->tail->notes, arena->tail->notes + note_size, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&arena->tail->used, arena->tail->used + size, __ATOMIC_SEQ_CST);
+    arena->pins++;
+    return arena;
+}
 
 static void unpin(Arena *arena) { arena->pins--; }
 
@@ -559,16 +649,16 @@ static struct Removed *removed_place(struct Removed *all, uint64_t room, Fingerp
     return all + place;
 }
 
-/* A slab that is not loaded yet may have an older block of this name. 0: no memory. */
-static int note_removed(Core *core, const Row *row)
+/* A slab that is not loaded yet may have an older block of this name. */
+static void note_removed(Core *core, const Row *row)
 {
     if (!core->loading)
-        return 1;
+        return;
     if (2 * core->removed_count >= core->removed_room) {
         uint64_t room = core->removed_room ? 2 * core->removed_room : 1024;
         struct Removed *all = calloc(room, sizeof *all);
         if (!all)
-            return 0;
+            abort(); /* as in `push` */
         for (uint64_t i = 0; i < core->removed_room; i++)
             if (core->removed[i].sequence)
                 *removed_place(all, room, core->removed[i].fingerprint) = core->removed[i];
@@ -578,19 +668,29 @@ static int note_removed(Core *core, const Row *row)
     struct Removed *place = removed_place(core->removed, core->removed_room, row->fingerprint);
     core->removed_count += !place->sequence;
     *place = (struct Removed){row->fingerprint, core->sequence};
-    return 1;
 }
 
-static void drop_row(Core *core, Table *table, uint32_t number)
+/* A block is no more. ``heir``: the row of the one that replaces it, or NO_ROW. That its slot's head is stale is said
+   first, for the next daemon. */
+static void end_row(Core *core, Table *table, uint32_t number, int64_t heir)
 {
     Row *row = table->index.rows + number;
+    core->states[row->slab].has_stale = 1;
+    if (heir >= 0)
+        change_entries(&table->index, number, heir);
     begin_change(row);
-    leave_row(&table->index, number);
-    note_removed(core, row);
+    if (heir < 0)
+        change_entries(&table->index, number, NO_ROW); /* no row that is odd is in no bucket */
     release_row(core, table, row);
     row->arena = row->flags = 0;
     table->index.header->live--;
     give_row(table, number);
+}
+
+static void drop_row(Core *core, Table *table, uint32_t number)
+{
+    note_removed(core, table->index.rows + number);
+    end_row(core, table, number, NO_ROW);
 }
 
 static uint64_t next_sequence(Core *core, uint64_t now_us)
@@ -637,8 +737,10 @@ static int plan_put(Core *core, Table *table, Plan *plan)
     if (slab < 0)
         return NO_SLOT;
     plan->arena = take_memory(core, table, plan->length, plan->name_length, &plan->offset, &plan->note);
-    if (!plan->arena)
+    if (!plan->arena) {
+        free_slab(core, (uint32_t)slab); /* it may have been cut for this block */
         return NO_MEMORY;
+    }
     plan->slab = (uint32_t)slab;
     plan->slot = take_slot(core->slabs + slab);
     core->slabs[slab].owners[plan->slot] = SLOT_HELD;
@@ -667,28 +769,24 @@ static void copy_plan(const Table *table, uint64_t directory, Plan *plan)
     memcpy(name_in(plan->note), plan->name, plan->name_length);
 }
 
-/* Make a block visible, in the place of the one of its name. 0, or why it is not. */
-static int publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, uint64_t *sequence)
+/* Make a block visible, in the place of the one of its name. 0, or why it is not. The row is whole before it is odd, and
+   odd before an entry of the former row becomes its own: a daemon that is killed on the way leaves one of the two. */
+static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, uint64_t *sequence)
 {
-    int64_t number = find_row(&table->index, plan->fingerprint);
-    Row *row;
-    int is_new = number < 0;
-    if (is_new) {
-        number = take_row(table);
-        if (number < 0)
-            return NO_SLOT;
-        row = table->index.rows + number;
-        begin_change(row);
-        row->fingerprint = plan->fingerprint;
-        if (!enter_row(&table->index, (uint32_t)number)) {
-            give_row(table, (uint32_t)number);
-            return NO_SLOT;
-        }
-        table->index.header->live++;
-    } else {
-        row = table->index.rows + number;
-        begin_change(row);
-        release_row(core, table, row);
+    TableHeader *header = table->index.header;
+    int64_t former = find_row(&table->index, plan->fingerprint), number = take_row(table);
+    if (number < 0 && former >= 0) {
+        drop_row(core, table, (uint32_t)former);
+        former = NO_ROW, number = take_row(table);
+    }
+    if (number < 0)
+        return NO_SLOT;
+    Row *row = table->index.rows + number;
+    begin_change(row);
+    row->fingerprint = plan->fingerprint;
+    if (former < 0 && !enter_row(&table->index, (uint32_t)number)) {
+        give_row(table, (uint32_t)number);
+        return NO_SLOT;
     }
     *sequence = next_sequence(core, terms->now_us);
     plan->note->sequence = *sequence;
@@ -696,7 +794,7 @@ static int publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, 
     row->arena = plan->arena->number;
     row->page = (uint32_t)(plan->offset / PAGE), row->note = distance_of(plan->arena, plan->note);
     row->length = plan->length, row->checksum = plan->checksum;
-    row->slab = plan->slab, row->slot = (uint16_t)plan->slot;
+    row->slab = plan->slab, row->slot = (uint16_t)plan->slot, row->spare_slot = 0;
     row->flags = DIRTY;
     row->sequence = *sequence, row->directory = terms->directory;
     row->due = terms->now_us, row->used = row->stored = terms->now, row->expires = terms->expires;
@@ -706,25 +804,36 @@ static int publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, 
     core->slabs[plan->slab].held--;
     core->slabs[plan->slab].owners[plan->slot] =
         SLOT_OWNED + ((uint64_t)(table - core->tables) << 32) + (uint64_t)number;
+    header->live++;
+    push(&core->queue, (uint32_t)(table - core->tables), (uint32_t)number, *sequence);
+    if (former >= 0) {
+        header->replaced = (uint32_t)former + 1;
+        __atomic_store_n(&header->replacing, (uint32_t)number + 1, __ATOMIC_SEQ_CST);
+    }
     end_change(row);
-    push(&core->dirty, (Entry){(uint32_t)(table - core->tables), (uint32_t)number, *sequence});
+    if (former >= 0) {
+        end_row(core, table, (uint32_t)former, number);
+        __atomic_store_n(&header->replacing, 0, __ATOMIC_SEQ_CST);
+    }
     unpin(plan->arena);
     core->puts++, core->put_bytes += plan->length;
-    return 0;
+    return number;
 }
 
 /* Names in one piece of memory, which a client may change at any time: each is copied once. */
 typedef struct {
     const uint8_t *text;
-    const uint64_t *offsets;
-    const uint32_t *lengths;
+    const uint8_t *text_offsets, *text_lengths; /* columns of u64 and u32 */
     uint64_t size;
 } Names;
 
 static int copy_name(const Names *names, int64_t i, int plain_only, uint8_t *name, uint8_t *length)
 {
-    uint64_t offset = names->offsets[i];
-    uint32_t size = names->lengths[i];
+    uint64_t offset;
+    uint32_t size;
+    memcpy(&offset, names->text_offsets + 8 * i, sizeof offset); /* they may be at any address */
+    memcpy(&size, names->text_lengths + 4 * i, sizeof size);
+    __asm__ volatile("" : "+r"(offset), "+r"(size)); /* what is tested is what is used */
     if (!size || size > NAME_MAX_BYTES || offset > names->size || size > names->size - offset)
         return 0;
     memcpy(name, names->text + offset, size);
@@ -738,14 +847,15 @@ static int64_t put_all(Core *core, Table *table, const Names *names, int plain_o
 {
     int64_t planned = 0;
     lock(core);
-    int why = table->is_known && !table->is_ended ? 0 : ENDED;
+    int why = table->is_ended ? ENDED : 0;
     for (; !why && planned < count; planned += !why) {
         Plan *plan = plans + planned;
+        int64_t size = sizes[planned];
         plan->source = (const uint8_t *)(uintptr_t)sources[planned];
-        plan->length = (uint32_t)sizes[planned];
+        plan->length = (uint32_t)size;
         if (!copy_name(names, planned, plain_only, plan->name, &plan->name_length))
             why = ODD_NAME;
-        else if (sizes[planned] <= 0 || (uint64_t)sizes[planned] > core->slab_size)
+        else if (size <= 0 || (uint64_t)size > core->slab_size)
             why = TOO_LARGE;
         else
             why = plan_put(core, table, plan);
@@ -758,8 +868,10 @@ static int64_t put_all(Core *core, Table *table, const Names *names, int plain_o
         copy_plan(table, terms->directory, plans + i);
     lock(core);
     for (int64_t i = 0; i < planned; i++) {
+        if (i + 4 < planned)
+            prefetch_buckets(&table->index, plans[i + 4].fingerprint);
         results[i] = table->is_ended ? ENDED : publish(core, table, plans + i, terms, sequences + i);
-        if (results[i])
+        if (results[i] < 0)
             undo_plan(core, table, plans + i);
     }
     unlock(core);
@@ -768,64 +880,114 @@ static int64_t put_all(Core *core, Table *table, const Names *names, int plain_o
 
 /* -- find, get, drop ---------------------------------------------------------------------------------------------- */
 
-static int64_t find_name(const Index *index, uint64_t directory, const Names *names, int64_t i, int plain_only,
-                         uint32_t now, Fingerprint *wanted)
+/* Up to GROUP names that are looked for at once, so that memory of one comes while another one is looked at. */
+typedef struct {
+    Fingerprint wanted[GROUP];
+    uint8_t is_odd[GROUP];
+    int count;
+} Group;
+
+/* Hash names and let their buckets be fetched. */
+static void begin_group(Group *group, const Index *index, uint64_t directory, const Names *names, int64_t first,
+                        int64_t count, int plain_only)
 {
-    uint8_t name[NAME_MAX_BYTES], length;
-    if (!copy_name(names, i, plain_only, name, &length))
+    group->count = count - first < GROUP ? (int)(count - first) : GROUP;
+    for (int i = 0; i < group->count; i++) {
+        uint8_t name[NAME_MAX_BYTES], length;
+        group->is_odd[i] = !copy_name(names, first + i, plain_only, name, &length);
+        if (group->is_odd[i])
+            continue;
+        group->wanted[i] = fingerprint_of(index->multipliers, directory, name, length);
+        prefetch_buckets(index, group->wanted[i]);
+    }
+}
+
+static void fetch_group(const Group *group, const Index *index)
+{
+    for (int i = 0; i < group->count; i++)
+        if (!group->is_odd[i])
+            prefetch_rows(index, group->wanted[i]);
+}
+
+/* The row of the i-th name; ABSENT, also where it expired; or ODD_NAME. */
+static int64_t find_of_group(const Group *group, const Index *index, int i, uint32_t now)
+{
+    if (group->is_odd[i])
         return ODD_NAME;
-    *wanted = fingerprint_of(index->multipliers, directory, name, length);
-    int64_t row = find_row(index, *wanted);
-    if (row >= 0 && index->rows[row].expires && now >= index->rows[row].expires)
-        return ABSENT;
-    return row;
+    int64_t row = find_row(index, group->wanted[i]);
+    return row >= 0 && index->rows[row].expires && now >= index->rows[row].expires ? ABSENT : row;
 }
 
 /* Copy blocks that are in memory to where there is room for them. */
 static void get_all(Core *core, Table *table, uint64_t directory, const Names *names, int plain_only,
                     const uint64_t *targets, const int64_t *rooms, int64_t count, uint32_t now, int64_t *rows,
-                    int64_t *results, Arena **pinned, uint64_t *offsets)
+                    int64_t *results)
 {
-    Fingerprint wanted;
-    lock(core);
-    for (int64_t i = 0; i < count; i++) {
-        pinned[i] = NULL;
-        rows[i] = table->is_ended ? ABSENT : find_name(&table->index, directory, names, i, plain_only, now, &wanted);
-        results[i] = rows[i];
-        if (rows[i] < 0)
-            continue;
-        Row *row = table->index.rows + rows[i];
-        Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
-        row->used = now;
-        if (row->length > rooms[i]) {
-            results[i] = NO_ROOM;
-            continue;
+    Group group;
+    Arena *pinned[GROUP];
+    const uint8_t *sources[GROUP];
+    for (int64_t first = 0; first < count; first += GROUP) {
+        begin_group(&group, &table->index, directory, names, first, count, plain_only);
+        lock(core);
+        fetch_group(&group, &table->index);
+        for (int i = 0; i < group.count; i++) {
+            int64_t at = first + i, found = table->is_ended ? ABSENT : find_of_group(&group, &table->index, i, now);
+            pinned[i] = NULL;
+            rows[at] = results[at] = found;
+            if (found < 0)
+                continue;
+            Row *row = table->index.rows + found;
+            Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
+            row->used = now;
+            if (row->length > rooms[at] || !arena) {
+                results[at] = row->length > rooms[at] ? NO_ROOM : NOT_RESIDENT;
+                continue;
+            }
+            row->flags |= HOT;
+            arena->pins++;
+            pinned[i] = arena, sources[i] = arena->base + (uint64_t)row->page * PAGE, results[at] = row->length;
+            core->gets++, core->get_bytes += row->length;
         }
-        if (!arena) {
-            results[i] = NOT_RESIDENT;
-            continue;
-        }
-        row->flags |= HOT;
-        arena->pins++;
-        pinned[i] = arena, offsets[i] = (uint64_t)row->page * PAGE, results[i] = row->length;
-        core->gets++, core->get_bytes += row->length;
+        unlock(core);
+        for (int i = 0; i < group.count; i++)
+            if (pinned[i])
+                memcpy((void *)(uintptr_t)targets[first + i], sources[i], (size_t)results[first + i]);
+        lock(core);
+        for (int i = 0; i < group.count; i++)
+            if (pinned[i])
+                unpin(pinned[i]);
+        unlock(core);
     }
-    unlock(core);
-    for (int64_t i = 0; i < count; i++)
-        if (pinned[i])
-            memcpy((void *)(uintptr_t)targets[i], pinned[i]->base + offsets[i], (size_t)results[i]);
-    lock(core);
-    for (int64_t i = 0; i < count; i++)
-        if (pinned[i])
-            unpin(pinned[i]);
-    unlock(core);
+}
+
+/* Row and sequence of each name. ``drops``: and they are no more. */
+static void find_all(Core *core, Table *table, uint64_t directory, const Names *names, int plain_only, int64_t count,
+                     uint32_t now, int64_t *rows, uint64_t *sequences, int drops)
+{
+    Group group;
+    for (int64_t first = 0; first < count; first += GROUP) {
+        begin_group(&group, &table->index, directory, names, first, count, plain_only);
+        lock(core);
+        fetch_group(&group, &table->index);
+        for (int i = 0; i < group.count; i++) {
+            int64_t found = table->is_ended ? ABSENT : find_of_group(&group, &table->index, i, now);
+            rows[first + i] = found;
+            sequences[first + i] = found < 0 ? 0 : table->index.rows[found].sequence;
+            if (drops && found >= 0)
+                drop_row(core, table, (uint32_t)found);
+        }
+        unlock(core);
+    }
 }
 
 /* -- writing ------------------------------------------------------------------------------------------------------ */
 
+/* What a batch writes of a slot: a block's bytes, name and head; or a head alone, where ``data`` is NULL. */
 typedef struct {
-    uint32_t table, row, slab, slot, arena;
+    uint32_t table, row, slab, slot, arena; /* ``slot``: OWN_HEAD for the slab's head */
     uint64_t sequence;
+    const uint8_t *data, *name;
+    Head head;
 } Written;
 
 typedef struct {
@@ -838,152 +1000,219 @@ typedef struct {
     Written *rows;
     Run *data, *heads;
     uint8_t *staging;
-    uint64_t count, data_count, head_count, upto, bytes;
+    uint64_t count, blocks, data_count, head_count, upto, bytes;
 } Batch;
+
+static Head head_of_slab(const SlabState *state)
+{
+    return (Head){.magic = HEAD_MAGIC, .version = HEAD_VERSION, .state = state->slot_size ? STATE_SLAB : STATE_FREE,
+                  .incarnation = state->incarnation, .slot_size = state->slot_size, .token = state->token};
+}
+
+static void add_written(Core *core, Batch *batch, Table *table, Row *row, const Entry *entry, Arena *arena)
+{
+    const TableHeader *of = table->index.header;
+    Written *one = batch->rows + batch->count++;
+    *one = (Written){entry->table, entry->row, row->slab, row->slot, (uint32_t)(arena - core->arenas), entry->sequence,
+                     arena->base + (uint64_t)row->page * PAGE, name_in(note_of(arena, row))};
+    one->head = (Head){
+        .magic = HEAD_MAGIC, .version = HEAD_VERSION, .state = STATE_BLOCK, .length = row->length,
+        .fingerprint = row->fingerprint, .sequence = row->sequence, .directory = row->directory,
+        .name_space = of->name_space, .epoch = core->spaces[table->space].epoch,
+        .incarnation = core->states[row->slab].incarnation, .uid = of->uid, .gid = of->gid, .mode = (uint16_t)of->mode,
+        .checksum = row->checksum, .stored = row->stored, .expires = row->expires, .name_length = row->name_length,
+        .priority = row->priority, .slot_size = core->states[row->slab].slot_size};
+    row->flags = (row->flags & ~(uint32_t)DIRTY) | WRITING;
+    arena->pins++;
+    batch->bytes += padded(row->length);
+}
+
+/* What is to be written of a slab's slot, or of the slab, whose entry this is. 0: nothing any more. */
+static int is_owed(Core *core, Written *one)
+{
+    SlabState *state = core->states + one->slab;
+    Slab *slab = core->slabs + one->slab;
+    if (state->incarnation != one->sequence)
+        return 0;
+    if (one->slot == OWN_HEAD) {
+        if (!slab->is_head_due || !state->is_ours)
+            return 0;
+        slab->is_head_due = 0;
+        one->head = head_of_slab(state);
+        return 1;
+    }
+    if (!slab->owners)
+        return 0;
+    uint64_t owner = slab->owners[one->slot];
+    int is_due = owner == SLOT_STALE || owner == SLOT_HELD; /* a put may be on its way: its head comes with a later batch */
+    if (owner >= SLOT_OWNED)
+        is_due = row_at(core, (uint32_t)((owner - SLOT_OWNED) >> 32), (uint32_t)(owner - SLOT_OWNED))->flags & DIRTY;
+    if (owner == SLOT_STALE)
+        slab->owners[one->slot] = SLOT_FREE;
+    slab->stale -= !is_due;
+    one->head = (Head){.magic = HEAD_MAGIC, .version = HEAD_VERSION, .state = STATE_FREE, .incarnation = state->incarnation};
+    return is_due;
+}
+
+/* Take the first entries of the queue. 0: no memory. */
+static int take_batch(Core *core, Batch *batch, uint64_t bytes_max, uint64_t rows_max)
+{
+    Queue *queue = &core->queue;
+    uint64_t count = queue->tail - queue->head, end;
+    end = queue->head + (count < rows_max ? count : rows_max), count = end - queue->head;
+    batch->rows = malloc((2 * count + 1) * sizeof *batch->rows);
+    if (!batch->rows)
+        return 0;
+    while (queue->head < end && batch->bytes < bytes_max) {
+        Entry entry = pop(queue);
+        if (entry.table & OF_SLAB) {
+            batch->rows[batch->count++] = (Written){entry.table, 0, entry.table & ~OF_SLAB, entry.row, 0, entry.sequence};
+            continue;
+        }
+        Table *table = core->tables + entry.table;
+        Row *row = table->index.rows + entry.row;
+        Arena *arena;
+        if (table->is_known && !table->is_ended && entry.row < table->index.header->row_end && (row->version & 1) &&
+            row->sequence == entry.sequence && (row->flags & DIRTY) && (arena = arena_of(core, row->arena)))
+            add_written(core, batch, table, row, &entry, arena);
+    }
+    batch->upto = queue->head;
+    uint64_t taken = batch->count;
+    batch->count = 0;
+    for (uint64_t i = 0; i < taken; i++) /* now that it is known which blocks are written */
+        if (batch->rows[i].data || is_owed(core, batch->rows + i))
+            batch->rows[batch->count++] = batch->rows[i];
+    taken = batch->count;
+    for (uint64_t i = 0; i < taken; i++) {
+        uint32_t slab = batch->rows[i].slab;
+        batch->blocks += batch->rows[i].data != NULL;
+        if (!batch->rows[i].data || !core->slabs[slab].is_head_due)
+            continue;
+        core->slabs[slab].is_head_due = 0;
+        batch->rows[batch->count] = (Written){OF_SLAB | slab, 0, slab, OWN_HEAD, 0, core->states[slab].incarnation};
+        batch->rows[batch->count++].head = head_of_slab(core->states + slab);
+    }
+    return 1;
+}
 
 static int by_place(const void *one, const void *other)
 {
     const Written *a = one, *b = other;
     if (a->slab != b->slab)
         return a->slab < b->slab ? -1 : 1;
-    return a->slot < b->slot ? -1 : a->slot > b->slot;
+    uint32_t slot = a->slot + 1, after = b->slot + 1; /* OWN_HEAD: 0 */
+    return slot < after ? -1 : slot > after;
 }
 
-static void add_run(Run *runs, uint64_t *count, int64_t slab, int64_t offset, uint64_t address, int64_t length)
+static void add_run(Run *runs, uint64_t *count, int64_t slab, uint64_t offset, const uint8_t *address, uint64_t length)
 {
     Run *last = runs + *count - 1;
-    if (*count && last->slab == slab && last->offset + last->length == offset && last->address + (uint64_t)last->length == address)
-        last->length += length;
+    if (*count && last->slab == slab && (uint64_t)(last->offset + last->length) == offset &&
+        last->address + (uint64_t)last->length == (uint64_t)(uintptr_t)address)
+        last->length += (int64_t)length;
     else
-        runs[(*count)++] = (Run){slab, offset, address, length};
+        runs[(*count)++] = (Run){slab, (int64_t)offset, (uint64_t)(uintptr_t)address, (int64_t)length};
 }
 
-static void seal_head(Head *head)
+/* Say what is to be written where, without the lock: the arenas are pinned, and slabs whose slots are owned or held stay
+   as they are cut. 0: no memory. */
+static int lay_out_batch(Core *core, Batch *batch)
 {
-    head->crc = checksum_of(0, (const uint8_t *)head, HEAD - 4);
-}
-
-static int fill_batch(Core *core, Batch *batch, uint64_t bytes_max, uint64_t rows_max)
-{
-    uint64_t stale = core->stale.tail - core->stale.head, dirty = core->dirty.tail - core->dirty.head;
-    stale = stale < rows_max ? stale : rows_max, dirty = dirty < rows_max ? dirty : rows_max;
-    batch->rows = malloc((dirty + 1) * sizeof *batch->rows);
-    batch->data = malloc((dirty + 1) * sizeof *batch->data);
-    batch->heads = malloc((3 * dirty + stale + 1) * sizeof *batch->heads);
-    batch->staging = malloc(dirty * (2 * HEAD + NAME_ROOM) + stale * HEAD + 1);
-    if (!batch->rows || !batch->data || !batch->heads || !batch->staging)
+    batch->data = malloc((batch->blocks + 1) * sizeof *batch->data);
+    batch->heads = malloc((batch->count + batch->blocks + 1) * sizeof *batch->heads);
+    uint8_t *place = batch->staging = malloc(batch->count * HEAD + batch->blocks * NAME_ROOM + 1);
+    if (!batch->data || !batch->heads || !batch->staging)
         return 0;
-    while (batch->count < dirty && batch->bytes < bytes_max && core->dirty.head < core->dirty.tail) {
-        Entry entry = pop(&core->dirty);
-        Table *table = core->tables + entry.table;
-        Row *row = table->index.rows + entry.row;
-        Arena *arena = NULL;
-        if (!table->is_known || table->is_ended || !(row->version & 1) || row->sequence != entry.sequence ||
-            !(row->flags & DIRTY) || !(arena = arena_of(core, row->arena)))
-            continue;
-        row->flags = (row->flags & ~(uint32_t)DIRTY) | WRITING;
-        arena->pins++;
-        batch->rows[batch->count++] = (Written){entry.table, entry.row, row->slab, row->slot, (uint32_t)(arena - core->arenas), row->sequence};
-        batch->bytes += padded(row->length);
-    }
-    batch->upto = core->dirty.head;
     qsort(batch->rows, batch->count, sizeof *batch->rows, by_place);
-    uint8_t *place = batch->staging;
-    for (uint64_t i = 0; i < batch->count; i++) {
-        const Written *one = batch->rows + i;
-        const Row *row = row_at(core, one->table, one->row);
-        const Table *table = core->tables + one->table;
-        Slab *slab = core->slabs + one->slab;
-        SlabState *state = core->states + one->slab;
-        Arena *arena = core->arenas + one->arena;
-        uint32_t slot_size = core->classes[slab->class].slot_size;
-        add_run(batch->data, &batch->data_count, one->slab, (int64_t)(one->slot + slab->lead) * slot_size,
-                (uint64_t)(uintptr_t)(arena->base + (uint64_t)row->page * PAGE), (int64_t)padded(row->length));
-        if (slab->is_head_due) {
-            Head *head = (Head *)place;
-            memset(head, 0, HEAD);
-            head->magic = HEAD_MAGIC, head->version = HEAD_VERSION, head->state = STATE_SLAB;
-            head->incarnation = state->incarnation, head->slot_size = slot_size;
-            seal_head(head);
-            add_run(batch->heads, &batch->head_count, one->slab, 0, (uint64_t)(uintptr_t)place, HEAD);
-            place += HEAD;
-            slab->is_head_due = 0;
-        }
-        Head *head = (Head *)place;
-        const TableHeader *of = table->index.header;
-        memset(head, 0, HEAD);
-        head->magic = HEAD_MAGIC, head->version = HEAD_VERSION, head->state = STATE_BLOCK;
-        head->length = row->length, head->fingerprint = row->fingerprint, head->sequence = row->sequence;
-        head->directory = row->directory, head->name_space = of->name_space;
-        head->epoch = core->spaces[table->space].epoch, head->incarnation = state->incarnation;
-        head->uid = of->uid, head->gid = of->gid, head->mode = (uint16_t)of->mode;
-        head->checksum = row->checksum, head->stored = row->stored, head->expires = row->expires;
-        head->name_length = row->name_length, head->priority = row->priority, head->slot_size = slot_size;
-        seal_head(head);
-        add_run(batch->heads, &batch->head_count, one->slab, HEAD * (int64_t)(one->slot + 1), (uint64_t)(uintptr_t)place, HEAD);
-        place += HEAD;
+    for (uint64_t i = 0; i < batch->count; i++, place += HEAD) {
+        Written *one = batch->rows + i;
+        one->head.crc = checksum_of(0, (const uint8_t *)&one->head, HEAD - 4);
+        memcpy(place, &one->head, HEAD);
+        add_run(batch->heads, &batch->head_count, one->slab, (uint64_t)HEAD * (uint32_t)(one->slot + 1), place, HEAD);
+        if (one->data)
+            add_run(batch->data, &batch->data_count, one->slab,
+                    (uint64_t)(one->slot + core->slabs[one->slab].lead) * one->head.slot_size, one->data,
+                    padded(one->head.length));
     }
-    for (uint64_t i = 0; i < batch->count; i++) {
+    const Written *former = NULL;
+    for (uint64_t i = 0; i < batch->count; i++) { /* neighbours make one run, and the last one is short */
         const Written *one = batch->rows + i;
-        const Row *row = row_at(core, one->table, one->row);
-        memset(place, 0, NAME_ROOM);
-        memcpy(place, name_in(note_of(core->arenas + one->arena, row)), row->name_length);
-        int64_t size = (row->name_length + 7) / 8 * 8; /* neighbours make one run */
-        if (i + 1 < batch->count && one[1].slab == one->slab && one[1].slot == one->slot + 1)
-            size = NAME_ROOM;
-        add_run(batch->heads, &batch->head_count, one->slab, (int64_t)name_place(core->slabs[one->slab].count, one->slot),
-                (uint64_t)(uintptr_t)place, size);
-        place += NAME_ROOM;
-    }
-    for (uint64_t i = 0; i < stale && core->stale.head < core->stale.tail; i++) {
-        Entry entry = pop(&core->stale);
-        const SlabState *state = core->states + entry.table;
-        Slab *slab = core->slabs + entry.table;
-        if (state->incarnation != entry.sequence)
+        if (!one->data)
             continue;
-        if (entry.row == NO_NOTE ? state->slot_size != 0 || !state->is_ours
-                                 : !slab->owners || slab->owners[entry.row] != SLOT_STALE)
-            continue; /* it is in use again, and its head was, or will be, written */
-        if (entry.row != NO_NOTE)
-            slab->owners[entry.row] = SLOT_FREE;
-        Head *head = (Head *)place;
-        memset(head, 0, HEAD);
-        head->magic = HEAD_MAGIC, head->version = HEAD_VERSION, head->state = STATE_FREE;
-        head->incarnation = state->incarnation;
-        seal_head(head);
-        add_run(batch->heads, &batch->head_count, entry.table, entry.row == NO_NOTE ? 0 : HEAD * (int64_t)(entry.row + 1),
-                (uint64_t)(uintptr_t)place, HEAD);
-        place += HEAD;
+        if (former && former->slab == one->slab && former->slot + 1 == one->slot)
+            batch->heads[batch->head_count - 1].length += NAME_ROOM - (former->head.name_length + 7) / 8 * 8;
+        memset(place, 0, NAME_ROOM);
+        memcpy(place, one->name, one->head.name_length);
+        add_run(batch->heads, &batch->head_count, one->slab, name_place(core->slabs[one->slab].count, one->slot), place,
+                (one->head.name_length + 7u) / 8 * 8);
+        place += NAME_ROOM;
+        former = one;
     }
     return 1;
 }
 
-/* All of it is written. */
-static void end_batch(Core *core, Batch *batch)
+/* All of it is written; or it is not, and waits again. */
+static void end_batch(Core *core, Batch *batch, int is_written)
 {
     for (uint64_t i = 0; i < batch->count; i++) {
         const Written *one = batch->rows + i;
+        Slab *slab = core->slabs + one->slab;
+        SlabState *state = core->states + one->slab;
+        if (!one->data) {
+            if (state->incarnation != one->sequence)
+                continue; /* it was cut again */
+            if (one->slot == OWN_HEAD) {
+                if (!is_written && state->is_ours)
+                    owe_head(core, one->slab);
+                if (is_written)
+                    push(&core->unsynced, one->table, one->slot, one->sequence);
+                if (is_written && !slab->is_head_due && state->slot_size == one->head.slot_size)
+                    state->is_head_written = 1;
+            } else if (slab->owners) {
+                slab->stale--;
+                if (is_written)
+                    push(&core->unsynced, one->table, one->slot, one->sequence);
+                else
+                    owe_free_head(core, one->slab, one->slot);
+                settle_slab(core, one->slab);
+            }
+            continue;
+        }
         Table *table = core->tables + one->table;
         Row *row = table->index.rows + one->row;
         Arena *arena = core->arenas + one->arena;
-        Slab *slab = core->slabs + one->slab;
-        if (table->is_known && !table->is_ended && (row->version & 1) && row->sequence == one->sequence) {
+        if ((row->version & 1) && row->sequence == one->sequence) { /* the pin of its arena keeps the table */
             row->flags &= ~(uint32_t)WRITING;
-            arena->dirty--;
-            core->dirty_bytes -= padded(row->length);
+            if (is_written) {
+                arena->dirty--;
+                core->dirty_bytes -= padded(row->length);
+            } else {
+                row->flags |= DIRTY;
+                push(&core->queue, one->table, one->row, one->sequence);
+            }
         } else if (slab->owners && slab->owners[one->slot] == SLOT_HELD) {
             slab->held--;
             free_slot(core, one->slab, one->slot, 0);
         }
         unpin(arena);
     }
-    core->batches++;
+    core->batches += (uint64_t)is_written;
 }
 
-/* A sync failed: what was written since the last one may be lost. It is written again where it is in memory, else it is
-   dropped. */
+/* A sync failed: what was written since the last one may be lost. It is written again where it is in memory; other blocks
+   are dropped. */
 static void doubt_unsynced(Core *core)
 {
+    while (core->unsynced.head < core->unsynced.tail) {
+        Entry entry = pop(&core->unsynced);
+        uint32_t number = entry.table & ~OF_SLAB;
+        if (core->states[number].incarnation != entry.sequence || !core->states[number].is_ours)
+            continue;
+        if (entry.row == OWN_HEAD)
+            owe_head(core, number);
+        else if (core->slabs[number].owners && core->slabs[number].owners[entry.row] == SLOT_FREE)
+            owe_free_head(core, number, entry.row);
+    }
     for (uint32_t t = 0; t < TABLES; t++) {
         Table *table = core->tables + t;
         for (uint32_t r = 0; table->is_known && !table->is_ended && r < table->index.header->row_end; r++) {
@@ -998,7 +1227,7 @@ static void doubt_unsynced(Core *core)
             row->flags |= DIRTY;
             arena->dirty++;
             core->dirty_bytes += padded(row->length);
-            push(&core->dirty, (Entry){t, r, row->sequence});
+            push(&core->queue, t, r, row->sequence);
         }
     }
 }
@@ -1009,44 +1238,47 @@ typedef struct {
     uint32_t table;
     int64_t count;
     struct Coming {
-        uint32_t row;
+        uint32_t row, length;
         uint64_t sequence, offset;
         Arena *arena; /* NULL: it is not to come */
         Note *note;
     } *rows;
 } Landing;
 
-/* Reserve memory for blocks that only a slab has. ``places``: address, or 0; then ``sizes`` has the reason. */
+/* Reserve memory for blocks that only a slab has. ``places``: address, or 0; then ``sizes`` has the reason. Names may come
+   from the medium, and be anything: they count if they have the fingerprint. */
 static void reserve_all(Core *core, Landing *landing, const Names *names, const int64_t *rows, const uint64_t *sequences,
                         uint64_t *places, int64_t *sizes, uint32_t *slabs, uint64_t *offsets)
 {
     Table *table = core->tables + landing->table;
-    lock(core);
     for (int64_t i = 0; i < landing->count; i++) {
         struct Coming *one = landing->rows + i;
         uint8_t name[NAME_MAX_BYTES], length;
-        one->arena = NULL, places[i] = 0, sizes[i] = ABSENT;
-        if (table->is_ended || rows[i] < 0 || rows[i] >= table->index.header->row_end || !copy_name(names, i, 0, name, &length))
+        one->arena = NULL, places[i] = offsets[i] = 0, sizes[i] = ABSENT, slabs[i] = 0;
+        if (!copy_name(names, i, 0, name, &length) || rows[i] < 0 || rows[i] >= table->index.rows_max)
             continue;
-        Row *row = table->index.rows + rows[i];
-        if (!(row->version & 1) || row->sequence != sequences[i] || row->arena || !core->slabs[row->slab].owners)
-            continue;
-        one->row = (uint32_t)rows[i], one->sequence = row->sequence;
-        one->arena = take_memory(core, table, row->length, length, &one->offset, &one->note);
-        if (!one->arena) {
-            sizes[i] = NO_MEMORY;
-            continue;
+        const Row *row = table->index.rows + rows[i];
+        Fingerprint wanted = fingerprint_of(table->index.multipliers, row->directory, name, length);
+        lock(core);
+        if (!table->is_ended && (row->version & 1) && row->sequence == sequences[i] && !row->arena &&
+            core->slabs[row->slab].owners && row->name_length == length && is_same(row->fingerprint, wanted)) {
+            const Slab *slab = core->slabs + row->slab;
+            one->row = (uint32_t)rows[i], one->sequence = row->sequence, one->length = row->length;
+            one->arena = take_memory(core, table, row->length, length, &one->offset, &one->note);
+            sizes[i] = one->arena ? (int64_t)row->length : NO_MEMORY;
+            slabs[i] = row->slab;
+            offsets[i] = (uint64_t)(row->slot + slab->lead) * core->classes[slab->class].slot_size;
         }
+        unlock(core);
+        if (!one->arena)
+            continue;
         memcpy(name_in(one->note), name, length);
-        places[i] = (uint64_t)(uintptr_t)(one->arena->base + one->offset), sizes[i] = row->length;
-        const Slab *slab = core->slabs + row->slab;
-        slabs[i] = row->slab;
-        offsets[i] = (uint64_t)(row->slot + slab->lead) * core->classes[slab->class].slot_size;
+        places[i] = (uint64_t)(uintptr_t)(one->arena->base + one->offset);
     }
-    unlock(core);
 }
 
-/* Show what came, where it is what the row says. ``results``: 1, or 0 for bytes that are not the block's. */
+/* Show what came, where it is what the row says. ``results``: 1: it is in memory, whoever brought it; 0: the bytes are not
+   the block's; ABSENT: the block is no more. */
 static void land_all(Core *core, Landing *landing, const uint8_t *came, int64_t *results)
 {
     Table *table = core->tables + landing->table;
@@ -1055,20 +1287,20 @@ static void land_all(Core *core, Landing *landing, const uint8_t *came, int64_t 
         results[i] = 0;
         if (!one->arena)
             continue;
-        Row *row = table->index.rows + one->row;
-        uint32_t sum = 0, length = row->length;
-        uint64_t room = one->arena->size - one->offset;
-        if (came[i] && length <= room)
-            sum = checksum_of(0, one->arena->base + one->offset, length);
+        uint8_t *bytes = one->arena->base + one->offset;
+        uint32_t sum = came[i] ? checksum_of(0, bytes, one->length) : 0;
+        memset(bytes + one->length, 0, padded(one->length) - one->length);
         lock(core);
-        if (came[i] && !table->is_ended && (row->version & 1) && row->sequence == one->sequence && !row->arena &&
-            row->length == length && row->checksum == sum) {
+        const Row *row = table->index.rows + one->row;
+        if (table->is_ended || !(row->version & 1) || row->sequence != one->sequence)
+            results[i] = ABSENT;
+        else if (row->arena)
+            results[i] = 1;
+        else if (came[i] && row->checksum == sum) {
             one->note->sequence = one->sequence;
             __atomic_store_n(&one->note->row, one->row, __ATOMIC_SEQ_CST);
-            begin_change(row);
-            row->arena = one->arena->number, row->page = (uint32_t)(one->offset / PAGE);
-            row->note = distance_of(one->arena, one->note);
-            end_change(row);
+            move_row(&table->index, one->row, one->arena->number, (uint32_t)(one->offset / PAGE),
+                     distance_of(one->arena, one->note));
             one->arena->live++;
             core->resident++;
             results[i] = 1;
@@ -1087,45 +1319,54 @@ static int is_sound_head(const Head *head, uint32_t state)
            head->crc == checksum_of(0, (const uint8_t *)head, HEAD - 4);
 }
 
-static int table_for(Core *core, const Head *head, int hint)
+static uint32_t table_place(uint64_t name_space, uint64_t directory)
 {
-    for (int t = -1; t < TABLES; t++) {
-        const Table *table = core->tables + (t < 0 ? hint : t);
-        if (!table->is_known || table->is_ended)
-            continue;
-        const TableHeader *of = table->index.header;
-        if (of->name_space == head->name_space && of->directory == head->directory && of->uid == head->uid &&
-            of->gid == head->gid && (uint16_t)of->mode == head->mode)
-            return (int)(table - core->tables);
-    }
-    return -1;
+    return (uint32_t)((directory * 0x9E3779B97F4A7C15ull ^ name_space * 0xBF58476D1CE4E5B9ull) >> 32) % TABLES;
 }
 
-/* Enter a block that a head describes, unless there is a newer one of its name. 1: its slot is taken. */
-static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *head, int *hint)
+static Table *table_for(Core *core, const Head *head)
 {
-    int found = table_for(core, head, *hint);
+    uint32_t t = core->first_tables[table_place(head->name_space, head->directory)];
+    for (; t; t = core->tables[t - 1].next) {
+        Table *table = core->tables + (t - 1);
+        const TableHeader *of = table->index.header;
+        if (!table->is_ended && of->name_space == head->name_space && of->directory == head->directory &&
+            of->uid == head->uid && of->gid == head->gid && (uint16_t)of->mode == head->mode)
+            return table;
+    }
+    return NULL;
+}
+
+/* A row that was found has its slot. */
+static void own_slot(Core *core, Table *table, uint32_t number)
+{
+    const Row *row = table->index.rows + number;
+    Slab *slab = core->slabs + row->slab;
+    slab->owners[row->slot] = SLOT_OWNED + ((uint64_t)(table - core->tables) << 32) + number;
+    slab->takeable[row->slot / 64] &= ~((uint64_t)1 << row->slot % 64);
+    slab->free--;
+    charge(core, table->space, core->classes[slab->class].slot_size, 1);
+}
+
+/* Enter a block that a head describes, unless there is a newer one of its name. 1: its slot is taken. The head has its
+   checksum, and yet may be anything. */
+static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *head)
+{
+    Table *table = table_for(core, head);
     Slab *slab = core->slabs + number;
     uint32_t slot_size = core->classes[slab->class].slot_size;
-    if (found < 0 || !head->length || head->length > slot_size || head->slot_size != slot_size)
+    if (!table || !head->length || head->length > slot_size || head->slot_size != slot_size || !head->name_length ||
+        !head->sequence || head->sequence >> SEQUENCE_BITS || core->spaces[table->space].epoch != head->epoch)
         return 0;
-    *hint = found;
-    Table *table = core->tables + found;
-    if (core->spaces[table->space].epoch != head->epoch)
-        return 0;
-    if (core->removed_count) {
-        const struct Removed *gone = removed_place(core->removed, core->removed_room, head->fingerprint);
-        if (gone->sequence > head->sequence)
-            return 0;
-    }
     if (head->sequence > core->sequence)
         core->sequence = head->sequence;
+    if (core->removed_count && removed_place(core->removed, core->removed_room, head->fingerprint)->sequence >= head->sequence)
+        return 0;
     int64_t place = find_row(&table->index, head->fingerprint);
     if (place >= 0) {
-        Row *row = table->index.rows + place;
-        if (row->sequence >= head->sequence)
+        if (table->index.rows[place].sequence >= head->sequence)
             return 0;
-        drop_row(core, table, (uint32_t)place);
+        end_row(core, table, (uint32_t)place, NO_ROW);
     }
     place = take_row(table);
     if (place < 0)
@@ -1145,93 +1386,131 @@ static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
     row->uses = row->list = 0, row->priority = head->priority, row->name_length = head->name_length;
     end_change(row);
     table->index.header->live++;
-    slab->owners[slot] = SLOT_OWNED + ((uint64_t)found << 32) + (uint64_t)place;
-    slab->free--;
-    charge(core, table->space, slot_size, 1);
+    own_slot(core, table, (uint32_t)place);
     return 1;
 }
 
-/* Take over a slab by its heads. How many blocks it has. */
-static int64_t load_slab(Core *core, uint32_t number, const uint8_t *meta, uint64_t size)
+/* Take over a slab by its heads, some at a time: the lock is free between. How many blocks it has; -1: it is here already. */
+static int64_t load_slab(Core *core, uint32_t number, uint32_t token, const uint8_t *meta, uint64_t size)
 {
-    const Head *first = (const Head *)meta;
     int64_t count = 0;
-    int hint = 0;
-    SlabState *state = core->states + number;
-    state->is_ours = 1;
-    if (size < HEAD || !is_sound_head(first, STATE_SLAB) || !first->slot_size || first->slot_size % PAGE ||
-        first->slot_size > core->slab_size)
-        goto none;
-    state->incarnation = first->incarnation;
-    state->slot_size = first->slot_size;
-    if (!cut_slab(core, number, first->slot_size))
-        goto none;
     Slab *slab = core->slabs + number;
-    for (uint32_t slot = 0; slot < slab->count && (uint64_t)HEAD * (slot + 2) <= size; slot++) {
-        const Head *head = (const Head *)(meta + (uint64_t)HEAD * (slot + 1));
-        if (head->magic != HEAD_MAGIC || head->incarnation != first->incarnation || !is_sound_head(head, STATE_BLOCK))
-            continue;
-        if (load_head(core, number, slot, head, &hint))
-            count++;
-        else {
-            slab->owners[slot] = SLOT_STALE;
-            push(&core->stale, (Entry){number, slot, state->incarnation});
-        }
+    SlabState *state = core->states + number;
+    Head first = {0}, head;
+    memcpy(&first, meta, size < HEAD ? 0 : HEAD);
+    lock(core);
+    if (state->is_ours || slab->owners) {
+        unlock(core);
+        return -1;
     }
+    state->slot_size = state->is_head_written = state->has_stale = 0;
+    state->incarnation = first.incarnation, state->token = token;
+    if (!is_sound_head(&first, STATE_SLAB) || first.token != token || !first.slot_size || first.slot_size % PAGE ||
+        first.slot_size > core->slab_size || !cut_slab(core, number, first.slot_size)) {
+        core->free_slabs[core->free_count++] = number;
+        state->is_ours = 1;
+        state->is_head_written = is_sound_head(&first, STATE_FREE) && first.token == token;
+        if (!state->is_head_written)
+            owe_head(core, number);
+        unlock(core);
+        return 0;
+    }
+    state->slot_size = first.slot_size;
+    state->is_head_written = 1;
+    learn_size(core, first.slot_size);
+    slab->held = slab->in_list = 1; /* it stays, and nobody else takes slots of it, until all are known */
+    uint32_t end = size / HEAD - 1 < slab->count ? (uint32_t)(size / HEAD - 1) : slab->count;
+    for (uint32_t slot = 0; slot < end; slot++) {
+        memcpy(&head, meta + (uint64_t)HEAD * (slot + 1), HEAD);
+        if (slot % HEADS_AT_ONCE == HEADS_AT_ONCE - 1) {
+            unlock(core);
+            lock(core);
+        }
+        if (head.magic != HEAD_MAGIC || head.incarnation != first.incarnation || !is_sound_head(&head, STATE_BLOCK))
+            continue;
+        if (load_head(core, number, slot, &head))
+            count++;
+        else
+            owe_free_head(core, number, slot);
+    }
+    state->is_ours = 1; /* not before: a daemon that finds half of it loads it again */
+    slab->held = slab->in_list = 0;
+    offer_slab(core, number);
     free_slab(core, number);
+    unlock(core);
     return count;
-none:
-    state->slot_size = 0;
-    core->free_slabs[core->free_count++] = number;
-    return 0;
+}
+
+/* Whether the arena has what a row says about it: a daemon may have been killed while it used the arena again. */
+static int is_noted(const Arena *arena, const Row *row, uint32_t number)
+{
+    uint64_t distance = 8 * (uint64_t)row->note;
+    if (distance < sizeof(Note) || distance > arena->tail->notes ||
+        (uint64_t)row->page * PAGE + padded(row->length) > arena->tail->used)
+        return 0;
+    const Note *note = note_of(arena, row);
+    return note->row == number && note->sequence == row->sequence && note->name_length == row->name_length &&
+           note->size == note_bytes(row->name_length) && distance - sizeof(Note) + note->size <= arena->tail->notes;
 }
 
 /* Go on with the rows of the daemon before this one. A row with an odd version is whole, as it was made odd last, and has
-   its slot and its memory: both were reserved before, and are given away after it was made even. What is no row's is
-   free. */
+   its slot and its memory: both were reserved before, and are given away after it was made even. One row may be even that
+   is a block: the one that was moving, of which nothing but its memory changed. Two may be odd of one name: the one that
+   was replacing the other. What is no row's is free. */
 static void restore_table(Core *core, Table *table)
 {
     TableHeader *header = table->index.header;
+    Row *rows = table->index.rows;
+    uint32_t moving = header->moving - 1, replacing = header->replacing - 1, replaced = header->replaced - 1;
+    if (header->moving && moving < header->row_end && !(rows[moving].version & 1)) {
+        rows[moving].arena = 0;
+        end_change(rows + moving);
+    }
+    if (header->replacing && replacing < header->row_end && replaced < header->row_end && (rows[replacing].version & 1) &&
+        (rows[replaced].version & 1)) {
+        core->states[rows[replaced].slab].has_stale = 1;
+        change_entries(&table->index, replaced, replacing);
+        begin_change(rows + replaced);
+    }
+    header->moving = header->replacing = 0;
     header->live = 0;
     for (uint32_t number = 0; number < header->row_end; number++) {
-        Row *row = table->index.rows + number;
+        Row *row = rows + number;
         if (!(row->version & 1)) {
             give_row(table, number);
             continue;
         }
-        header->live++;
         Slab *slab = row->slab < core->slab_count ? core->slabs + row->slab : NULL;
         Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
-        int is_lost = !slab || !slab->owners || row->slot >= slab->count || slab->owners[row->slot] >= SLOT_OWNED ||
-                      (!arena && (row->flags & (DIRTY | WRITING)));
-        if (is_lost) {
+        int is_dirty = (row->flags & (DIRTY | WRITING)) != 0;
+        if (arena && (arena->table != (int)(table - core->tables) || !is_noted(arena, row, number)))
+            arena = NULL;
+        if (!slab || !slab->owners || row->slot >= slab->count || slab->owners[row->slot] >= SLOT_OWNED ||
+            (!arena && is_dirty)) { /* slabs or arenas were taken away meanwhile: it is lost */
+            if (slab && slab->owners)
+                core->states[row->slab].has_stale = 1;
             begin_change(row);
-            leave_row(&table->index, number);
+            change_entries(&table->index, number, NO_ROW);
             row->arena = row->flags = 0;
-            header->live--;
             give_row(table, number);
             continue;
         }
-        if (!arena && row->arena) {
-            begin_change(row);
-            row->arena = 0;
-            end_change(row);
-        }
-        slab->owners[row->slot] = SLOT_OWNED + ((uint64_t)(table - core->tables) << 32) + number;
-        slab->free--;
-        charge(core, table->space, core->classes[slab->class].slot_size, 1);
+        header->live++;
+        if (!arena && row->arena)
+            move_row(&table->index, number, 0, 0, 0);
+        own_slot(core, table, number);
         if (row->sequence > core->sequence)
             core->sequence = row->sequence;
         if (!arena)
             continue;
         arena->live++;
         core->resident++;
-        if (row->flags & (DIRTY | WRITING)) {
-            row->flags = (row->flags & ~(uint32_t)WRITING) | DIRTY;
-            arena->dirty++;
-            core->dirty_bytes += padded(row->length);
-            push(&core->dirty, (Entry){(uint32_t)(table - core->tables), number, row->sequence});
-        }
+        if (!is_dirty)
+            continue;
+        row->flags = (row->flags & ~(uint32_t)WRITING) | DIRTY;
+        arena->dirty++;
+        core->dirty_bytes += padded(row->length);
+        push(&core->queue, (uint32_t)(table - core->tables), number, row->sequence);
     }
 }
 
@@ -1246,7 +1525,9 @@ static void restore_all(Core *core)
             state->slot_size = 0;
             core->free_slabs[core->free_count++] = number;
         } else
-            core->slabs[number].is_head_due = 1;
+            learn_size(core, state->slot_size);
+        if (!state->is_head_written)
+            owe_head(core, number);
     }
     for (int t = 0; t < TABLES; t++)
         if (core->tables[t].is_known && !core->tables[t].is_ended)
@@ -1255,13 +1536,25 @@ static void restore_all(Core *core)
         Slab *slab = core->slabs + number;
         if (!slab->owners)
             continue;
-        for (uint32_t slot = 0; slot < slab->count; slot++)
-            if (slab->owners[slot] == SLOT_FREE) {
-                slab->owners[slot] = SLOT_STALE; /* its head may describe a block that was dropped */
-                push(&core->stale, (Entry){number, slot, core->states[number].incarnation});
-            }
+        for (uint32_t slot = 0; slot < slab->count && core->states[number].has_stale; slot++)
+            if (slab->owners[slot] == SLOT_FREE)
+                owe_free_head(core, number, slot);
+        offer_slab(core, number);
         free_slab(core, number);
     }
+}
+
+/* No block of a table is found any more. Its slots are known to be free when it is swept: until then, any slab may have
+   heads of its blocks. */
+static void end_table_now(Core *core, Table *table)
+{
+    if (table->is_ended)
+        return;
+    for (uint32_t number = 0; number < core->slab_count; number++)
+        core->states[number].has_stale |= core->slabs[number].owners != NULL;
+    table->is_ended = 1;
+    core->unswept++;
+    __atomic_store_n(&table->index.header->state, TABLE_ENDED, __ATOMIC_SEQ_CST);
 }
 
 /* Give the slots and the memory of an ended table's rows away, so many rows in a call. 0: nothing is left. */
@@ -1276,7 +1569,11 @@ static int sweep_table(Core *core, Table *table, uint32_t rows_max)
         release_row(core, table, row);
         row->arena = row->flags = 0;
     }
-    return table->swept < end;
+    if (table->swept == end && !table->is_swept) {
+        table->is_swept = 1;
+        core->unswept--;
+    }
+    return !table->is_swept;
 }
 
 #endif

@@ -44,12 +44,47 @@ static Table *table_at(Core *core, unsigned number)
     return NULL;
 }
 
+/* The table stays until `leave_table`: what removes one has the interpreter's lock, too. */
+static Table *use_table(Core *core, unsigned number)
+{
+    Table *table = table_at(core, number);
+    lock(core);
+    if (table)
+        table->users++;
+    unlock(core);
+    return table;
+}
+
+static void leave_table(Core *core, Table *table)
+{
+    lock(core);
+    table->users--;
+    unlock(core);
+}
+
 static int space_at(Core *core, int number)
 {
     if (number >= 0 && number < SPACES && core->spaces[number].is_known)
         return 1;
     PyErr_Format(PyExc_ValueError, "no space %d", number);
     return 0;
+}
+
+/* Columns of a batch. The first three are names; ``sizes`` has the bytes of an item of each one. -1: one is too short. */
+static int64_t open_columns(const Py_buffer *columns, const char *sizes, Names *names)
+{
+    Py_ssize_t count = columns[2].len / 4;
+    for (int i = 1; sizes[i]; i++)
+        if (!has_column(columns + i, count, sizes[i] - '0'))
+            return -1;
+    *names = (Names){columns[0].buf, columns[1].buf, columns[2].buf, (uint64_t)columns[0].len};
+    return count;
+}
+
+static void release_all(Py_buffer *columns, int count)
+{
+    for (int i = 0; i < count; i++)
+        PyBuffer_Release(columns + i);
 }
 
 /* -- making ------------------------------------------------------------------------------------------------------- */
@@ -62,28 +97,28 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
     if (!PyArg_ParseTuple(args, "KIKKy*", &states, &slab_count, &slab_size, &head_size, &sizes))
         return NULL;
     CoreObject *self = NULL;
+    Core *core = NULL;
     Py_ssize_t count = sizes.len / 4;
-    if (count < 1 || count > SIZES - 64)
-        PyErr_SetString(PyExc_ValueError, "too many slot sizes, or none");
-    else
-        self = (CoreObject *)type->tp_alloc(type, 0);
-    if (self) {
-        Core *core = self->core = calloc(1, sizeof *core);
-        if (core) {
-            core->states = (SlabState *)(uintptr_t)states;
-            core->slab_count = slab_count, core->slab_size = slab_size, core->head_size = head_size;
-            core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
-            core->free_slabs = calloc(slab_count + 1, sizeof *core->free_slabs);
-            core->free_room = slab_count;
-            core->size_count = (uint32_t)count;
-            memcpy(core->sizes, sizes.buf, (size_t)count * 4);
-            core->dirty_max = UINT64_MAX;
-            pthread_mutex_init(&core->lock, NULL);
-        }
-        if (!core || !core->slabs || !core->free_slabs) {
-            Py_CLEAR(self);
-            PyErr_NoMemory();
-        }
+    const uint32_t *size = sizes.buf;
+    int is_sound = count >= 1 && count <= SIZES - LEARNED_MAX && slab_count < OF_SLAB && slab_size % PAGE == 0 &&
+                   slab_size / PAGE <= SLOTS_MAX && head_size >= HEAD + HEAD + NAME_ROOM;
+    for (Py_ssize_t i = 0; is_sound && i < count; i++)
+        is_sound = size[i] && size[i] % PAGE == 0 && size[i] <= slab_size && (!i || size[i - 1] < size[i]);
+    if (!is_sound)
+        PyErr_SetString(PyExc_ValueError, "no such slabs, or slot sizes");
+    else if ((self = (CoreObject *)type->tp_alloc(type, 0)) && (core = self->core = calloc(1, sizeof *core))) {
+        core->states = (SlabState *)(uintptr_t)states;
+        core->slab_count = core->free_room = slab_count, core->slab_size = slab_size, core->head_size = head_size;
+        core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
+        core->free_slabs = calloc(slab_count + 1, sizeof *core->free_slabs);
+        core->size_count = (uint32_t)count;
+        memcpy(core->sizes, sizes.buf, (size_t)count * 4);
+        core->dirty_max = UINT64_MAX;
+        pthread_mutex_init(&core->lock, NULL);
+    }
+    if (is_sound && (!core || !core->slabs || !core->free_slabs)) {
+        Py_CLEAR(self);
+        PyErr_NoMemory();
     }
     PyBuffer_Release(&sizes);
     return (PyObject *)self;
@@ -99,8 +134,7 @@ static void core_free(CoreObject *self)
             free(core->classes[i].slabs);
         for (int i = 0; i < TABLES; i++)
             free(core->tables[i].free_rows);
-        free(core->slabs), free(core->free_slabs), free(core->dirty.entries), free(core->stale.entries);
-        free(core->removed);
+        free(core->slabs), free(core->free_slabs), free(core->queue.entries), free(core->unsynced.entries), free(core->removed);
         pthread_mutex_destroy(&core->lock);
         free(core);
     }
@@ -114,7 +148,7 @@ static PyObject *put_space(PyObject *self, PyObject *args)
     unsigned long long number, bytes_max, blocks_max;
     if (!PyArg_ParseTuple(args, "iKiIKK", &place, &number, &above, &epoch, &bytes_max, &blocks_max))
         return NULL;
-    if (place < 0 || place >= SPACES || above >= place)
+    if (place < 0 || place >= SPACES || above >= place || (above >= 0 && !CORE->spaces[above].is_known))
         return PyErr_Format(PyExc_ValueError, "no place %d for a namespace below %d", place, above);
     Space *space = CORE->spaces + place;
     lock(CORE);
@@ -152,6 +186,9 @@ static PyObject *add_table(PyObject *self, PyObject *args)
     Table *table = CORE->tables + place;
     memset(table, 0, sizeof *table);
     table->is_known = 1, table->space = space, table->arena = -1, table->index = index;
+    uint16_t *first = CORE->first_tables + table_place(index.header->name_space, index.header->directory);
+    table->next = *first;
+    *first = (uint16_t)(place + 1);
     unlock(CORE);
     Py_RETURN_NONE;
 }
@@ -163,8 +200,7 @@ static PyObject *end_table(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_at(CORE, place)))
         return NULL;
     lock(CORE);
-    table->is_ended = 1;
-    __atomic_store_n(&table->index.header->state, TABLE_ENDED, __ATOMIC_SEQ_CST);
+    end_table_now(CORE, table);
     unlock(CORE);
     Py_RETURN_NONE;
 }
@@ -192,10 +228,15 @@ static PyObject *remove_table(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_at(CORE, place)))
         return NULL;
     lock(CORE);
-    int may_go = table->is_ended && table->swept == table->index.header->row_end;
+    int may_go = table->is_swept && !table->users;
     for (uint32_t a = 0; a < CORE->arena_count; a++)
         may_go &= !(CORE->arenas[a].base && CORE->arenas[a].state != SPARE && CORE->arenas[a].table == (int)place);
     if (may_go) {
+        const TableHeader *header = table->index.header;
+        uint16_t *link = CORE->first_tables + table_place(header->name_space, header->directory);
+        while (*link != place + 1)
+            link = &CORE->tables[*link - 1].next;
+        *link = table->next;
         free(table->free_rows);
         memset(table, 0, sizeof *table);
     }
@@ -211,9 +252,11 @@ static PyObject *add_arena(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "IIKKi", &place, &number, &address, &size, &table))
         return NULL;
     Core *core = CORE;
-    if (place >= ARENAS || core->arenas[place].base || !number || size < 2 * PAGE || size % PAGE ||
-        (table >= 0 && !table_at(core, (unsigned)table)))
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no place %u for an arena", place);
+    const Tail *tail = (const Tail *)(uintptr_t)(address + size) - 1;
+    if (place >= ARENAS || core->arenas[place].base || !number || arena_of(core, number) || size < 2 * PAGE || size % PAGE ||
+        (table >= 0 && !table_at(core, (unsigned)table)) ||
+        (table >= 0 && (tail->magic != TAIL_MAGIC || tail->used > size || tail->notes > size - sizeof *tail - tail->used)))
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no place %u for such an arena", place);
     lock(core);
     Arena *arena = core->arenas + place;
     memset(arena, 0, sizeof *arena);
@@ -247,23 +290,12 @@ static PyObject *remove_arena(PyObject *self, PyObject *args)
     int may_go;
     Py_BEGIN_ALLOW_THREADS
     lock(core);
-    may_go = !arena->pins && !arena->dirty;
+    may_go = arena->base && !arena->pins && !arena->dirty;
     if (may_go) {
-        if (arena->state != SPARE && core->tables[arena->table].is_known) {
-            Table *table = core->tables + arena->table;
-            for (uint64_t at = 0; at < arena->tail->notes;) {
-                const Note *note = (const Note *)((uint8_t *)arena->tail - at) - 1;
-                at += note->size;
-                if (note->row != NO_NOTE && is_resident_here(core, arena, note)) {
-                    Row *row = table->index.rows + note->row;
-                    begin_change(row);
-                    row->arena = 0;
-                    end_change(row);
-                    core->resident--;
-                }
-            }
-            if (table->arena == (int)place)
-                table->arena = -1;
+        if (arena->state != SPARE) {
+            empty_arena(core, arena, &(KeptRows){0});
+            if (core->tables[arena->table].arena == (int)place)
+                core->tables[arena->table].arena = -1;
         }
         arena->base = NULL;
         place_arenas(core);
@@ -306,15 +338,17 @@ static PyObject *pin_arena(PyObject *self, PyObject *args)
 static PyObject *add_slabs(PyObject *self, PyObject *args)
 {
     Py_buffer numbers;
-    if (!PyArg_ParseTuple(args, "y*", &numbers))
+    unsigned token;
+    if (!PyArg_ParseTuple(args, "y*I", &numbers, &token))
         return NULL;
     const uint32_t *number = numbers.buf;
     Core *core = CORE;
     lock(core);
     for (Py_ssize_t i = 0; i < numbers.len / 4; i++)
         if (number[i] < core->slab_count && !core->states[number[i]].is_ours && core->free_count < core->free_room) {
-            core->states[number[i]].slot_size = 0;
-            core->states[number[i]].is_ours = 1;
+            core->states[number[i]].slot_size = core->states[number[i]].has_stale = 0;
+            core->states[number[i]].token = token;
+            core->states[number[i]].is_ours = core->states[number[i]].is_head_written = 1;
             core->free_slabs[core->free_count++] = number[i];
         }
     unlock(core);
@@ -322,48 +356,55 @@ static PyObject *add_slabs(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Up to so many free slabs, which are the core's no more. */
+/* Up to so many free slabs, which are the core's no more. The medium knows that they are free: who takes them over may
+   lose power before he writes his own head. */
 static PyObject *take_slabs(PyObject *self, PyObject *args)
 {
     unsigned count;
     if (!PyArg_ParseTuple(args, "I", &count))
         return NULL;
-    PyObject *found = PyList_New(0);
-    if (!found)
-        return NULL;
-    lock(CORE);
-    while (count-- && CORE->free_count) {
-        uint32_t number = CORE->free_slabs[--CORE->free_count];
-        CORE->states[number].is_ours = 0;
-        PyObject *item = PyLong_FromUnsignedLong(number);
-        if (!item || PyList_Append(found, item) < 0) {
-            Py_XDECREF(item);
-            Py_CLEAR(found);
-            break;
-        }
-        Py_DECREF(item);
+    Core *core = CORE;
+    uint32_t *taken = malloc((core->slab_count + 1) * sizeof *taken), found = 0, left = 0;
+    if (!taken)
+        return PyErr_NoMemory();
+    lock(core);
+    for (uint32_t i = 0; i < core->free_count; i++) {
+        uint32_t number = core->free_slabs[i];
+        if (found < count && core->states[number].is_head_written) {
+            core->states[number].is_ours = 0;
+            taken[found++] = number;
+        } else
+            core->free_slabs[left++] = number;
     }
-    unlock(CORE);
-    return found;
+    core->free_count = left;
+    unlock(core);
+    PyObject *list = PyList_New(found); /* what makes objects may run anything: not under the lock */
+    for (uint32_t i = 0; list && i < found; i++) {
+        PyObject *item = PyLong_FromUnsignedLong(taken[i]);
+        if (item)
+            PyList_SET_ITEM(list, i, item);
+        else
+            Py_CLEAR(list);
+    }
+    free(taken);
+    return list;
 }
 
 static PyObject *load_slab_heads(PyObject *self, PyObject *args)
 {
-    unsigned number;
+    unsigned number, token;
     Py_buffer meta;
-    if (!PyArg_ParseTuple(args, "Iy*", &number, &meta))
+    if (!PyArg_ParseTuple(args, "IIy*", &number, &token, &meta))
         return NULL;
     Core *core = CORE;
     long long count = -1;
-    if (number >= core->slab_count || core->states[number].is_ours)
-        PyErr_Format(PyExc_ValueError, "slab %u is there already, or cannot be", number);
-    else {
+    if (number < core->slab_count) {
         Py_BEGIN_ALLOW_THREADS
-        lock(core);
-        count = load_slab(core, number, meta.buf, (uint64_t)meta.len);
-        unlock(core);
+        count = load_slab(core, number, token, meta.buf, (uint64_t)meta.len);
         Py_END_ALLOW_THREADS
     }
+    if (count < 0)
+        PyErr_Format(PyExc_ValueError, "slab %u is there already, or cannot be", number);
     PyBuffer_Release(&meta);
     return count < 0 ? NULL : PyLong_FromLongLong(count);
 }
@@ -396,56 +437,32 @@ static PyObject *restore(PyObject *self, PyObject *unused)
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
 
-typedef struct {
-    Py_buffer text, offsets, lengths;
-    Names names;
-    int64_t count;
-} NameColumns;
-
-static int open_names(NameColumns *columns)
-{
-    columns->count = columns->lengths.len / 4;
-    columns->names = (Names){columns->text.buf, columns->offsets.buf, columns->lengths.buf, (uint64_t)columns->text.len};
-    return has_column(&columns->offsets, columns->count, 8);
-}
-
-static void close_names(NameColumns *columns)
-{
-    PyBuffer_Release(&columns->text);
-    PyBuffer_Release(&columns->offsets);
-    PyBuffer_Release(&columns->lengths);
-}
-
 static PyObject *put(PyObject *self, PyObject *args)
 {
     unsigned place, now, expires, priority;
     unsigned long long directory, now_us;
     int plain_only;
-    NameColumns names;
-    Py_buffer sources, sizes, results, sequences;
-    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*KIIIw*w*", &place, &directory, &names.text, &names.offsets, &names.lengths,
-                          &plain_only, &sources, &sizes, &now_us, &now, &expires, &priority, &results, &sequences))
+    Py_buffer columns[7];
+    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*KIIIw*w*", &place, &directory, columns, columns + 1, columns + 2, &plain_only,
+                          columns + 3, columns + 4, &now_us, &now, &expires, &priority, columns + 5, columns + 6))
         return NULL;
-    Table *table = table_at(CORE, place);
-    int64_t planned = -1;
-    if (table && open_names(&names) && has_column(&sources, names.count, 8) && has_column(&sizes, names.count, 8) &&
-        has_column(&results, names.count, 8) && has_column(&sequences, names.count, 8)) {
+    Names names;
+    int64_t count = open_columns(columns, "-848888", &names), planned = -1;
+    Table *table = count < 0 ? NULL : use_table(CORE, place);
+    if (table) {
         PutTerms terms = {now_us, directory, now, expires, (uint8_t)priority};
         Py_BEGIN_ALLOW_THREADS
-        Plan *plans = malloc((size_t)(names.count + 1) * sizeof *plans);
+        Plan *plans = malloc((size_t)(count + 1) * sizeof *plans);
         if (plans)
-            planned = put_all(CORE, table, &names.names, plain_only, sources.buf, sizes.buf, names.count, &terms, plans,
-                              results.buf, sequences.buf);
+            planned = put_all(CORE, table, &names, plain_only, columns[3].buf, columns[4].buf, count, &terms, plans,
+                              columns[5].buf, columns[6].buf);
         free(plans);
+        leave_table(CORE, table);
         Py_END_ALLOW_THREADS
         if (planned < 0)
             PyErr_NoMemory();
     }
-    close_names(&names);
-    PyBuffer_Release(&sources);
-    PyBuffer_Release(&sizes);
-    PyBuffer_Release(&results);
-    PyBuffer_Release(&sequences);
+    release_all(columns, 7);
     return planned < 0 ? NULL : PyLong_FromLongLong(planned);
 }
 
@@ -454,78 +471,44 @@ static PyObject *get(PyObject *self, PyObject *args)
     unsigned place, now;
     unsigned long long directory;
     int plain_only;
-    NameColumns names;
-    Py_buffer targets, rooms, rows, results;
-    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*Iw*w*", &place, &directory, &names.text, &names.offsets, &names.lengths,
-                          &plain_only, &targets, &rooms, &now, &rows, &results))
+    Py_buffer columns[7];
+    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*Iw*w*", &place, &directory, columns, columns + 1, columns + 2, &plain_only,
+                          columns + 3, columns + 4, &now, columns + 5, columns + 6))
         return NULL;
-    Table *table = table_at(CORE, place);
-    int is_done = 0;
-    if (table && open_names(&names) && has_column(&targets, names.count, 8) && has_column(&rooms, names.count, 8) &&
-        has_column(&rows, names.count, 8) && has_column(&results, names.count, 8)) {
-        size_t count = (size_t)names.count + 1;
+    Names names;
+    int64_t count = open_columns(columns, "-848888", &names);
+    Table *table = count < 0 ? NULL : use_table(CORE, place);
+    if (table) {
         Py_BEGIN_ALLOW_THREADS
-        Arena **pinned = malloc(count * sizeof *pinned);
-        uint64_t *offsets = malloc(count * sizeof *offsets);
-        if (pinned && offsets) {
-            get_all(CORE, table, directory, &names.names, plain_only, targets.buf, rooms.buf, names.count, now, rows.buf,
-                    results.buf, pinned, offsets);
-            is_done = 1;
-        }
-        free(pinned);
-        free(offsets);
+        get_all(CORE, table, directory, &names, plain_only, columns[3].buf, columns[4].buf, count, now, columns[5].buf,
+                columns[6].buf);
+        leave_table(CORE, table);
         Py_END_ALLOW_THREADS
-        if (!is_done)
-            PyErr_NoMemory();
     }
-    close_names(&names);
-    PyBuffer_Release(&targets);
-    PyBuffer_Release(&rooms);
-    PyBuffer_Release(&rows);
-    PyBuffer_Release(&results);
-    if (!is_done)
-        return NULL;
-    Py_RETURN_NONE;
+    release_all(columns, 7);
+    return table ? Py_NewRef(Py_None) : NULL;
 }
 
-/* Row and sequence of each name. ``drops``: and they are no more. */
 static PyObject *find_or_drop(PyObject *self, PyObject *args, int drops)
 {
     unsigned place, now;
     unsigned long long directory;
     int plain_only;
-    NameColumns names;
-    Py_buffer rows, sequences;
-    if (!PyArg_ParseTuple(args, "IKy*y*y*pIw*w*", &place, &directory, &names.text, &names.offsets, &names.lengths,
-                          &plain_only, &now, &rows, &sequences))
+    Py_buffer columns[5];
+    if (!PyArg_ParseTuple(args, "IKy*y*y*pIw*w*", &place, &directory, columns, columns + 1, columns + 2, &plain_only, &now,
+                          columns + 3, columns + 4))
         return NULL;
-    Table *table = table_at(CORE, place);
-    int is_done = 0;
-    if (table && open_names(&names) && has_column(&rows, names.count, 8) && has_column(&sequences, names.count, 8)) {
-        int64_t *row = rows.buf;
-        uint64_t *sequence = sequences.buf;
+    Names names;
+    int64_t count = open_columns(columns, "-8488", &names);
+    Table *table = count < 0 ? NULL : use_table(CORE, place);
+    if (table) {
         Py_BEGIN_ALLOW_THREADS
-        if (drops)
-            lock(CORE);
-        for (int64_t i = 0; i < names.count; i++) {
-            Fingerprint wanted;
-            row[i] = table->is_ended ? ABSENT
-                                     : find_name(&table->index, directory, &names.names, i, plain_only, now, &wanted);
-            sequence[i] = row[i] < 0 ? 0 : table->index.rows[row[i]].sequence;
-            if (drops && row[i] >= 0)
-                drop_row(CORE, table, (uint32_t)row[i]);
-        }
-        if (drops)
-            unlock(CORE);
+        find_all(CORE, table, directory, &names, plain_only, count, now, columns[3].buf, columns[4].buf, drops);
+        leave_table(CORE, table);
         Py_END_ALLOW_THREADS
-        is_done = 1;
     }
-    close_names(&names);
-    PyBuffer_Release(&rows);
-    PyBuffer_Release(&sequences);
-    if (!is_done)
-        return NULL;
-    Py_RETURN_NONE;
+    release_all(columns, 5);
+    return table ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *find(PyObject *self, PyObject *args) { return find_or_drop(self, args, 0); }
@@ -535,16 +518,15 @@ static PyObject *drop(PyObject *self, PyObject *args) { return find_or_drop(self
 static PyObject *drop_rows(PyObject *self, PyObject *args)
 {
     unsigned place;
-    Py_buffer rows, sequences, sizes;
-    Table *table;
-    if (!PyArg_ParseTuple(args, "Iy*y*w*", &place, &rows, &sequences, &sizes))
+    Py_buffer columns[3];
+    if (!PyArg_ParseTuple(args, "Iy*y*w*", &place, columns, columns + 1, columns + 2))
         return NULL;
-    Py_ssize_t count = rows.len / 8;
-    int is_done = 0;
-    if ((table = table_at(CORE, place)) && has_column(&sequences, count, 8) && has_column(&sizes, count, 8)) {
-        const int64_t *number = rows.buf;
-        const uint64_t *sequence = sequences.buf;
-        int64_t *size = sizes.buf;
+    Py_ssize_t count = columns[0].len / 8;
+    Table *table = NULL;
+    if (has_column(columns + 1, count, 8) && has_column(columns + 2, count, 8) && (table = use_table(CORE, place))) {
+        const int64_t *number = columns[0].buf;
+        const uint64_t *sequence = columns[1].buf;
+        int64_t *size = columns[2].buf;
         Core *core = CORE;
         Py_BEGIN_ALLOW_THREADS
         lock(core);
@@ -553,21 +535,17 @@ static PyObject *drop_rows(PyObject *self, PyObject *args)
             if (table->is_ended || number[i] < 0 || number[i] >= table->index.header->row_end)
                 continue;
             const Row *row = table->index.rows + number[i];
-            if (!(row->version & 1) || row->sequence != sequence[i] || !core->slabs[row->slab].owners)
+            if (!(row->version & 1) || row->sequence != sequence[i])
                 continue;
-            size[i] = core->classes[core->slabs[row->slab].class].slot_size;
+            size[i] = core->states[row->slab].slot_size;
             drop_row(core, table, (uint32_t)number[i]);
         }
         unlock(core);
+        leave_table(core, table);
         Py_END_ALLOW_THREADS
-        is_done = 1;
     }
-    PyBuffer_Release(&rows);
-    PyBuffer_Release(&sequences);
-    PyBuffer_Release(&sizes);
-    if (!is_done)
-        return NULL;
-    Py_RETURN_NONE;
+    release_all(columns, 3);
+    return table ? Py_NewRef(Py_None) : NULL;
 }
 
 /* All blocks of a slab: (table, row, sequence) of each, as bytes of u64. */
@@ -579,7 +557,7 @@ static PyObject *slab_rows(PyObject *self, PyObject *args)
     Core *core = CORE;
     if (number >= core->slab_count)
         return PyErr_Format(PyExc_ValueError, "no slab %u", number);
-    PyObject *found = PyBytes_FromStringAndSize(NULL, 24 * 16384);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(24 * (core->slab_size / PAGE)));
     if (!found)
         return NULL;
     uint64_t *out = (uint64_t *)PyBytes_AS_STRING(found);
@@ -596,45 +574,49 @@ static PyObject *slab_rows(PyObject *self, PyObject *args)
     return _PyBytes_Resize(&found, 24 * count) < 0 ? NULL : found;
 }
 
-/* Live rows of a directory behind a row: [(row, sequence, length, stored, name or None, slab, slot)], and where to go on; -1: nowhere. */
+/* Live rows of a directory behind a row, some in a call. */
 static PyObject *list_rows(PyObject *self, PyObject *args)
 {
     unsigned place, limit, now;
     unsigned long long directory;
     long long after;
-    Table *table;
-    if (!PyArg_ParseTuple(args, "IKLII", &place, &directory, &after, &limit, &now) || !(table = table_at(CORE, place)))
+    if (!PyArg_ParseTuple(args, "IKLII", &place, &directory, &after, &limit, &now))
         return NULL;
     typedef struct {
         Row row;
         int64_t number;
         uint8_t has_name, name[NAME_MAX_BYTES];
     } Found;
+    limit = limit < ROWS_AT_ONCE ? limit : ROWS_AT_ONCE;
+    Core *core = CORE;
+    Table *table = use_table(core, place);
+    if (!table)
+        return NULL;
     Found *found = malloc((limit + 1) * sizeof *found);
+    unsigned count = 0;
+    if (found) {
+        Py_BEGIN_ALLOW_THREADS
+        lock(core);
+        int64_t end = table->is_ended ? 0 : table->index.header->row_end;
+        after = after < -1 || after >= end ? end : after + 1;
+        for (int64_t stop = after + 8 * ROWS_AT_ONCE; after < end && after < stop && count < limit; after++) {
+            const Row *row = table->index.rows + after;
+            if (!(row->version & 1) || row->directory != directory || (row->expires && now >= row->expires))
+                continue;
+            Found *one = found + count++;
+            one->row = *row, one->number = after;
+            Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
+            one->has_name = arena != NULL;
+            if (arena)
+                memcpy(one->name, name_in(note_of(arena, row)), row->name_length);
+        }
+        after = after >= end ? -1 : after - 1;
+        unlock(core);
+        Py_END_ALLOW_THREADS
+    }
+    leave_table(core, table);
     if (!found)
         return PyErr_NoMemory();
-    unsigned count = 0;
-    Core *core = CORE;
-    Py_BEGIN_ALLOW_THREADS
-    lock(core);
-    uint32_t end = table->is_ended ? 0 : table->index.header->row_end;
-    for (after++; after < end && count < limit; after++) {
-        const Row *row = table->index.rows + after;
-        if (!(row->version & 1) || row->directory != directory || (row->expires && now >= row->expires))
-            continue;
-        Found *one = found + count++;
-        one->row = *row, one->number = after;
-        Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
-        one->has_name = arena != NULL;
-        if (arena)
-            memcpy(one->name, name_in(note_of(arena, row)), row->name_length);
-    }
-    if (after >= end)
-        after = -1;
-    else
-        after--;
-    unlock(core);
-    Py_END_ALLOW_THREADS
     PyObject *rows = PyList_New(count);
     for (unsigned i = 0; rows && i < count; i++) {
         const Found *one = found + i;
@@ -659,11 +641,16 @@ static PyObject *slot_places(PyObject *self, PyObject *args)
     unsigned number, slot;
     if (!PyArg_ParseTuple(args, "II", &number, &slot))
         return NULL;
-    const Slab *slab = number < CORE->slab_count ? CORE->slabs + number : NULL;
-    if (!slab || !slab->owners || slot >= slab->count)
-        return PyErr_Format(PyExc_ValueError, "slab %u has no slot %u", number, slot);
-    return Py_BuildValue("KK", (unsigned long long)name_place(slab->count, slot),
-                         (unsigned long long)(slot + slab->lead) * CORE->classes[slab->class].slot_size);
+    Core *core = CORE;
+    unsigned long long name = 0, data = 0;
+    lock(core);
+    const Slab *slab = number < core->slab_count && core->slabs[number].owners ? core->slabs + number : NULL;
+    if (slab && slot < slab->count) {
+        name = name_place(slab->count, slot);
+        data = (unsigned long long)(slot + slab->lead) * core->classes[slab->class].slot_size;
+    }
+    unlock(core);
+    return name ? Py_BuildValue("KK", name, data) : PyErr_Format(PyExc_ValueError, "slab %u has no slot %u", number, slot);
 }
 
 /* -- batches ------------------------------------------------------------------------------------------------------ */
@@ -682,29 +669,39 @@ static PyObject *take_dirty(PyObject *self, PyObject *args)
     int is_filled;
     Py_BEGIN_ALLOW_THREADS
     lock(CORE);
-    is_filled = fill_batch(CORE, &made->batch, bytes_max, rows_max);
+    is_filled = take_batch(CORE, &made->batch, bytes_max, rows_max);
     unlock(CORE);
+    if (is_filled) {
+        made->is_ended = 0;
+        is_filled = lay_out_batch(CORE, &made->batch);
+    }
     Py_END_ALLOW_THREADS
-    made->is_ended = !is_filled;
-    if (!is_filled) {
+    PyObject *found = (PyObject *)made;
+    if (!is_filled)
+        found = PyErr_NoMemory();
+    else if (!made->batch.count)
+        found = PyLong_FromUnsignedLongLong(made->batch.upto);
+    if (found != (PyObject *)made)
         Py_DECREF(made);
-        return PyErr_NoMemory();
-    }
-    if (!made->batch.count && !made->batch.head_count) {
-        unsigned long long upto = made->batch.upto;
-        Py_DECREF(made);
-        return PyLong_FromUnsignedLongLong(upto);
-    }
-    return (PyObject *)made;
+    return found;
+}
+
+/* Once. ``is_written`` 0: its blocks and heads wait to be written again. */
+static void finish_batch(BatchObject *self, int is_written)
+{
+    if (self->is_ended)
+        return;
+    self->is_ended = 1;
+    Py_BEGIN_ALLOW_THREADS
+    lock(self->of->core);
+    end_batch(self->of->core, &self->batch, is_written);
+    unlock(self->of->core);
+    Py_END_ALLOW_THREADS
 }
 
 static void batch_free(BatchObject *self)
 {
-    if (!self->is_ended) {
-        lock(self->of->core);
-        end_batch(self->of->core, &self->batch);
-        unlock(self->of->core);
-    }
+    finish_batch(self, 0);
     free(self->batch.rows), free(self->batch.data), free(self->batch.heads), free(self->batch.staging);
     Py_DECREF(self->of);
     PyObject_Free(self);
@@ -712,14 +709,13 @@ static void batch_free(BatchObject *self)
 
 static PyObject *batch_end(BatchObject *self, PyObject *unused)
 {
-    if (!self->is_ended) {
-        Py_BEGIN_ALLOW_THREADS
-        lock(self->of->core);
-        end_batch(self->of->core, &self->batch);
-        self->is_ended = 1;
-        unlock(self->of->core);
-        Py_END_ALLOW_THREADS
-    }
+    finish_batch(self, 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *batch_fail(BatchObject *self, PyObject *unused)
+{
+    finish_batch(self, 0);
     Py_RETURN_NONE;
 }
 
@@ -731,12 +727,13 @@ static PyObject *batch_runs(BatchObject *self, PyObject *unused)
 
 static PyObject *batch_facts(BatchObject *self, PyObject *unused)
 {
-    return Py_BuildValue("KKK", (unsigned long long)self->batch.count, (unsigned long long)self->batch.bytes,
+    return Py_BuildValue("KKK", (unsigned long long)self->batch.blocks, (unsigned long long)self->batch.bytes,
                          (unsigned long long)self->batch.upto);
 }
 
 static PyMethodDef batch_methods[] = {
     {"end", (PyCFunction)batch_end, METH_NOARGS, "end()"},
+    {"fail", (PyCFunction)batch_fail, METH_NOARGS, "fail()"},
     {"runs", (PyCFunction)batch_runs, METH_NOARGS, "runs() -> (data, heads)"},
     {"facts", (PyCFunction)batch_facts, METH_NOARGS, "facts() -> (blocks, bytes, queue position)"},
     {NULL, NULL, 0, NULL},
@@ -755,36 +752,31 @@ static PyTypeObject batch_type = {
 static PyObject *reserve(PyObject *self, PyObject *args)
 {
     unsigned place;
-    NameColumns names;
-    Py_buffer rows, sequences, places, sizes, slabs, offsets;
-    if (!PyArg_ParseTuple(args, "Iy*y*y*y*y*w*w*w*w*", &place, &names.text, &names.offsets, &names.lengths, &rows,
-                          &sequences, &places, &sizes, &slabs, &offsets))
+    Py_buffer columns[9];
+    if (!PyArg_ParseTuple(args, "Iy*y*y*y*y*w*w*w*w*", &place, columns, columns + 1, columns + 2, columns + 3, columns + 4,
+                          columns + 5, columns + 6, columns + 7, columns + 8))
         return NULL;
-    LandingObject *made = NULL;
-    if (table_at(CORE, place) && open_names(&names) && has_column(&rows, names.count, 8) &&
-        has_column(&sequences, names.count, 8) && has_column(&places, names.count, 8) &&
-        has_column(&sizes, names.count, 8) && has_column(&slabs, names.count, 4) && has_column(&offsets, names.count, 8))
-        made = PyObject_New(LandingObject, &landing_type);
+    Names names;
+    int64_t count = open_columns(columns, "-84888848", &names);
+    Table *table = count < 0 ? NULL : use_table(CORE, place);
+    LandingObject *made = table ? PyObject_New(LandingObject, &landing_type) : NULL;
     if (made) {
         made->of = (CoreObject *)Py_NewRef(self);
-        made->landing = (Landing){place, names.count, calloc((size_t)names.count + 1, sizeof *made->landing.rows)};
+        made->landing = (Landing){place, count, calloc((size_t)count + 1, sizeof *made->landing.rows)};
         if (!made->landing.rows) {
             made->landing.count = 0;
             Py_CLEAR(made);
             PyErr_NoMemory();
         } else {
             Py_BEGIN_ALLOW_THREADS
-            reserve_all(CORE, &made->landing, &names.names, rows.buf, sequences.buf, places.buf, sizes.buf, slabs.buf, offsets.buf);
+            reserve_all(CORE, &made->landing, &names, columns[3].buf, columns[4].buf, columns[5].buf, columns[6].buf,
+                        columns[7].buf, columns[8].buf);
             Py_END_ALLOW_THREADS
         }
     }
-    close_names(&names);
-    PyBuffer_Release(&rows);
-    PyBuffer_Release(&sequences);
-    PyBuffer_Release(&places);
-    PyBuffer_Release(&sizes);
-    PyBuffer_Release(&slabs);
-    PyBuffer_Release(&offsets);
+    if (table)
+        leave_table(CORE, table);
+    release_all(columns, 9);
     return (PyObject *)made;
 }
 
@@ -856,11 +848,13 @@ static PyObject *doubt(PyObject *self, PyObject *unused)
 
 static PyObject *note_synced(PyObject *self, PyObject *args)
 {
-    unsigned long long sequence;
-    if (!PyArg_ParseTuple(args, "K", &sequence))
+    unsigned long long sequence, heads;
+    if (!PyArg_ParseTuple(args, "KK", &sequence, &heads))
         return NULL;
     lock(CORE);
     CORE->synced = sequence;
+    if (CORE->unsynced.head < heads && heads <= CORE->unsynced.tail)
+        CORE->unsynced.head = heads;
     unlock(CORE);
     Py_RETURN_NONE;
 }
@@ -868,27 +862,31 @@ static PyObject *note_synced(PyObject *self, PyObject *args)
 static PyObject *statistics(PyObject *self, PyObject *unused)
 {
     Core *core = CORE;
-    uint64_t live = 0;
-    uint64_t free_bytes = 0;
+    uint64_t live = 0, free_bytes = 0;
     lock(core);
     for (uint32_t s = 0; s < core->slab_count; s++)
         if (core->slabs[s].owners)
-            free_bytes += (uint64_t)core->slabs[s].free * core->classes[core->slabs[s].class].slot_size;
+            free_bytes += (uint64_t)core->slabs[s].free * core->states[s].slot_size;
     for (int t = 0; t < TABLES; t++)
         if (core->tables[t].is_known && !core->tables[t].is_ended)
             live += core->tables[t].index.header->live;
-    PyObject *found = Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:I,s:K,s:K,s:K,s:K}", "blocks", (unsigned long long)live, "resident",
-        (unsigned long long)core->resident, "puts", (unsigned long long)core->puts, "put_bytes",
-        (unsigned long long)core->put_bytes, "gets", (unsigned long long)core->gets, "get_bytes",
-        (unsigned long long)core->get_bytes, "recycled_arenas", (unsigned long long)core->recycled, "relocated",
-        (unsigned long long)core->relocated, "refused", (unsigned long long)core->refused, "batches",
-        (unsigned long long)core->batches, "dirty_bytes", (unsigned long long)core->dirty_bytes, "dirty",
-        (unsigned long long)(core->dirty.tail - core->dirty.head), "free_slabs", core->free_count, "queued",
-        (unsigned long long)core->dirty.tail, "stale", (unsigned long long)(core->stale.tail - core->stale.head),
-        "free_slots_bytes", (unsigned long long)free_bytes, "sequence",
-        (unsigned long long)core->sequence);
+    const struct {
+        const char *name;
+        uint64_t value;
+    } all[] = {{"blocks", live}, {"resident", core->resident}, {"puts", core->puts}, {"put_bytes", core->put_bytes},
+               {"gets", core->gets}, {"get_bytes", core->get_bytes}, {"recycled_arenas", core->recycled},
+               {"relocated", core->relocated}, {"refused", core->refused}, {"batches", core->batches},
+               {"dirty_bytes", core->dirty_bytes}, {"dirty", core->queue.tail - core->queue.head},
+               {"free_slabs", core->free_count}, {"queued", core->queue.tail},
+               {"free_slots_bytes", free_bytes}, {"sequence", core->sequence}, {"written_heads", core->unsynced.tail}};
     unlock(core);
+    PyObject *found = PyDict_New(); /* what makes objects may run anything: not under the lock */
+    for (size_t i = 0; found && i < sizeof all / sizeof *all; i++) {
+        PyObject *value = PyLong_FromUnsignedLongLong(all[i].value);
+        if (!value || PyDict_SetItemString(found, all[i].name, value) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(value);
+    }
     return found;
 }
 
@@ -903,9 +901,9 @@ static PyMethodDef core_methods[] = {
     {"remove_arena", remove_arena, METH_VARARGS, "remove_arena(place) -> whether it could go"},
     {"arena_facts", arena_facts, METH_VARARGS, "arena_facts(place) -> (state, table, pins, dirty, live, used, stamp)"},
     {"pin_arena", pin_arena, METH_VARARGS, "pin_arena(number, by) -> whether there is one"},
-    {"add_slabs", add_slabs, METH_VARARGS, "add_slabs(numbers)"},
+    {"add_slabs", add_slabs, METH_VARARGS, "add_slabs(numbers, token)"},
     {"take_slabs", take_slabs, METH_VARARGS, "take_slabs(count) -> numbers"},
-    {"load_slab", load_slab_heads, METH_VARARGS, "load_slab(number, heads) -> blocks"},
+    {"load_slab", load_slab_heads, METH_VARARGS, "load_slab(number, token, heads) -> blocks"},
     {"set_loading", set_loading, METH_VARARGS, "set_loading(whether)"},
     {"restore", restore, METH_NOARGS, "restore()"},
     {"put", put, METH_VARARGS, "put(...) -> how many have a place"},
@@ -920,7 +918,7 @@ static PyMethodDef core_methods[] = {
     {"reserve", reserve, METH_VARARGS, "reserve(...) -> Landing"},
     {"set_dirty_max", set_dirty_max, METH_VARARGS, "set_dirty_max(bytes)"},
     {"doubt_unsynced", doubt, METH_NOARGS, "doubt_unsynced()"},
-    {"note_synced", note_synced, METH_VARARGS, "note_synced(sequence)"},
+    {"note_synced", note_synced, METH_VARARGS, "note_synced(sequence, written heads)"},
     {"statistics", statistics, METH_NOARGS, "statistics()"},
     {NULL, NULL, 0, NULL},
 };
@@ -966,17 +964,20 @@ typedef struct {
     uint64_t number, address, size;
 } MappedArena;
 
-/* The length of a block that was copied, ABSENT, NOT_RESIDENT, NO_ROOM, or -3 for an arena that is not mapped. */
+/* The length of a block that was copied, ABSENT, NOT_RESIDENT, NO_ROOM, NOT_MAPPED; or CHANGED: look for it again. */
 static int64_t copy_row(const Index *index, int64_t number, Fingerprint wanted, uint32_t now, const MappedArena *arenas,
                         Py_ssize_t count, uint8_t *target, int64_t room)
 {
     const Row *row = index->rows + number;
     uint64_t version = load(&row->version);
     Row copy = *row;
-    if (!(version & 1) || !is_same(copy.fingerprint, wanted) || (copy.expires && now >= copy.expires))
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (!(version & 1) || __atomic_load_n(&row->version, __ATOMIC_RELAXED) != version || !is_same(copy.fingerprint, wanted))
+        return CHANGED;
+    if (copy.expires && now >= copy.expires)
         return ABSENT;
     if (!copy.arena)
-        return load(&row->version) == version ? NOT_RESIDENT : ABSENT;
+        return NOT_RESIDENT;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (arenas[i].number != copy.arena)
             continue;
@@ -987,58 +988,81 @@ static int64_t copy_row(const Index *index, int64_t number, Fingerprint wanted, 
             return NO_ROOM;
         memcpy(target, (const uint8_t *)(uintptr_t)arenas[i].address + offset, copy.length);
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        return __atomic_load_n(&row->version, __ATOMIC_RELAXED) == version ? (int64_t)copy.length : ABSENT;
+        return __atomic_load_n(&row->version, __ATOMIC_RELAXED) == version ? (int64_t)copy.length : CHANGED;
     }
-    return -3;
+    return NOT_MAPPED;
 }
 
 static PyObject *table_get(PyObject *self, PyObject *args)
 {
-    Py_buffer memory, arenas, targets, rooms, rows, results;
-    NameColumns names;
+    Py_buffer columns[7], memory, arenas; /* targets and rooms count only if there is something to copy */
     unsigned long long directory;
     unsigned now;
     int copies;
-    if (!PyArg_ParseTuple(args, "y*Ky*y*y*Iy*y*y*w*w*p", &memory, &directory, &names.text, &names.offsets, &names.lengths,
-                          &now, &arenas, &targets, &rooms, &rows, &results, &copies))
+    if (!PyArg_ParseTuple(args, "y*Ky*y*y*Iy*y*y*w*w*p", &memory, &directory, columns, columns + 1, columns + 2, &now,
+                          &arenas, columns + 5, columns + 6, columns + 3, columns + 4, &copies))
         return NULL;
     Index index;
-    int is_done = 0;
-    if (open_names(&names) && has_column(&rows, names.count, 8) && has_column(&results, names.count, 8) &&
-        (!copies || (has_column(&targets, names.count, 8) && has_column(&rooms, names.count, 8)))) {
-        is_done = open_index(memory.buf, (uint64_t)memory.len, &index);
-        if (!is_done)
-            PyErr_SetString(PyExc_ValueError, "no table of blocks");
+    Names names;
+    int64_t count = open_columns(columns, copies ? "-848888" : "-8488", &names);
+    if (count >= 0 && !open_index(memory.buf, (uint64_t)memory.len, &index)) {
+        PyErr_SetString(PyExc_ValueError, "no table of blocks");
+        count = -1;
     }
-    if (is_done) {
-        int64_t *row = rows.buf, *result = results.buf;
-        const int64_t *room = rooms.buf;
-        const uint64_t *target = targets.buf;
-        Py_ssize_t known = arenas.len / (Py_ssize_t)sizeof(MappedArena);
-        Py_BEGIN_ALLOW_THREADS
-        for (int64_t i = 0; i < names.count; i++) {
-            Fingerprint wanted;
-            row[i] = find_name(&index, directory, &names.names, i, 0, now, &wanted);
-            result[i] = row[i];
-            if (copies && row[i] >= 0)
-                result[i] = copy_row(&index, row[i], wanted, now, arenas.buf, known,
-                                     (uint8_t *)(uintptr_t)target[i], room[i]);
+    Py_BEGIN_ALLOW_THREADS
+    int64_t *rows = columns[3].buf, *results = columns[4].buf;
+    const uint64_t *targets = columns[5].buf;
+    const int64_t *rooms = columns[6].buf;
+    Group group;
+    for (int64_t first = 0; first < count; first += GROUP) {
+        begin_group(&group, &index, directory, &names, first, count, 0);
+        fetch_group(&group, &index);
+        for (int i = 0; i < group.count; i++) {
+            int64_t at = first + i;
+            for (int turn = 0; turn < 4; turn++) {
+                rows[at] = results[at] = find_of_group(&group, &index, i, now);
+                if (copies && rows[at] >= 0)
+                    results[at] = copy_row(&index, rows[at], group.wanted[i], now, arenas.buf,
+                                           arenas.len / (Py_ssize_t)sizeof(MappedArena),
+                                           (uint8_t *)(uintptr_t)targets[at], rooms[at]);
+                if (results[at] != CHANGED)
+                    break;
+                results[at] = ABSENT;
+            }
         }
-        Py_END_ALLOW_THREADS
     }
-    close_names(&names);
+    Py_END_ALLOW_THREADS
+    release_all(columns, 7);
     PyBuffer_Release(&memory);
     PyBuffer_Release(&arenas);
-    PyBuffer_Release(&targets);
-    PyBuffer_Release(&rooms);
-    PyBuffer_Release(&rows);
-    PyBuffer_Release(&results);
-    if (!is_done)
+    return count < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* The first half of each name's fingerprint. 0 for an odd name. */
+static PyObject *name_keys(PyObject *self, PyObject *args)
+{
+    Py_buffer columns[4], memory;
+    unsigned long long directory;
+    if (!PyArg_ParseTuple(args, "y*Ky*y*y*w*", &memory, &directory, columns, columns + 1, columns + 2, columns + 3))
         return NULL;
-    Py_RETURN_NONE;
+    Index index;
+    Names names;
+    int64_t count = open_columns(columns, "-848", &names);
+    if (count >= 0 && !open_index(memory.buf, (uint64_t)memory.len, &index)) {
+        PyErr_SetString(PyExc_ValueError, "no table of blocks");
+        count = -1;
+    }
+    uint64_t *keys = columns[3].buf;
+    uint8_t name[NAME_MAX_BYTES], length;
+    for (int64_t i = 0; i < count; i++)
+        keys[i] = copy_name(&names, i, 0, name, &length) ? fingerprint_of(index.multipliers, directory, name, length).low : 0;
+    release_all(columns, 4);
+    PyBuffer_Release(&memory);
+    return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef functions[] = {
+    {"name_keys", name_keys, METH_VARARGS, "name_keys(table, directory, names, keys)"},
     {"begin_table", begin_table, METH_VARARGS, "begin_table(memory, multipliers, buckets_max, rows_max, ...)"},
     {"table_get", table_get, METH_VARARGS, "table_get(table, directory, names, now, arenas, targets, rooms, rows, results, copies)"},
     {NULL, NULL, 0, NULL},

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Words = npt.NDArray[np.uint64]
 
-# -- results: of a put, 0 is success; of a get, the length of the block ----------------------------------
+# -- results: of a put, the row of the block; of a get, its length ----------------------------------
 
 NO_SLOT = -1
 """no slot, or no row of the table, is free"""
@@ -29,6 +29,9 @@ ENDED = -6
 """the table was cleared, or removed"""
 ODD_NAME = -7
 """empty, over 255 bytes, outside of the text; or, with ``plain_only``, none that a file could have"""
+
+NOT_ADMITTED = -8
+"""not of the core: the policy of a full namespace does not store it"""
 
 ABSENT = -1
 NOT_RESIDENT = -2
@@ -109,7 +112,8 @@ HEAD = np.dtype(
         ("name_length", np.uint8),
         ("priority", np.uint8),
         ("slot_size", np.uint32),
-        ("spare", np.uint32, 2),
+        ("token", np.uint32),
+        ("spare", np.uint32),
         ("crc", np.uint32),
     ]
 )
@@ -133,10 +137,13 @@ def rows_of(memory: npt.NDArray[np.uint8], buckets_max: int) -> npt.NDArray[np.v
 
 def name_columns(keys: Sequence[bytes]) -> tuple[bytes, Words, npt.NDArray[np.uint32]]:
     """All names one behind the other, and where each begins, and how long it is."""
+    text, length = b"".join(keys), len(keys[0]) if keys else 0
+    if len(text) == length * len(keys) and set(map(len, keys)) <= {length}:  # as most often
+        return text, np.arange(len(keys), dtype=np.uint64) * np.uint64(length), np.full(len(keys), length, np.uint32)
     lengths = np.fromiter(map(len, keys), np.uint32, len(keys))
     offsets = np.cumsum(lengths, dtype=np.uint64)
     offsets -= lengths
-    return b"".join(keys), offsets, lengths
+    return text, offsets, lengths
 
 
 def multipliers_of(volume_id: bytes) -> Words:

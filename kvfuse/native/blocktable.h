@@ -10,8 +10,12 @@
        copies the bytes from the row's arena, where it has one
        reads the version again: if it differs, throws the copy away
 
-   The daemon makes the version even before it changes a row, or memory that a row describes, and odd afterwards. Readers
-   may miss a block while its bucket entry moves. They never find another one: the fingerprint is in the row. */
+   The daemon makes the version even before it changes a row, or memory that a row describes, and odd afterwards. A fence
+   stands between, on both sides: a reader whose copy has a byte from after the change sees the other version, too. As the
+   version only grows, a row that was used again does not look like the former one. A block that replaces another has a
+   row of its own, and its number takes the other's place in the bucket: the name is found at any time. Readers may miss a
+   block whose entry moves to its other bucket twice while they look. They never find another block: the fingerprint is
+   in the row. */
 
 #ifndef KVFUSE_BLOCKTABLE_H
 #define KVFUSE_BLOCKTABLE_H
@@ -61,6 +65,8 @@ typedef struct {
     uint64_t state, valid_until, complete, neighbours; /* at byte 72 */
     uint32_t bucket_count, row_end;
     uint64_t live;
+    /* for the next daemon: row + 1 of a block that just moves in memory, that just replaces one, that is just replaced */
+    uint32_t moving, replacing, replaced, spare;
 } TableHeader;
 
 _Static_assert(sizeof(Row) == 96, "a row has 96 bytes");
@@ -74,19 +80,23 @@ typedef struct {
     const uint64_t *multipliers;
     Bucket *buckets;
     Row *rows;
+    uint32_t buckets_max, rows_max;
 } Index;
 
 static uint64_t load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-/* 0: this is no table of this version in so many bytes. Nothing in it is trusted before. */
+/* 0: this is no table of this version in so many bytes. Nothing in it is trusted before; later, whatever is in it leads to
+   no place outside of it, as limits are those that were seen here. */
 static int open_index(uint8_t *memory, uint64_t size, Index *index)
 {
     TableHeader *header = (TableHeader *)memory;
-    if (size < PAGE || header->magic != TABLE_MAGIC || header->version != TABLE_VERSION)
+    if (size < PAGE || (uintptr_t)memory % 8 || header->magic != TABLE_MAGIC || header->version != TABLE_VERSION)
         return 0;
-    uint64_t rows = PAGE + (uint64_t)header->buckets_max * sizeof(Bucket);
-    if (header->buckets_max < BUCKETS_MIN || header->rows_offset != rows || header->size != size ||
-        size != rows + (uint64_t)header->rows_max * sizeof(Row))
+    index->buckets_max = __atomic_load_n(&header->buckets_max, __ATOMIC_RELAXED);
+    index->rows_max = __atomic_load_n(&header->rows_max, __ATOMIC_RELAXED);
+    uint64_t rows = PAGE + (uint64_t)index->buckets_max * sizeof(Bucket);
+    if (index->buckets_max < BUCKETS_MIN || header->rows_offset != rows || header->size != size ||
+        size != rows + (uint64_t)index->rows_max * sizeof(Row))
         return 0;
     index->header = header;
     index->multipliers = (const uint64_t *)(memory + MULTIPLIERS);
@@ -130,13 +140,29 @@ static uint32_t bucket_of(uint64_t half, uint32_t count)
     return bucket < count ? bucket : bucket & (top - 1);
 }
 
+/* Entries of a bucket that may have this tag: a bit for each, of which `entry_of` says the entry. */
+static uint64_t entries_with(const Bucket *line, uint8_t tag)
+{
+    uint64_t first, ones = 0x0101010101010101ull, tops = 0x8080808080808080ull;
+    uint32_t rest;
+    memcpy(&first, line->tags, 8);
+    memcpy(&rest, line->tags + 8, 4);
+    first ^= ones * tag, rest ^= (uint32_t)ones * tag;
+    return ((first - ones) & ~first & tops) | ((rest - (uint32_t)ones) & ~rest & (uint32_t)tops) >> 4;
+}
+
+static int entry_of(uint64_t bits)
+{
+    int bit = __builtin_ctzll(bits);
+    return bit / 8 + (bit % 8 == 7 ? 0 : 8);
+}
+
 static int64_t find_in(const Index *index, uint32_t bucket, Fingerprint wanted)
 {
     const Bucket *line = index->buckets + bucket;
-    uint8_t tag = tag_of(wanted);
-    for (int entry = 0; entry < ENTRIES; entry++) {
-        uint32_t row = __atomic_load_n(&line->rows[entry], __ATOMIC_ACQUIRE);
-        if (!row || line->tags[entry] != tag || row > index->header->rows_max)
+    for (uint64_t bits = entries_with(line, tag_of(wanted)); bits; bits &= bits - 1) {
+        uint32_t row = __atomic_load_n(&line->rows[entry_of(bits)], __ATOMIC_ACQUIRE);
+        if (!row || row > index->rows_max)
             continue;
         const Row *found = index->rows + (row - 1);
         if (__atomic_load_n(&found->fingerprint.low, __ATOMIC_RELAXED) == wanted.low &&
@@ -146,17 +172,28 @@ static int64_t find_in(const Index *index, uint32_t bucket, Fingerprint wanted)
     return NO_ROW;
 }
 
-/* The row of a block, or NO_ROW. The caller checks the version again after it has used the row. */
+/* How many buckets there are. 0: it is no table. */
+static uint32_t count_buckets(const Index *index)
+{
+    uint32_t count = __atomic_load_n(&index->header->bucket_count, __ATOMIC_ACQUIRE);
+    return count < BUCKETS_MIN || count > index->buckets_max ? 0 : count;
+}
+
+/* The row of a block, or NO_ROW. A reader without the daemon's lock checks the version again after it has used the row.
+   An entry may come to the first bucket after that was seen, and leave the second before: so the first is seen again. */
 static int64_t find_row(const Index *index, Fingerprint wanted)
 {
-    for (int turn = 0; turn < 2; turn++) {
-        uint32_t count = __atomic_load_n(&index->header->bucket_count, __ATOMIC_ACQUIRE);
-        if (count < BUCKETS_MIN || count > index->header->buckets_max)
+    for (int turn = 0; turn < 4; turn++) {
+        uint32_t count = count_buckets(index);
+        if (!count)
             return NO_ROW;
-        int64_t row = find_in(index, bucket_of(wanted.low, count), wanted);
+        uint32_t first = bucket_of(wanted.low, count);
+        int64_t row = find_in(index, first, wanted);
         if (row == NO_ROW)
             row = find_in(index, bucket_of(wanted.high, count), wanted);
-        if (row != NO_ROW || count == __atomic_load_n(&index->header->bucket_count, __ATOMIC_ACQUIRE))
+        if (row == NO_ROW)
+            row = find_in(index, first, wanted);
+        if (row != NO_ROW || count == count_buckets(index))
             return row;
     }
     return NO_ROW;
@@ -164,11 +201,29 @@ static int64_t find_row(const Index *index, Fingerprint wanted)
 
 static void prefetch_buckets(const Index *index, Fingerprint wanted)
 {
-    uint32_t count = __atomic_load_n(&index->header->bucket_count, __ATOMIC_ACQUIRE);
-    if (count < BUCKETS_MIN || count > index->header->buckets_max)
+    uint32_t count = count_buckets(index);
+    if (!count)
         return;
     __builtin_prefetch(index->buckets + bucket_of(wanted.low, count));
     __builtin_prefetch(index->buckets + bucket_of(wanted.high, count));
+}
+
+/* Fetch rows that look like this one by their tags: their buckets are here. */
+static void prefetch_rows(const Index *index, Fingerprint wanted)
+{
+    uint32_t count = count_buckets(index);
+    uint64_t halves[2] = {wanted.low, wanted.high};
+    for (int half = 0; half < 2 && count; half++) {
+        const Bucket *line = index->buckets + bucket_of(halves[half], count);
+        for (uint64_t bits = entries_with(line, tag_of(wanted)); bits; bits &= bits - 1) {
+            uint32_t number = __atomic_load_n(&line->rows[entry_of(bits)], __ATOMIC_RELAXED);
+            if (!number || number > index->rows_max)
+                continue;
+            const uint8_t *row = (const uint8_t *)(index->rows + (number - 1));
+            __builtin_prefetch(row);
+            __builtin_prefetch(row + sizeof(Row) - 1);
+        }
+    }
 }
 
 /* -- changes: the daemon's alone, one at a time ------------------------------------------------------------------- */
@@ -202,10 +257,11 @@ static int reclaim_entries(Index *index, uint32_t bucket)
     Bucket *line = index->buckets + bucket;
     int found = -1;
     for (int entry = 0; entry < ENTRIES; entry++) {
+        if (!line->rows[entry])
+            continue;
         const Row *row = index->rows + (line->rows[entry] - 1);
-        if (line->rows[entry] && ((line->rows[entry] > index->header->rows_max) || !(row->version & 1) ||
-                                  (bucket_of(row->fingerprint.low, count) != bucket &&
-                                   bucket_of(row->fingerprint.high, count) != bucket)))
+        if (line->rows[entry] > index->rows_max || !(row->version & 1) ||
+            (bucket_of(row->fingerprint.low, count) != bucket && bucket_of(row->fingerprint.high, count) != bucket))
             set_entry(line, found = entry, 0, 0);
     }
     return found;
@@ -215,7 +271,7 @@ static int reclaim_entries(Index *index, uint32_t bucket)
 static int split_bucket(Index *index)
 {
     uint32_t count = index->header->bucket_count;
-    if (count >= index->header->buckets_max)
+    if (count >= index->buckets_max)
         return 0;
     uint32_t top = 1u << (31 - __builtin_clz(count)), source = count - top;
     Bucket *from = index->buckets + source, *to = index->buckets + count;
@@ -238,24 +294,27 @@ static int split_bucket(Index *index)
     return 1;
 }
 
-/* Move an entry of a full bucket to its other bucket. The place that is free then, or -1. */
-static int displace_entry(Index *index, uint32_t bucket)
+/* A free place in a bucket, or -1. Entries move to their other buckets for it, and ``depth`` - 1 times others for them. While
+   buckets grow, those that are not yet split have twice as many entries as the others, and are full often. */
+static int make_room(Index *index, uint32_t bucket, int depth)
 {
     uint32_t count = index->header->bucket_count;
     Bucket *line = index->buckets + bucket;
-    for (int entry = 0; entry < ENTRIES; entry++) {
+    int place = free_entry(line);
+    if (place < 0)
+        place = reclaim_entries(index, bucket);
+    for (int entry = 0; entry < ENTRIES && place < 0 && depth; entry++) {
         Fingerprint one = index->rows[line->rows[entry] - 1].fingerprint;
         uint32_t other = bucket_of(one.low, count);
         if (other == bucket)
             other = bucket_of(one.high, count);
-        int place = other == bucket ? -1 : free_entry(index->buckets + other);
-        if (place < 0)
+        int target = other == bucket ? -1 : make_room(index, other, depth - 1);
+        if (target < 0)
             continue;
-        set_entry(index->buckets + other, place, line->tags[entry], line->rows[entry]);
-        set_entry(line, entry, 0, 0);
-        return entry;
+        set_entry(index->buckets + other, target, line->tags[entry], line->rows[entry]);
+        set_entry(line, place = entry, 0, 0);
     }
-    return -1;
+    return place;
 }
 
 /* Enter a row, whose fingerprint is set. 0: there is no place for it. */
@@ -264,27 +323,28 @@ static int enter_row(Index *index, uint32_t row)
     Fingerprint one = index->rows[row].fingerprint;
     if (index->header->live * 10 > (uint64_t)index->header->bucket_count * ENTRIES * 7)
         split_bucket(index);
-    for (int turn = 0; turn < 16; turn++) {
+    for (int depth = 0; depth < 16; depth++) {
         uint32_t count = index->header->bucket_count;
         uint32_t bucket = bucket_of(one.low, count), other = bucket_of(one.high, count);
-        if (count_entries(index->buckets + other) < count_entries(index->buckets + bucket))
+        if (count_entries(index->buckets + other) < count_entries(index->buckets + bucket)) {
             bucket = other;
-        int place = free_entry(index->buckets + bucket);
+            other = bucket_of(one.low, count);
+        }
+        int place = make_room(index, bucket, depth < 2 ? depth : 2);
         if (place < 0)
-            place = reclaim_entries(index, bucket);
-        if (place < 0)
-            place = displace_entry(index, bucket);
+            place = make_room(index, bucket = other, depth < 2 ? depth : 2);
         if (place >= 0) {
             set_entry(index->buckets + bucket, place, tag_of(one), row + 1);
             return 1;
         }
-        if (!split_bucket(index))
+        if (depth >= 2 && !split_bucket(index))
             return 0;
     }
     return 0;
 }
 
-static void leave_row(Index *index, uint32_t row)
+/* Entries of a row are those of another one of the same name from now on. ``other``: NO_ROW for none. */
+static void change_entries(Index *index, uint32_t row, int64_t other)
 {
     Fingerprint one = index->rows[row].fingerprint;
     uint64_t halves[2] = {one.low, one.high};
@@ -292,7 +352,7 @@ static void leave_row(Index *index, uint32_t row)
         Bucket *line = index->buckets + bucket_of(halves[half], index->header->bucket_count);
         for (int entry = 0; entry < ENTRIES; entry++)
             if (line->rows[entry] == row + 1)
-                set_entry(line, entry, 0, 0);
+                set_entry(line, entry, other < 0 ? 0 : tag_of(one), (uint32_t)(other + 1));
     }
 }
 
@@ -303,5 +363,17 @@ static void begin_change(Row *row)
 }
 
 static void end_change(Row *row) { __atomic_store_n(&row->version, row->version | 1, __ATOMIC_SEQ_CST); }
+
+/* Say where in memory a block is. Its row is even meanwhile, and yet no row of a dropped block: ``moving`` says so to a
+   daemon that finds it like that. */
+static void move_row(Index *index, uint32_t number, uint32_t arena, uint32_t page, uint32_t note)
+{
+    Row *row = index->rows + number;
+    __atomic_store_n(&index->header->moving, number + 1, __ATOMIC_SEQ_CST);
+    begin_change(row);
+    row->arena = arena, row->page = page, row->note = note;
+    end_change(row);
+    __atomic_store_n(&index->header->moving, 0, __ATOMIC_SEQ_CST);
+}
 
 #endif

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
-from kvfuse.policy.chains import Note
+import numpy as np
+from numpy.typing import NDArray
+
 from kvfuse.policy.pace import Pace
 
 _AGE_WEIGHT = 0.002
+
+Flag = TypeVar("Flag", bool, NDArray[np.bool_])
+"""of one block, or of each of a column of blocks"""
 
 
 class VictimAge:
@@ -20,15 +26,27 @@ class VictimAge:
         known = self.mean != float("inf")
         self.mean = self.mean + _AGE_WEIGHT * (age - self.mean) if known else age
 
+    def add_column(self, ages: NDArray[np.float64]) -> None:
+        """As if each were added, in their order."""
+        if not len(ages):
+            return
+        before = self.mean if self.mean != float("inf") else float(ages[0])
+        left = (1 - _AGE_WEIGHT) ** np.arange(len(ages), -1, -1.0)
+        self.mean = float(left[0] * before + _AGE_WEIGHT * np.dot(left[1:], ages))
+
 
 class Admission(ABC):
-    """Decides for one block at a time. Where there is room without a victim nobody asks it."""
+    """Decides for a block, or for a column of them. Where there is room without a victim nobody asks it.
+
+    It goes by what a `chains.Note` says: whether a block is the first of its chain, was asked for before, and whether
+    the chain follows an earlier one.
+    """
 
     needs_seen: bool
-    """uses ``Note.was_seen`` or ``Note.follows``"""
+    """uses ``was_seen`` or ``follows``"""
 
     @abstractmethod
-    def admits(self, note: Note) -> bool:
+    def admits(self, is_root: Flag, was_seen: Flag, follows: Flag) -> Flag:
         """Whether the block is worth a victim."""
 
 
@@ -40,8 +58,8 @@ class AdmitAll(Admission):
     def __init__(self, age: VictimAge, pace: Pace) -> None:
         pass
 
-    def admits(self, note: Note) -> bool:
-        return True
+    def admits(self, is_root: Flag, was_seen: Flag, follows: Flag) -> Flag:
+        return was_seen | True
 
 
 class AdmitSecondTouch(Admission):
@@ -52,8 +70,8 @@ class AdmitSecondTouch(Admission):
     def __init__(self, age: VictimAge, pace: Pace) -> None:
         pass
 
-    def admits(self, note: Note) -> bool:
-        return note.was_seen
+    def admits(self, is_root: Flag, was_seen: Flag, follows: Flag) -> Flag:
+        return was_seen
 
 
 class AdmitAdaptive(Admission):
@@ -71,7 +89,6 @@ class AdmitAdaptive(Admission):
         self._age = age
         self._pace = pace
 
-    def admits(self, note: Note) -> bool:
-        if note.was_seen or note.is_root:
-            return True
-        return self._age.mean > (self._pace.continue_age if note.follows else self._pace.begin_age)
+    def admits(self, is_root: Flag, was_seen: Flag, follows: Flag) -> Flag:
+        goes_on, begins = self._age.mean > self._pace.continue_age, self._age.mean > self._pace.begin_age
+        return was_seen | is_root | (follows & goes_on) | ((follows ^ True) & begins)

@@ -39,7 +39,8 @@ class CachePolicy(Policy):
 
     def admits(self, keys: Sequence[int], now: float, has_room: bool) -> list[bool]:
         notes = self._chains.notes(keys, now, self._books.rows)
-        return [has_room or self._admission.admits(note) for note in notes]
+        admits = self._admission.admits
+        return [has_room or admits(note.is_root, note.was_seen, note.follows) for note in notes]
 
     def added(self, key: int, size: int, now: float, tag: int = 0, born: float | None = None) -> None:
         if size <= 0:

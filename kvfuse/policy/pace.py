@@ -40,5 +40,12 @@ class Pace:
         self._gaps[self._count % GAPS_KEPT] = gap
         self._count += 1
         if self._count >= GAPS_NEEDED and self._count % _UPDATE_EVERY == 0:
-            quantiles = np.quantile(self._gaps[: self._count], _QUANTILES)
-            self.continue_age, self.bonus, self.begin_age = quantiles.tolist()
+            ranked = np.sort(self._gaps[: self._count]).tolist()
+            self.continue_age, self.bonus, self.begin_age = (_quantile(ranked, share) for share in _QUANTILES)
+
+
+def _quantile(ranked: list[float], share: float) -> float:
+    """``np.quantile`` takes ten times as long."""
+    place, part = divmod(share * (len(ranked) - 1), 1)
+    low = ranked[int(place)]
+    return low + part * (ranked[int(place) + 1] - low)

@@ -31,7 +31,7 @@ import numpy as np
 
 from kvfuse.errors import NoSpace, VolumeError
 from kvfuse.slab.classes import LEARNED_MAX, SizeClasses
-from kvfuse.slab.image import LENT, SlabState, durable_slots
+from kvfuse.slab.image import LENT, TOKEN_SIZE, SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.slab.ledger import Ledger
 from kvfuse.slab.pool import ALLOCATED, DURABLE, FREE, PENDING, STATE_NAMES, Pool, Slab, largest_free
@@ -69,7 +69,8 @@ class Allocator:
         self._offset_mask = geometry.slab_size - 1
         self._slabs: dict[int, Slab] = {}
         """slabs that have a slot size; all others are free, or lent"""
-        self.lent: set[int] = set()
+        self.lent: dict[int, bytes] = {}
+        """slab -> token of its loan"""
         self._pools: dict[int, Pool] = {}
         self._returned: list[int] = []
         """heap of free slabs below ``_unused_start``"""
@@ -220,12 +221,12 @@ class Allocator:
 
     # -- slabs that are lent -------------------------------------------------------------------------
 
-    def lend(self, count: int) -> list[int]:
-        """Lend up to ``count`` free slabs. Their images are `LENT` from the next commit on."""
+    def lend(self, count: int, token: bytes) -> list[int]:
+        """Lend up to ``count`` free slabs. Their images are `LENT`, with the token, from the next commit on."""
         found: list[int] = []
         while len(found) < count and self.free_slab_count:
             found.append(self._pop_free())
-            self._note_lent(found[-1])
+            self._note_lent(found[-1], token)
             self._dirty.add(found[-1])
         return found
 
@@ -233,13 +234,13 @@ class Allocator:
         """Take a lent slab back: it is free. ValueError for one that is not lent."""
         if slab not in self.lent:
             raise ValueError(f"slab {slab} is not lent")
-        self.lent.remove(slab)
+        del self.lent[slab]
         self._used_bytes -= self.geometry.slab_size
         heappush(self._returned, slab)
         self._dirty.add(slab)
 
-    def _note_lent(self, slab: int) -> None:
-        self.lent.add(slab)
+    def _note_lent(self, slab: int, token: bytes) -> None:
+        self.lent[slab] = token
         self._used_bytes += self.geometry.slab_size
 
     # -- slabs that come and go ----------------------------------------------------------------------
@@ -336,7 +337,7 @@ class Allocator:
         for state in states:
             if state.slot_size:
                 self._restore_slab(state)
-        if used := self._slabs.keys() | self.lent:
+        if used := self._slabs.keys() | self.lent.keys():
             self._unused_start = max(used) + 1
             self._returned = [slab for slab in range(self._unused_start) if slab not in used]  # a heap: sorted
 
@@ -515,13 +516,14 @@ class Allocator:
 
     def _image(self, index: int) -> SlabState:
         if index in self.lent:
-            return SlabState(index, LENT, b"")
+            return SlabState(index, LENT, self.lent[index])
         slab = self._slabs.get(index)
         return slab.image() if slab and DURABLE in slab.states else SlabState(index, 0, b"")
 
     def _restore_slab(self, state: SlabState) -> None:
-        if state.slot_size == LENT and 0 <= state.slab < self.geometry.slab_count and not state.bitmap:
-            self._note_lent(state.slab)
+        is_lent = state.slot_size == LENT and len(state.bitmap) == TOKEN_SIZE
+        if is_lent and 0 <= state.slab < self.geometry.slab_count:
+            self._note_lent(state.slab, state.bitmap)
             return
         durable = durable_slots(state, self.geometry)
         index, slot_size, _ = state

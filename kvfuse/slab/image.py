@@ -10,13 +10,14 @@ import numpy.typing as npt
 from kvfuse.errors import VolumeError
 from kvfuse.slab.layout import PAGE_SIZE, Geometry
 
-
 LENT = 1
-"""the slot size of a slab that is lent to the block store, whose slots are described by heads in the slab itself"""
+"""the slot size of a slab that is lent to the block store, whose slots are described by heads in the slab itself; its
+bitmap is a *token* of 4 bytes, which these heads repeat: those of an earlier loan do not count"""
+TOKEN_SIZE = 4
 
 
 class SlabState(NamedTuple):
-    """The durable image of one slab. ``slot_size`` 0: free, or nothing in it is durable; `LENT`: it has no bitmap."""
+    """The durable image of one slab. ``slot_size`` 0: free, or nothing in it is durable; `LENT`: the bitmap is a token."""
 
     slab: int
     slot_size: int

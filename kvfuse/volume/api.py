@@ -383,6 +383,7 @@ class RingApi(VolumeApi, Protocol):
     @property
     def rows(self) -> RowApi | None:
         """Blocks that are rows; None: this volume has none."""
+
     @property
     def search(self) -> SearchApi: ...
     @property
@@ -507,6 +508,13 @@ class RowTable(Protocol):
     namespace: int
 
     @property
+    def has_ended(self) -> bool: ...
+    @property
+    def size(self) -> int: ...
+    def descriptor(self) -> int:
+        """A new one, which can only be read."""
+
+    @property
     def rows(self) -> npt.NDArray[np.void]:
         """All rows that were ever in use, as they are now: `kvfuse.native.blocks.ROW`."""
 
@@ -525,11 +533,40 @@ class RowTerms(NamedTuple):
 
 
 ROW_TERMS = RowTerms()
+FindAncestors: TypeAlias = Callable[[int], Awaitable[tuple[Ancestors, Sequence[Any]]]]
+"""`SearchApi.ancestors`"""
+
+
+class ShownRows(Protocol):
+    """Tables and arenas of rows that clients map, for reading. Event loop only."""
+
+    def open(self, table: Any, ancestors: object, *, is_unlimited: bool) -> Any:
+        """Show a table to one connection more: its page for touches, with a ``descriptor``, until `leave`."""
+
+    def leave(self, touches: Any) -> None:
+        """A connection has it no more."""
+
+    def table_of(self, arena: int) -> RowTable | None:
+        """Whose blocks an arena has."""
+
+    def arena_descriptor(self, arena: int, ancestors: object, *, is_unlimited: bool) -> int:
+        """A new descriptor of an arena, which can only be read. NotFound."""
+
+    def begin_look(self, directory: int) -> None:
+        """Somebody is about to look whether a name of a directory means a file."""
+
+    def end_look(self, directory: int, *, has_files: bool, knows_all: bool) -> None:
+        """What was found; tables say what is absent from here on, as far as that is known."""
+
+
 NameColumns: TypeAlias = tuple[Any, npt.NDArray[np.uint64], npt.NDArray[np.uint32]]
 
 
 class RowApi(Protocol):
     """Blocks that are rows, by directory and name. Event loop only, but where it says otherwise."""
+
+    @property
+    def shown(self) -> ShownRows: ...
 
     with_files: set[int]
     """directories of which a name may mean an ordinary file; any thread may look"""
@@ -579,6 +616,10 @@ class RowApi(Protocol):
 
     async def read(self, table: Any, name: bytes) -> bytearray | None:
         """A copy of a block; None: there is none any more. EngineError."""
+
+    def hold(self, directory: int, name: bytes) -> Any:
+        """A block that is in memory, which stays there as long as somebody has what is returned: it has ``home``,
+        ``arena``, ``offset`` and ``size``, as a `TierBlock`. None: it is not in memory. Any thread."""
 
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
         """Remove blocks. Which there were."""

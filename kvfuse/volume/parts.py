@@ -118,9 +118,7 @@ class Lifetime:
 class Parts:
     """Makes the parts of one membership, and ends them. ``member``: this client, on a shared volume."""
 
-    def __init__(
-        self, core: Core, options: Options, member: Member | None, keeper: Keeper = NO_KEEPER
-    ) -> None:
+    def __init__(self, core: Core, options: Options, member: Member | None, keeper: Keeper = NO_KEEPER) -> None:
         self.core = core
         headers = HeaderWriter(core)
         flusher = Flusher(core, headers, options.cache.staging_size)
@@ -160,7 +158,7 @@ class Parts:
         if member is None and not core.read_only:
             self.engine = core.blocks = BlockEngine(
                 core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
-                options.cache.staging_size,
+                options.cache.staging_size, self.blocks.search.ancestors,
             )  # fmt: skip
         self.block_names: BlockNames | None = None
         """of a volume with a block store"""

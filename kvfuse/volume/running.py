@@ -209,6 +209,8 @@ class Running:
             if (unstored := self._volume.parts.core.unstored) is not None:
                 unstored.close(is_stored=is_stored)
             end_indexes(parts.core.tier)
+            if parts.engine is not None:
+                parts.engine.shown.expire()
             if parts.core.disk is not None:
                 parts.core.disk.stop()
 
@@ -221,6 +223,8 @@ class Running:
                 if trio.current_time() > clients_come_until:
                     tier.pins_are_known()
                 self._volume.parts.core.tier.residents.live_on()
+                if (engine := self._volume.parts.engine) is not None:
+                    engine.shown.live_on()
                 self._volume.parts.blocks.hear_of_tier()
                 await trio.sleep(RENEW_SECONDS)
 

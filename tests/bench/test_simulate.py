@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from kvfuse.errors import ConfigError
+from kvfuse.policy import POLICIES
 from kvfuse_bench.plot import plot, require_matplotlib
 from kvfuse_bench.simulate import Setup, limited, make_setups, simulate
-from kvfuse_bench.traffic import Request
+from kvfuse_bench.traffic import Generator, Request
 
 REQUESTS = [
     Request(0, 1500, (0, 1, 2)),
@@ -52,6 +54,18 @@ def test_water_marks() -> None:
 def test_a_prompt_larger_than_the_cache() -> None:
     result = simulate([Request(0, 5000, tuple(range(10)))] * 2, Setup("lru", "all", 4))
     assert result.hits == 4
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("admission", ["adaptive", "all"])
+def test_policies_of_columns_hit_as_often(name: str, admission: str) -> None:
+    """At two sizes: nearly the hits of the policy of that name, and its writes."""
+    requests = list(islice(Generator(7), 2_000))
+    for capacity in (1_500, 5_000):
+        setup = Setup(name, admission, capacity)
+        exact, found = simulate(requests, setup), simulate(requests, setup._replace(in_rows=True))
+        assert found.hits == pytest.approx(exact.hits, rel=0.03), capacity
+        assert found.written == pytest.approx(exact.written, rel=0.03), capacity
 
 
 def test_limits() -> None:

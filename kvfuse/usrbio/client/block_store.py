@@ -18,7 +18,7 @@ from kvfuse.usrbio.client.gpu.gpu_memory import GpuIov, GpuRange
 from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.lanes import GRACE_S, EntryTerms, Lane, Lanes, Sizes
-from kvfuse.usrbio.client.resident import Addresses, ResidentBlocks
+from kvfuse.usrbio.client.resident import NOT_HERE, Addresses, ResidentBlocks
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.client.tokens import Token, find_tokens
@@ -303,7 +303,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         results = self._resident.get(keys, targets, rooms) if len(keys) else np.zeros(0, np.int64)
         if results is None:
             return ask(list(range(len(keys))), deadline)
-        rows = np.flatnonzero(results < 0)
+        rows = np.flatnonzero(results == NOT_HERE)
         if len(rows) and self._resident.brings():
             began, asked = monotonic(), [keys[row] for row in rows.tolist()]
             if (
@@ -311,7 +311,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 and (again := self._resident.get(asked, targets[rows], rooms[rows])) is not None
             ):
                 results[rows] = again
-                rows = rows[again < 0]
+                rows = rows[again == NOT_HERE]
             deadline -= monotonic() - began
         if len(rows):
             results[rows] = ask(rows.tolist(), deadline)

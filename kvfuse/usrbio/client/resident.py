@@ -1,9 +1,13 @@
-"""Blocks in shared memory, found and copied without the daemon (`kvfuse/blockindex` says why that is right)."""
+"""Blocks in shared memory, found and copied without the daemon.
+
+`kvfuse/blockindex` says why that is right for blocks that are files, `kvfuse/native/blocktable.h` for rows.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from errno import ENOENT
 from itertools import compress
 from mmap import PROT_READ, mmap
 from time import monotonic
@@ -12,24 +16,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import (
-    ABSENT,
-    ARENA,
-    ASKED_MAX,
-    ASKED_OFFSET,
-    ASKED_SIZE,
-    HEADER_SIZE,
-    TOUCHES_MAX,
-    TOUCHES_SIZE,
-    UNMAPPED,
-    Numbers,
-    Table,
-)
+from kvfuse.blockindex import ABSENT, UNMAPPED, Numbers, Table
 from kvfuse.errors import Disconnected, EngineError
+from kvfuse.native import blocks as forms
 from kvfuse.usrbio.client.client import Client
 from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.iov import address_of
+from kvfuse.usrbio.client.mapped_arenas import MappedArenas
+from kvfuse.usrbio.client.row_table import MAGIC, RowTable
 from kvfuse.usrbio.client.session import Bytes, Session, close_all
+from kvfuse.usrbio.client.touch_page import TouchPage
 from kvfuse.usrbio.protocol.wire import Request
 
 Found = npt.NDArray[np.bool_]
@@ -44,124 +40,151 @@ class Copying(Protocol):
 
 
 Begin = Callable[[int, Bytes, int, int], Copying]
+NOT_HERE, NOWHERE = ABSENT, -ENOENT
+"""results of blocks: the daemon has to be asked; there certainly is none"""
 TABLES_MAX = 4
 """one for each owner and mode of blocks in a folder"""
 LOOK_SECONDS = 5.0
 """after which a client that misses blocks asks whether there is another index"""
 
 
-class _Mapped:
-    """One index, the arenas of its blocks, and the page where reads of them are noted."""
+class Mapped(Protocol):
+    """An index, or a table, that is mapped with the arenas of its blocks."""
 
-    def __init__(self, session: Session, namespace: Namespace, number: int) -> None:
-        """OSError: there is none. Disconnected, EngineError."""
-        reply, descriptors = session.request(Request.MAP_INDEX, namespace.handle, number)
-        try:
-            self.table = Table(np.frombuffer(mmap(descriptors[0], reply.values[0], prot=PROT_READ), np.uint8))
-            touches = np.frombuffer(mmap(descriptors[1], TOUCHES_SIZE), np.uint8)
-        finally:
-            close_all(descriptors)
-        self._session = session
-        self._count = touches[:8].view(np.uint64).data
-        self._touched: npt.NDArray[np.uint32] = touches[HEADER_SIZE:ASKED_OFFSET].view(np.uint32)
-        self._asked_count = touches[8:16].view(np.uint64).data
-        self._asked = touches[ASKED_OFFSET:].reshape(ASKED_MAX, ASKED_SIZE)
-        self._lock = threading.Lock()
-        self._arenas = np.zeros(0, ARENA)
-        self._held: list[Bytes] = []
-        """the arenas, which stay mapped for whoever copies from their addresses"""
-        self._refused: set[int] = set()
-
-    def touch(self, slots: Numbers) -> None:
-        """Note that blocks were read."""
-        slots = slots[-TOUCHES_MAX:]
-        if not len(slots):
-            return
-        with self._lock:
-            count = self._count[0]
-            start = count % TOUCHES_MAX
-            first = slots[: TOUCHES_MAX - start]
-            self._touched[start : start + len(first)] = first
-            if len(first) < len(slots):
-                self._touched[: len(slots) - len(first)] = slots[len(first) :]
-            self._count[0] = (count + len(slots)) % (1 << 64)
-
-    def ask(self, keys: Sequence[bytes]) -> None:
-        """Note that blocks were asked for, of which some are absent: a cache learns from it."""
-        keys = keys[: ASKED_MAX - 1]
-        lengths = np.fromiter(map(len, keys), np.int64, len(keys))
-        with self._lock:
-            count = self._asked_count[0]
-            places_in = (count + 1 + np.arange(len(keys))) % ASKED_MAX
-            self._asked[count % ASKED_MAX, 0] = 0
-            self._asked[places_in, 0] = lengths
-            for length in set(lengths.tolist()):
-                same = lengths == length
-                text = b"".join(keys if same.all() else compress(keys, same.tolist()))
-                self._asked[places_in[same], 1 : 1 + length] = np.frombuffer(text, np.uint8).reshape(-1, length)
-            self._asked_count[0] = (count + 1 + len(keys)) % (1 << 64)
+    @property
+    def table(self) -> Table | RowTable: ...
+    @property
+    def touches(self) -> TouchPage: ...
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
-        """The length of each block that was copied, below 0 for others."""
-        slots, results = self.table.get(keys, self._arenas, targets, rooms)
-        if UNMAPPED in results and self._map_arenas(slots[results == UNMAPPED]):
-            slots, results = self.table.get(keys, self._arenas, targets, rooms)
-        if not self.table.holds():
-            results[:] = ABSENT
-        else:
-            self.touch(slots[results >= 0])
-        return results
+        """The length of each block that was copied, `NOWHERE` for those that there certainly are not, `NOT_HERE` for
+        others."""
+
+    def get_one(self, key: bytes, target: Addresses, room: Numbers) -> int:
+        """As `get` of one, at less expense; `NOT_HERE` also where an arena has to be mapped first."""
 
     def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers:
         """As `get`, by copies that run beside this thread. Each is judged when it has ended."""
+
+
+class _MappedFiles:
+    """The index of blocks that are files, as far as they are resident."""
+
+    def __init__(self, table: Table, touches: TouchPage, arenas: MappedArenas) -> None:
+        self.table = table
+        self.touches = touches
+        self._arenas = arenas
+
+    def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
+        arenas = self._arenas
+        slots, results = self.table.get(keys, arenas.rows, targets, rooms)
+        if UNMAPPED in results and arenas.map(self.table.slots["arena"][slots[results == UNMAPPED]]):
+            slots, results = self.table.get(keys, arenas.rows, targets, rooms)
+        results[(results < 0) | (not self.table.holds())] = NOT_HERE
+        self.touches.touch(slots[results >= 0])
+        return results
+
+    def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers:
         spots = self.table.look(keys)
-        self._map_arenas(spots["slot"][spots["slot"] >= 0])
-        where = {int(row["number"]): int(row["size"]) for row in self._arenas}
-        results: Numbers = np.full(len(keys), ABSENT, np.int64)
-        destinations: list[tuple[int, Copying]] = []
-        try:
-            for row in np.flatnonzero(spots["slot"] >= 0).tolist():
-                _, _, arena, offset, length = spots[row].item()
-                if length <= rooms[row] and offset + length <= where.get(arena, -1):
-                    destinations.append((row, begin(row, self._session.arena(arena), offset, length)))
-        finally:
-            for row, landing in destinations:
-                if landing.finish() is None and self.table.is_unchanged(spots[row]):
-                    results[row] = spots[row]["length"]
-        if not self.table.holds():
-            results[:] = ABSENT
-        else:
-            self.touch(spots["slot"][results >= 0])
+        self._arenas.map(self.table.slots["arena"][spots["slot"][spots["slot"] >= 0]])
+        results = _copy_spots(self.table, self._arenas, spots, spots["slot"] >= 0, rooms, begin)
+        self.touches.touch(spots["slot"][results >= 0])
         return results
 
     def get_one(self, key: bytes, target: Addresses, room: Numbers) -> int:
-        """As `get` of one, at less expense; below 0 also where an arena has to be mapped first."""
-        slots, results = self.table.get([key], self._arenas, target, room)
+        slots, results = self.table.get([key], self._arenas.rows, target, room)
         size = int(results[0])
         if size < 0 or not self.table.holds():
-            return ABSENT
-        with self._lock:
-            count = self._count[0]
-            self._touched[count % TOUCHES_MAX] = slots[0]
-            self._count[0] = (count + 1) % (1 << 64)
+            return NOT_HERE
+        self.touches.touch_one(int(slots[0]))
         return size
 
-    def _map_arenas(self, slots: Numbers) -> bool:
-        """Map the arenas that blocks are in. False: there are no more than before."""
-        numbers = set(self.table.slots["arena"][slots].tolist()) - self._refused
-        rows = []
-        for number in numbers - set(self._arenas["number"].tolist()):
-            try:
-                memory = self._session.arena(number)
-            except OSError:  # it went meanwhile; numbers are not used again
-                self._refused.add(number)
-                continue
-            self._held.append(memory)
-            rows.append((number, address_of(memory), len(memory)))
-        if rows:
-            with self._lock:
-                self._arenas = np.concatenate([self._arenas, np.array(rows, ARENA)])
-        return bool(rows)
+
+class _MappedRows:
+    """A table of blocks that are rows."""
+
+    def __init__(self, table: RowTable, touches: TouchPage, arenas: MappedArenas) -> None:
+        self.table = table
+        self.touches = touches
+        self._arenas = arenas
+
+    def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
+        arenas, table = self._arenas, self.table
+        rows, results = table.get(keys, arenas.rows, targets, rooms)
+        if forms.NOT_MAPPED in results and arenas.map(table.rows["arena"][rows[results == forms.NOT_MAPPED]]):
+            rows, results = table.get(keys, arenas.rows, targets, rooms)
+        absent = self._judge(rows, results)
+        self.touches.touch(rows[results >= 0])
+        if absent.any():
+            self.touches.ask(list(compress(keys, absent.tolist())))
+        return results
+
+    def _judge(self, rows: Numbers, results: Numbers) -> Found:
+        """Whether the results of now hold; which blocks there are not."""
+        absent: Found = rows == forms.ABSENT
+        absent &= self.table.is_complete
+        holds = self.table.holds()
+        results[(results < 0) | (not holds)] = NOT_HERE
+        absent &= holds
+        results[absent] = NOWHERE
+        return absent
+
+    def get_one(self, key: bytes, target: Addresses, room: Numbers) -> int:
+        row, size = self.table.get_one(key, self._arenas.rows, target, room)
+        if size < 0 or not self.table.holds():
+            return NOT_HERE
+        self.touches.touch_one(row)
+        return size
+
+    def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers:
+        spots = self.table.look(keys)
+        here = (spots["row"] >= 0) & (spots["arena"] != 0)
+        self._arenas.map(spots["arena"][here])
+        results = _copy_spots(self.table, self._arenas, spots, here, rooms, begin)
+        self._judge(np.where(results < 0, spots["row"], 0), results)
+        self.touches.touch(spots["row"][results >= 0])
+        return results
+
+
+def _copy_spots(
+    table: Table | RowTable, arenas: MappedArenas, spots: npt.NDArray[np.void], here: Found, rooms: Numbers,
+    begin: Begin,
+) -> Numbers:  # fmt: skip
+    """Copy blocks from their spots, by copies that the caller begins: the length of each, `NOT_HERE` for others."""
+    results: Numbers = np.full(len(spots), NOT_HERE, np.int64)
+    destinations: list[tuple[int, Copying]] = []
+    try:
+        for row in np.flatnonzero(here).tolist():
+            _, _, arena, offset, length = spots[row].item()
+            if length <= rooms[row] and offset + length <= arenas.size_of(arena):
+                destinations.append((row, begin(row, arenas.bytes_of(arena), offset, length)))
+    finally:
+        for row, landing in destinations:
+            if landing.finish() is None and table.is_unchanged(spots[row]):
+                results[row] = spots[row]["length"]
+    if not table.holds():
+        results[:] = NOT_HERE
+    return results
+
+
+def _open(session: Session, namespace: Namespace, number: int, former: Sequence[Mapped]) -> Mapped:
+    """Map an index or a table. ``former``: what is mapped already is not mapped again, as far as it is the same.
+
+    OSError: there is none. Disconnected, EngineError.
+    """
+    reply, descriptors = session.request(Request.MAP_INDEX, namespace.handle, number)
+    try:
+        memory = np.frombuffer(mmap(descriptors[0], reply.values[0], prot=PROT_READ), np.uint8)
+        touches = TouchPage(descriptors[1])
+    finally:
+        close_all(descriptors)
+    if memory[: len(MAGIC)].tobytes() != MAGIC:
+        return _MappedFiles(Table(memory), touches, MappedArenas(session))
+    table, arenas = RowTable(memory), MappedArenas(session)
+    for other in former:
+        if isinstance(other, _MappedRows) and other.table.serial == table.serial:
+            table, arenas = other.table, other._arenas
+    return _MappedRows(table, touches, arenas)
 
 
 class ResidentBlocks:
@@ -173,7 +196,7 @@ class ResidentBlocks:
     def __init__(self, client: Client, namespace: Namespace) -> None:
         self._client = client
         self._namespace = namespace
-        self._mapped: tuple[Session | None, list[_Mapped]] = None, []
+        self._mapped: tuple[Session | None, list[Mapped]] = None, []
         """tables, and of which connection they are"""
         self._looked_at = 0.0
         self._turn = threading.Lock()
@@ -184,8 +207,8 @@ class ResidentBlocks:
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers | None:
         """Copy blocks to ``targets`` (addresses), where there is room for so many bytes.
 
-        The length of each, below 0 for those that the daemon has to be asked for, whose room has any bytes then. None:
-        there is no index.
+        The length of each; `NOWHERE` for those that there certainly are not; `NOT_HERE` for those that the daemon has to
+        be asked for, whose room has any bytes then. None: there is no index.
         """
         results: Numbers | None = None
         for mapped in self._present():
@@ -196,7 +219,7 @@ class ResidentBlocks:
             if not len(left):
                 break
             results[left] = mapped.get([keys[row] for row in left.tolist()], targets[left], rooms[left])
-        if results is not None and (results < 0).any():
+        if results is not None and (results == NOT_HERE).any():
             self._look_again()
         return results
 
@@ -229,7 +252,7 @@ class ResidentBlocks:
             rows = left.tolist()
             asked = [keys[row] for row in rows]
             results[left] = mapped.copy(asked, rooms[left], lambda row, *where, rows=rows: begin(rows[row], *where))
-        if results is not None and (results < 0).any():
+        if results is not None and (results == NOT_HERE).any():
             self._look_again()
         return results
 
@@ -269,13 +292,13 @@ class ResidentBlocks:
             self._look_again()
             return None
         if missing:
-            tables[0].ask(keys)
+            tables[0].touches.ask(keys)
         else:
             for mapped, here in zip(tables, slots, strict=True):
-                mapped.touch(here[here >= 0])
+                mapped.touches.touch(here[here >= 0])
         return found
 
-    def _present(self) -> list[_Mapped]:
+    def _present(self) -> list[Mapped]:
         """The tables of the present connection; none where it has ended."""
         session, (mapped_of, tables) = self._client.session, self._mapped
         if session.has_ended:
@@ -301,10 +324,11 @@ class ResidentBlocks:
     def _map(self, session: Session) -> None:
         """Map all tables. Who calls it has the turn."""
         try:
-            tables: list[_Mapped] = []
+            tables: list[Mapped] = []
+            former = self._mapped[1] if self._mapped[0] is session else []
             try:
                 while len(tables) < TABLES_MAX and self._namespace.handle:
-                    tables.append(_Mapped(session, self._namespace, len(tables)))
+                    tables.append(_open(session, self._namespace, len(tables), former))
             except (OSError, Disconnected, EngineError):
                 pass  # there are no more, or it is not for this client
             self._mapped, self._looked_at = (session, tables), monotonic()

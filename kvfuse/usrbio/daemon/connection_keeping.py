@@ -33,8 +33,9 @@ import numpy as np
 
 from kvfuse.kept.keeper import Keeper, Kept
 from kvfuse.usrbio.daemon.client_process import ClientProcess, Powers
+from kvfuse.usrbio.daemon.held_blocks import HeldBlock
 from kvfuse.usrbio.protocol.wire import PAGE, VERSION
-from kvfuse.volume.tier.shared_tier import SharedTier, TierBlock
+from kvfuse.volume.tier.shared_tier import SharedTier
 from kvfuse.volume.views.ring_files import PREFIX, KeptFile
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class KeptConnection(NamedTuple):
     """names of its kept entries; `ConnectionKeeping` takes out what it drops"""
     files: list[str]
     """those of registered files that the volume counts as open"""
-    pins: dict[int, TierBlock]
+    pins: dict[int, HeldBlock]
     """blocks that the client holds"""
 
 
@@ -190,7 +191,7 @@ class Page:
     def last_pin(self) -> int:
         return self.words[_LAST_PIN]
 
-    def add_pin(self, pin: int, block: TierBlock) -> None:
+    def add_pin(self, pin: int, block: HeldBlock) -> None:
         """Note a pin of the client. The caller holds the lock of `Pins`, as for `remove_pin`."""
         if self._free:
             place = self._free.pop()
@@ -207,11 +208,11 @@ class Page:
         self._rows[place] = 0
         self._free.append(place)
 
-    def adopt_pins(self, tier: SharedTier) -> dict[int, TierBlock]:
+    def adopt_pins(self, tier: SharedTier) -> dict[int, HeldBlock]:
         """Hold again what the client held with the former daemon: pin -> block."""
         # To read rows that were never used would allocate them: 2 MiB for each connection.
         table = np.frombuffer(self._rows[: self._kept_end // 8], np.uint64).reshape(-1, _PIN_WORDS)
-        found: dict[int, TierBlock] = {}
+        found: dict[int, HeldBlock] = {}
         used = np.flatnonzero(table[:, 0])
         self._end = int(used[-1] + 1) * _PIN_WORDS if len(used) else 0
         self._free = (np.flatnonzero(table[: self._end // _PIN_WORDS, 0] == 0) * _PIN_WORDS).tolist()

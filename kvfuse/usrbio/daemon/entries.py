@@ -436,6 +436,8 @@ class EntryServer:
 
     def _get(self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None) -> Completion | None:
         """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
+        if entry.flags & _VIEW and namespace.blocks is not None:
+            return self._view_row(entry, namespace, name)
         binding = namespace.bindings.get(name)
         if binding is None or not binding.valid or not namespace.is_checked:
             return None
@@ -468,6 +470,21 @@ class EntryServer:
         if pin:
             self._registered.pins.give(pin)
         return None
+
+    def _view_row(self, entry: Entry, namespace: NamespaceHandle, name: bytes) -> Completion | None:
+        """The answer to a GET of a view of a block that is a row; None, as for `_get`: also where it cannot be held."""
+        door = namespace.blocks
+        if door is None or not (namespace.may_list and namespace.is_checked and door.sees_all and door.is_current):
+            return None
+        block = door.store.hold(namespace.ino, name)
+        if block is None or namespace.is_absent or namespace.is_cut_off:
+            return None
+        place = None if self._is_lone else entry.user_data
+        pin = self._registered.pins.take(block, partial(self._completions.note_pin, place))
+        if not pin:
+            return None
+        namespace.measures.read_bytes += block.size
+        return Completion(block.size, block.offset, block.arena, pin)
 
     def _copy_allowed(self, call: Call) -> None:
         """Copy the bytes of a put that the event loop allowed. OSError, also ENOMEM."""

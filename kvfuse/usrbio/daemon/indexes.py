@@ -1,4 +1,8 @@
-"""Opens indexes of resident blocks, and arenas, for a connection that maps them (`volume/tier/resident_indexes`)."""
+"""Opens indexes of blocks, and arenas, for a connection that maps them.
+
+Indexes of resident blocks of files are the tier's (`volume/tier/resident_indexes`), tables of blocks that are rows the
+block store's (`volume/blocks/shown_tables`). A client sees by the first bytes which it has got.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import trio
 
 from kvfuse import errors, failing
 from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
+from kvfuse.usrbio.daemon.row_calls import RowCalls
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
-from kvfuse.volume.api import RingApi
+from kvfuse.volume.api import RingApi, RowApi, RowReaders, RowTable
 from kvfuse.volume.tier.resident_indexes import Touches
 from kvfuse.volume.tier.shared_tier import ReadClass
 
@@ -33,9 +38,12 @@ class Indexes:
     admission: NamespaceAccess
     nursery: trio.Nursery
     _opened: dict[ReadClass, Touches] = field(default_factory=dict)
+    _tables: list[tuple[RowTable, Any]] = field(default_factory=list)
+    """with the pages for their touches"""
 
     def __post_init__(self) -> None:
         self.peer = self.admission.peer
+        self._rows = RowCalls(self.volume, self.peer)
 
     async def open(
         self, namespace: NamespaceHandle, number: int, account: UserAccount
@@ -52,12 +60,13 @@ class Indexes:
         await self._check(namespace)
         if namespace.measures.limiters:
             raise errors.Unsupported("the speed of this namespace is limited: its blocks are got through rings")
+        if self.volume.rows is not None and await self.volume.blocks.block_namespace(namespace.ino) is not None:
+            return await self._open_table(self.volume.rows, namespace, number, account)
         readers = self._find_read_class(namespace, number)
         for former in [own for own, touches in self._opened.items() if own == readers or touches.index.has_ended]:
             self.volume.tier.residents.leave(self._opened.pop(former))
             account.give("user_indexes")
-        if len(self._opened) >= INDEXES_MAX:
-            raise errors.InvalidArgument(f"a connection has at most {INDEXES_MAX} indexes of blocks")
+        self._check_count()
         with account.taking("user_indexes"):
             touches = self.volume.search.open(readers, namespace.ancestors)
             if touches is None:
@@ -65,6 +74,42 @@ class Indexes:
         self._opened[readers] = touches
         self.nursery.start_soon(failing.once, "names of an index", self.volume.search.read_names, readers)
         return (touches.index.size,), [touches.index.descriptor(), os.dup(touches.descriptor)]
+
+    async def _open_table(
+        self, store: RowApi, namespace: NamespaceHandle, number: int, account: UserAccount
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """As `open`, of a directory whose blocks are rows."""
+        await self._rows.settle(namespace)
+        if not namespace.is_checked:
+            await self._check(namespace)
+        door = namespace.blocks
+        tables = [
+            table
+            for table in (door.readable if door is not None else ())
+            if not table.has_ended and (namespace.has_token or self._may_read(table.readers))
+        ]
+        tables.sort(key=lambda table: door is None or table is not door.own)
+        if number >= len(tables):
+            raise errors.NotFound("the folder has no more tables of blocks")
+        self._leave_tables(tables[number], account)
+        self._check_count()
+        with account.taking("user_indexes"):
+            touches = store.shown.open(tables[number], namespace.ancestors, is_unlimited=self.peer.is_unlimited)
+        self._tables.append((tables[number], touches))
+        return (tables[number].size,), [tables[number].descriptor(), os.dup(touches.descriptor)]
+
+    def _leave_tables(self, again: RowTable, account: UserAccount) -> None:
+        """Those that have ended, and the one that is opened again."""
+        store = self.volume.rows
+        for row in [row for row in self._tables if row[0] is again or row[0].has_ended]:
+            self._tables.remove(row)
+            if store is not None:
+                store.shown.leave(row[1])
+            account.give("user_indexes")
+
+    def _check_count(self) -> None:
+        if len(self._opened) + len(self._tables) >= INDEXES_MAX:
+            raise errors.InvalidArgument(f"a connection has at most {INDEXES_MAX} indexes of blocks")
 
     async def map_arena(self, arena: int, namespaces: Iterable[NamespaceHandle], *, is_viewed: bool) -> int:
         """A descriptor of an arena that has blocks of which the client has a live index, or (``is_viewed``) a view.
@@ -81,6 +126,8 @@ class Indexes:
                 found = tier.readers_of(arena)
                 if found is not None and self._may_map(namespace, *found, is_viewed=is_viewed):
                     return tier.arena_descriptor(arena, namespace.ancestors)
+        if found is None and self.volume.rows is not None:
+            return await self._map_arena_of_rows(self.volume.rows, arena, list(namespaces), is_viewed=is_viewed)
         raise errors.PermissionDenied(f"the client has neither a view in arena {arena} nor an index of it, or may not")
 
     def _may_map(self, namespace: NamespaceHandle, readers: ReadClass, is_retired: bool, *, is_viewed: bool) -> bool:
@@ -88,13 +135,36 @@ class Indexes:
         has_index = touches is not None and not touches.index.has_ended and not is_retired
         return (is_viewed or has_index) and (namespace.has_token or self._may_read(readers))
 
+    async def _map_arena_of_rows(
+        self, store: RowApi, arena: int, namespaces: list[NamespaceHandle], *, is_viewed: bool
+    ) -> int:
+        """As `map_arena`. Whoever may have the table now may have its arenas, whether or not it has mapped it."""
+        may_show = self.volume.tier.may_show(is_unlimited=self.peer.is_unlimited)
+        table = store.shown.table_of(arena) if may_show else None
+        own = [namespace for namespace in namespaces if table is not None and namespace.ino == table.readers.directory]
+        for namespace in own[-HANDLES_MAX:]:
+            with suppress(errors.PermissionDenied, errors.Stale, errors.NotFound):
+                await self._check(namespace)
+                table = store.shown.table_of(arena)
+                if table is None or (table.has_ended and not is_viewed):
+                    break
+                if namespace.has_token or self._may_read(table.readers):
+                    is_unlimited = self.peer.is_unlimited
+                    return store.shown.arena_descriptor(arena, namespace.ancestors, is_unlimited=is_unlimited)
+        raise errors.PermissionDenied(f"the client may not read the blocks in arena {arena}, or it is no more")
+
     def close(self) -> None:
+        if self.volume.rows is not None:
+            for _, touches in self._tables:
+                self.volume.rows.shown.leave(touches)
+        self._tables.clear()
         for touches in self._opened.values():
             self.volume.tier.residents.leave(touches)
         self._opened.clear()
 
     async def _check(self, namespace: NamespaceHandle) -> None:
         directory = await self.admission.read_directory(namespace)
+        namespace.may_put = namespace.has_token or self.peer.may_access(directory, 3)
         if namespace.is_absent or not (namespace.has_token or self.peer.may_access(directory, 5)):
             raise errors.PermissionDenied("the client's user may not list this folder")
 
@@ -110,7 +180,7 @@ class Indexes:
             raise errors.NotFound("the folder has no more indexes of blocks")
         return readers[number]
 
-    def _may_read(self, readers: ReadClass) -> bool:
+    def _may_read(self, readers: ReadClass | RowReaders) -> bool:
         return self.peer.may_access(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
 
 

@@ -1,4 +1,4 @@
-"""Counts blocks of the shared-memory tier that clients hold, each by a number that the client gives back.
+"""Counts blocks in shared memory that clients hold, each by a number that the client gives back.
 
 A held block keeps all of its arena, as the arena serves no other kind before it is wholly free. So a user counts with
 the memory of the arenas in which it holds something: beyond its part it gets copies, not views.
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
-from kvfuse.volume.tier.arenas import Arena
-from kvfuse.volume.tier.shared_tier import ARENAS_MAX, TierBlock
+from kvfuse.usrbio.daemon.held_blocks import HeldBlock, Home
+from kvfuse.volume.tier.shared_tier import ARENAS_MAX
 
 PART = 0.75
 """part that one user may hold of what others leave of the tier"""
@@ -25,10 +25,10 @@ class Pinned:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._held: dict[Hashable, Counter[Arena]] = {}
+        self._held: dict[Hashable, Counter[Home]] = {}
         self._lock = threading.Lock()
 
-    def take(self, user: Hashable, arena: Arena, *, is_held: bool = False) -> bool:
+    def take(self, user: Hashable, arena: Home, *, is_held: bool = False) -> bool:
         """Count a block that the user is about to hold. False: the user holds as much of the tier as it may.
 
         ``is_held``: it holds the block already.
@@ -43,7 +43,7 @@ class Pinned:
             held[arena] += 1
             return True
 
-    def _has_room(self, user: Hashable, arena: Arena) -> bool:
+    def _has_room(self, user: Hashable, arena: Home) -> bool:
         """Whether one more arena fits into the part of what others leave: of memory, and of the tier's arenas."""
         own = {arena, *self._held.get(user, ())}
         others = {held for key, arenas in self._held.items() if key != user for held in arenas} - own
@@ -53,7 +53,7 @@ class Pinned:
             return True
         return sum(held.memory.resident for held in own) <= size_max and len(own) <= count_max
 
-    def give(self, user: Hashable, arena: Arena) -> None:
+    def give(self, user: Hashable, arena: Home) -> None:
         with self._lock:
             held = self._held[user]
             held[arena] -= 1
@@ -68,14 +68,14 @@ class Pins:
 
     def __init__(
         self, count_max: int, pinned: Pinned, user: Hashable = None, keeping: ConnectionKeeping | None = None,
-        left: dict[int, TierBlock] | None = None,
+        left: dict[int, HeldBlock] | None = None,
     ) -> None:  # fmt: skip
         """``keeping``: tells the next daemon. ``left``: what the connection held with the former daemon; `Pins` takes
         it out, as the maker of the dict may keep that for longer than the connection lives."""
         self._count_max = count_max
         self._pinned = pinned
         self._user = user
-        self._blocks: dict[int, TierBlock] = {}
+        self._blocks: dict[int, HeldBlock] = {}
         self._keeping = keeping
         self._last = 0 if keeping is None or keeping.page is None else keeping.page.last_pin
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class Pins:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def take(self, block: TierBlock, note: Callable[[int], object] = lambda pin: None) -> int:
+    def take(self, block: HeldBlock, note: Callable[[int], object] = lambda pin: None) -> int:
         """Hold a block; returns its pin. 0: not held, the connection has ``count_max``, or the user has its share.
 
         ``note``: called with the pin before the block has it.
@@ -118,7 +118,7 @@ class Pins:
                     self._keeping.page.remove_pin(pin)
                 self._pinned.give(self._user, block.home)
 
-    def list_blocks(self) -> list[TierBlock]:
+    def list_blocks(self) -> list[HeldBlock]:
         """List all held blocks."""
         with self._lock:
             return list(self._blocks.values())

@@ -32,6 +32,7 @@ from kvfuse.usrbio.daemon.connection_keeping import KeptConnection
 from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov, close_iovs
 from kvfuse.usrbio.daemon.device_memory import DeviceMemories
+from kvfuse.usrbio.daemon.held_blocks import HeldBlock
 from kvfuse.usrbio.daemon.kept_records import KeptIov, KeptNamespace, KeptRing
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.pins import Pins
@@ -39,7 +40,6 @@ from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile, Re
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, Layout, Message, Request
 from kvfuse.volume.api import RingApi
-from kvfuse.volume.tier.shared_tier import TierBlock
 from kvfuse.volume.views.ring_files import KeptFile
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 COSTS = {"file": 4, "iov": 4, "device": 16, "namespace": 4, "ring": 16}
 """cost of a thing that is registered again, in calls"""
 
-_held: list[Pins | list[TierBlock]] = []
+_held: list[Pins | list[HeldBlock]] = []
 """blocks that clients hold as their daemon ends: nothing may reuse them until this process has ended"""
 
 

@@ -45,7 +45,9 @@ class RowCalls:
         own = None
         if namespace.may_put and not namespace.read_only:
             own = store.table(namespace.ino, number, self.peer.uid, namespace.group.gid, namespace.mode)
+        store.shown.begin_look(namespace.ino)
         has_files = await self.volume.blocks.has_files(namespace.ino)
+        store.shown.end_look(namespace.ino, has_files=has_files, knows_all=store.knows_all)
         tables = store.tables_of(namespace.ino)
         readable = tuple([table for table in tables if namespace.has_token or self._may_read(table)])
         namespace.blocks = BlockDoor(
@@ -70,6 +72,8 @@ class RowCalls:
             if namespace.measures.limiters:
                 await namespace.measures.throttle(min(int(table.rows["length"][row]), call.entry.length))
             rows, sequences = np.array([row], np.int64), np.array([sequence], np.uint64)
+            if call.entry.flags and await call.try_again():  # a view
+                return True
             if await call.attempt(partial(_copy, door, table)):
                 return True
             if (await door.store.fetch(table, [name], rows, sequences))[0]:

@@ -101,13 +101,18 @@ class RowOps:
                 door.own, self._names(words), words[:, 3] + np.uint64(iov.address), sizes, door.terms, plain_only=True
             )
         del memory
-        done: npt.NDArray[np.bool_] = results == 0
+        done: npt.NDArray[np.bool_] = results >= 0
         count = int(np.count_nonzero(done))
         if count:
             self._ring.completions.post(words[done, 6], sizes[done])
+        refused = results == forms.NOT_ADMITTED
+        if refused.any():
+            self._ring.completions.post(words[refused, 6], np.full(int(np.count_nonzero(refused)), -errno.ECANCELED))
+        if count:
             _measure(namespace, "put", time.perf_counter() - began, count)
             namespace.measures.written_bytes += int(sizes[done].sum())
-        return done
+        answered: npt.NDArray[np.bool_] = done | refused
+        return answered
 
     def _get(
         self, namespace: NamespaceHandle, door: BlockDoor, iov: MappedIov, words: Words
@@ -128,12 +133,11 @@ class RowOps:
                     table, (text, offsets[rest], lengths[rest]), targets[rest], rooms[rest]
                 )
         del memory
-        absent = results == forms.ABSENT
-        if absent.any() and not door.has_files and door.store.knows_all:
+        done: npt.NDArray[np.bool_] = results >= 0
+        if not door.has_files and door.store.knows_all:
+            absent = results == forms.ABSENT
             results[absent] = -errno.ENOENT
-        done: npt.NDArray[np.bool_] = (results >= 0) | (results == -errno.ENOENT)
-        if door.has_files or not door.store.knows_all:
-            done &= ~absent
+            done |= absent
         count = int(np.count_nonzero(done))
         if count:
             self._ring.completions.post(words[done, 6], results[done])

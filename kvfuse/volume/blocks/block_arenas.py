@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from kvfuse.blockindex import fence
 from kvfuse.errors import NotFound
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blocks as forms
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 ARENA_SIZE = 64 << 20
 ARENAS_MAX = 256
-SPARES = 2
+SPARES = 3
 """arenas that wait to be filled, once blocks are stored"""
 ARENA_PREFIX = "blocks/arena/"
 STEP = 8 << 20
@@ -50,8 +51,6 @@ class BlockArena:
         self.place = place
         self.number = number
         self.piece = piece
-        self.is_shown = False
-        """a client may have it mapped"""
         memory = mmap.mmap(piece.descriptor, os.fstat(piece.descriptor).st_size)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address = int(self.bytes.ctypes.data)
@@ -59,6 +58,15 @@ class BlockArena:
     @property
     def size(self) -> int:
         return len(self.bytes)
+
+    @property
+    def memory(self) -> BlockArena:
+        """Its pages: all are there."""
+        return self
+
+    @property
+    def resident(self) -> int:
+        return self.size
 
     @property
     def serial(self) -> int:
@@ -70,9 +78,29 @@ class BlockArena:
             _madvise(self.address + start, min(STEP, self.size - start), _MADV_POPULATE_WRITE)
 
 
+class HeldRow:
+    """A block whose bytes stay where they are as long as somebody has this. Any thread."""
+
+    __slots__ = ("__weakref__", "_core", "home", "offset", "size")
+
+    def __init__(self, core: Core, home: BlockArena, offset: int, size: int) -> None:
+        """Its arena is pinned already."""
+        self._core = core
+        self.home = home
+        self.offset = offset
+        self.size = size
+
+    @property
+    def arena(self) -> int:
+        return self.home.number
+
+    def __del__(self) -> None:
+        self._core.pin_arena(self.home.number, -1)
+
+
 class BlockArenas:
     """The arenas of a volume, up to the tier's size, which they share with blocks of files. Event loop only, but for
-    `descriptor_of`."""
+    `hold`."""
 
     def __init__(
         self, core: Core, tables: BlockTables, tier: SharedTier, keeper: Keeper, volume_id: bytes, least: int
@@ -89,6 +117,8 @@ class BlockArenas:
         self.arena_size -= self.arena_size % (1 << 20)
         self.by_number: dict[int, BlockArena] = {}
         self._places: dict[int, BlockArena] = {}
+        self._left: list[int] = []
+        """numbers of arenas of the former daemon, whose clients may hold blocks: pinned until that is known"""
 
     @property
     def size(self) -> int:
@@ -127,7 +157,9 @@ class BlockArenas:
             self._tier.take_back(self.arena_size)
             return None
         place = next(place for place in range(ARENAS_MAX) if place not in self._places)
-        arena = self._places[place] = BlockArena(place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size))
+        arena = self._places[place] = BlockArena(
+            place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size)
+        )
         return arena
 
     def make_first(self) -> None:
@@ -167,14 +199,44 @@ class BlockArenas:
         arena = self.by_number.get(number)
         if arena is None:
             raise NotFound(f"arena {number} is no more")
-        arena.is_shown = True
         return arena.piece.open_for_others()
 
     def table_of(self, number: int) -> BlockTable | None:
         """Whose blocks an arena has."""
         arena = self.by_number.get(number)
         serial = arena.serial if arena is not None else 0
+        if not serial:
+            return None
         return next((table for table in self._tables.all.values() if table.serial == serial), None)
+
+    # -- blocks that clients hold ------------------------------------------------------------------------
+
+    def hold(self, table: BlockTable, row: int, sequence: int) -> HeldRow | None:
+        """Hold a block, if it is in memory. None: it is not, or is another one by now. Any thread."""
+        arena = self.by_number.get(int(table.rows["arena"][row]))
+        if arena is None or not self._core.pin_arena(arena.number, 1):
+            return None
+        rows = table.rows  # from here on, what is in this arena stays
+        version = int(rows["version"][row])
+        fence()
+        found = rows[row].copy()
+        fence()
+        held = HeldRow(self._core, arena, int(found["page"]) * forms.PAGE, int(found["length"]))
+        is_same = version & 1 == 1 and int(rows["version"][row]) == version
+        is_same &= int(found["sequence"]) == sequence and int(found["arena"]) == arena.number
+        return held if is_same else None
+
+    def adopt_pin(self, number: int, offset: int, size: int) -> HeldRow | None:
+        """What a client of the former daemon goes on to hold. None: there is no such arena any more."""
+        arena = self.by_number.get(number)
+        if arena is None or offset < 0 or size <= 0 or offset + size > arena.size:
+            return None
+        return HeldRow(self._core, arena, offset, size) if self._core.pin_arena(number, 1) else None
+
+    def pins_are_known(self) -> None:
+        """`adopt_pin` was called for all that clients hold. It may be called again, without effect."""
+        while self._left:
+            self._core.pin_arena(self._left.pop(), -1)
 
     # -- from one daemon to the next -----------------------------------------------------------------
 
@@ -194,10 +256,11 @@ class BlockArenas:
                 if arena is not None:
                     arena.piece.take_back(0, arena.size)
                 continue
-            arena.is_shown = True
             self._tier.lend(arena.size, always=True)
             self._places[arena.place] = self.by_number[arena.number] = arena
             self._core.add_arena(arena.place, arena.number, arena.address, arena.size, places[arena.serial])
+            if self._core.pin_arena(arena.number, 1):
+                self._left.append(arena.number)
 
     def statistics(self) -> dict[str, Any]:
         return {"arenas": len(self._places), "arena_bytes": self.size, "arena_capacity": self.capacity}

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,12 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blocks as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume.api import NameColumns, RowReaders, RowTerms
-from kvfuse.volume.blocks.block_arenas import BlockArenas
+from kvfuse.volume.api import FindAncestors, NameColumns, RowReaders, RowTerms
+from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_slabs import BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
@@ -38,7 +40,9 @@ log = logging.getLogger(__name__)
 
 DIRTY_SHARE = 0.5
 """of the memory: what may wait for the medium"""
-SPARE_SLABS = 4
+SPARE_SHARE = 0.02
+"""of the volume's slabs: those that the store has free, while there are free ones"""
+SPARE_SLABS_MIN, SPARE_SLABS_MAX = 4, 64
 ACTIVE_SECONDS, IDLE_SECONDS = 0.01, 0.5
 """between looks at spare memory, slabs and water marks, while blocks are put, and otherwise"""
 SWEPT_AT_ONCE = 20_000
@@ -62,6 +66,7 @@ class BlockEngine:
     sync: Callable[[], Awaitable[None]]
     interval: float
     staging_size: int
+    find_ancestors: FindAncestors
 
     def __post_init__(self) -> None:
         core, geometry = self.core, self.core.geometry
@@ -76,8 +81,8 @@ class BlockEngine:
         self.arenas = BlockArenas(self.native, self.tables, core.tier, self.keeper, volume_id, self.staging_size)
         self.native.set_dirty_max(int(self.arenas.capacity * DIRTY_SHARE))
         self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, core.make_segments, self.commit)
-        self.writer = WriteBehind(self.native, self.slabs, core.segments, self.interval, self.sync)
-        self.eviction = BlockEviction(self.native, self.tables, core.namespaces)
+        self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
+        self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use)
         self._epochs: dict[int, int] = {}
         self._spaces: dict[int, int] = {}
         """namespace -> its place in the core"""
@@ -85,10 +90,16 @@ class BlockEngine:
         self._has_looked = trio.Event()
         self._has_loaded = trio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
-        self.with_files: set[int] = set()
+        self.shown = ShownTables(self.tables, self.arenas, core.tier.residents, self.eviction)
+        self.with_files: set[int] = FileDirectories(self.shown)
         self.names_held: Counter[int] = Counter()
         """directory -> names in it of files that become blocks"""
         self._restore()
+
+    @property
+    def _spare_slabs(self) -> int:
+        wanted = int(SPARE_SHARE * self.core.geometry.slab_count)
+        return min(max(wanted, SPARE_SLABS_MIN), SPARE_SLABS_MAX)
 
     @property
     def knows_all(self) -> bool:
@@ -168,10 +179,17 @@ class BlockEngine:
             raise errors.EngineTimeout("heads of blocks are being read, and the medium does not answer in time")
         if self.names_held[directory]:
             return True
-        return any(
-            self.native.list_rows(table.place, directory, -1, 1, self.now(table.namespace))[0]
-            for table in self.tables.of(directory)
-        )
+        return any(map(self._has_blocks, self.tables.of(directory)))
+
+    def _has_blocks(self, table: BlockTable) -> bool:
+        rows, after = list[Any](), -1
+        while not rows:
+            rows, after = self.native.list_rows(
+                table.place, table.readers.directory, after, 1, self.now(table.namespace)
+            )
+            if after < 0:
+                break
+        return bool(rows)
 
     def directory_removed(self, directory: int) -> None:
         for table in self.tables.of(directory):
@@ -186,7 +204,9 @@ class BlockEngine:
         self.wake()
 
     def readers_change(self, directories: Sequence[int] | None) -> None:
-        """Other people may use these directories than until now: clients map no table of them any more."""
+        """Before other people may use these directories (None: any) than until now: what clients have mapped ends."""
+        if self.shown.readers_change(directories):
+            self.wake()
 
     def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable:
         """The table for new blocks. NoSpace: there are too many."""
@@ -209,12 +229,25 @@ class BlockEngine:
         self, table: BlockTable, names: NameColumns, sources: Words, sizes: Numbers, terms: RowTerms,
         *, plain_only: bool = False,
     ) -> tuple[Numbers, Words]:  # fmt: skip
-        """Store what has room now. (0 or a code of `native.blocks` for each, sequences). Any thread.
-
-        ``sources``: addresses of memory that is there, and stays.
-        """
         count = len(sizes)
-        results, sequences = np.empty(count, np.int64), np.zeros(count, np.uint64)
+        results, sequences = np.full(count, forms.NOT_ADMITTED, np.int64), np.zeros(count, np.uint64)
+        admitted = self.eviction.admits(table, names)
+        if admitted is not None and not admitted.all():
+            chosen = np.flatnonzero(admitted)
+            if len(chosen):
+                text, offsets, lengths = names
+                part = text, np.ascontiguousarray(offsets[chosen]), np.ascontiguousarray(lengths[chosen])
+                results[chosen], sequences[chosen] = self._put_some(
+                    table, part, sources[chosen], sizes[chosen], terms, plain_only=plain_only
+                )
+            return results, sequences
+        return self._put_some(table, names, sources, sizes, terms, plain_only=plain_only)
+
+    def _put_some(
+        self, table: BlockTable, names: NameColumns, sources: Words, sizes: Numbers, terms: RowTerms,
+        *, plain_only: bool,
+    ) -> tuple[Numbers, Words]:  # fmt: skip
+        results, sequences = np.empty(len(sizes), np.int64), np.zeros(len(sizes), np.uint64)
         now = self.now(table.namespace)
         self.native.put(
             table.place, table.readers.directory, *names, plain_only, sources, sizes, time.time_ns() // 1000, now,
@@ -222,6 +255,7 @@ class BlockEngine:
         )  # fmt: skip
         if len(self.tables.of(table.readers.directory)) > 1:
             self._drop_beside(table, names, now, sequences)
+        self.eviction.note_put(table, results, sizes)
         self.note_put()
         return results, sequences
 
@@ -237,17 +271,22 @@ class BlockEngine:
                     self.native.drop_rows(other.place, rows[gone], older[gone], sizes)
 
     async def put(
-        self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms
-    ) -> None:
+        self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms,
+        *, is_admitted: bool = False,
+    ) -> None:  # fmt: skip
         """Store blocks, and wait for room where there is none. NoSpace, QuotaExceeded, FileTooLarge; Stale: the
-        table has ended. EngineError: the medium takes nothing."""
+        table has ended. EngineError: the medium takes nothing. ``is_admitted``: without asking the policy."""
         sources = np.array([np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers], np.uint64)
         sizes = np.array([len(buffer) for buffer in buffers], np.int64)
         start, give_up = 0, trio.current_time() + ROOM_SECONDS
         while start < len(names):
             columns = forms.name_columns(names[start:])
-            results, _ = self.try_put(table, columns, sources[start:], sizes[start:], terms)
-            done = int(np.argmax(results != 0)) if results.any() else len(results)
+            if is_admitted:
+                results, _ = self._put_some(table, columns, sources[start:], sizes[start:], terms, plain_only=False)
+            else:
+                results, _ = self.try_put(table, columns, sources[start:], sizes[start:], terms)
+            failed = results < 0
+            done = int(np.argmax(failed)) if failed.any() else len(results)
             start += done
             if start < len(names):
                 await self.make_room(int(results[done]), table, int(sizes[start]), give_up)
@@ -259,7 +298,11 @@ class BlockEngine:
         if why == forms.ENDED:
             raise errors.Stale("the blocks of this namespace were cleared meanwhile")
         if why == forms.TOO_LARGE or size > self.arenas.block_max:
-            raise errors.FileTooLarge(f"a block of {size} bytes is larger than a slab, or than the store's memory allows")
+            raise errors.FileTooLarge(
+                f"a block of {size} bytes is larger than a slab, or than the store's memory allows"
+            )
+        if why == forms.NOT_ADMITTED:
+            raise errors.NotAdmitted("a block is not stored: the namespace is full of blocks that are worth more")
         if why == forms.ODD_NAME:
             raise errors.InvalidArgument("this is no name of a block")
         is_late = trio.current_time() > give_up
@@ -272,14 +315,12 @@ class BlockEngine:
             await self._look_soon()
             return
         if why == forms.NO_QUOTA:
-            if is_late or not self.eviction.make_room_in(table.namespace, size, self.use):
-                raise errors.QuotaExceeded(f"namespace {table.namespace}: no room for a block of {size} bytes", table.namespace)
+            if is_late or not self.eviction.make_room_in(table.namespace, size):
+                text = f"namespace {table.namespace}: no room for a block of {size} bytes"
+                raise errors.QuotaExceeded(text, table.namespace)
             return
-        if not await self._find_slabs(size) and (is_late or not self.eviction.make_room(size)):
+        if not await self.slabs.lend(self._spare_slabs) and (is_late or not self.eviction.make_room(size)):
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
-
-    async def _find_slabs(self, size: int) -> bool:
-        return await self.slabs.lend(SPARE_SLABS) > 0
 
     def note_put(self) -> None:
         """Something was put. Any thread."""
@@ -359,8 +400,17 @@ class BlockEngine:
     def get_columns(self, table: BlockTable, names: NameColumns, targets: Words, rooms: Numbers) -> Numbers:
         rows, results = np.empty(len(rooms), np.int64), np.empty(len(rooms), np.int64)
         self.native.get(
-            table.place, table.readers.directory, *names, False, targets, rooms, self.now(table.namespace), rows, results
+            table.place,
+            table.readers.directory,
+            *names,
+            False,
+            targets,
+            rooms,
+            self.now(table.namespace),
+            rows,
+            results,
         )
+        self.eviction.note_use(table, rows)
         return results
 
     def copy(self, table: BlockTable, name: bytes, room: int) -> memoryview | int:
@@ -377,6 +427,19 @@ class BlockEngine:
     def _copy_to(self, table: BlockTable, name: bytes, target: npt.NDArray[np.uint8]) -> int:
         targets, rooms = np.array([target.ctypes.data], np.uint64), np.array([len(target)], np.int64)
         return int(self.get_columns(table, forms.name_columns([name]), targets, rooms)[0])
+
+    def hold(self, directory: int, name: bytes) -> HeldRow | None:
+        found = self.find(directory, name)
+        return self.arenas.hold(*found) if found is not None else None
+
+    def drop_others(self, table: BlockTable, names: Sequence[bytes]) -> None:
+        """Names that are about to mean blocks of one table mean none of the directory's other tables. Any thread."""
+        for other in self.tables.of(table.readers.directory):
+            if other is not table:
+                rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
+                columns = forms.name_columns(names)
+                now = self.now(other.namespace)
+                self.native.drop(other.place, other.readers.directory, *columns, False, now, rows, sequences)
 
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
         found = np.zeros(len(names), np.bool_)
@@ -407,8 +470,8 @@ class BlockEngine:
 
     async def _read_beside(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block past memory that has no room for it. None: it is none any more, or damaged."""
-        found = table.rows[row]
-        if int(found["sequence"]) != sequence:
+        found = table.rows[row].copy()
+        if int(found["sequence"]) != sequence or not int(found["version"]) & 1:
             return None
         length, checksum = int(found["length"]), int(found["checksum"])
         _, offset = self.native.slot_places(int(found["slab"]), int(found["slot"]))
@@ -429,7 +492,8 @@ class BlockEngine:
             self.tables.restore(self._find_space)
             self.arenas.restore()
             self.native.restore()
-        self.slabs.to_load = sorted(lent - known)
+            self.core.tier.others = self.arenas
+        self.slabs.to_load = sorted(lent.keys() - known)
 
     def _find_space(self, namespace: int, epoch: int) -> int | None:
         is_there = self.is_block_namespace(namespace) and self._epoch(namespace) == epoch
@@ -452,6 +516,8 @@ class BlockEngine:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(failing.vital_task, self.writer.run)
             nursery.start_soon(failing.service, "heads of blocks", self._load)
+            nursery.start_soon(failing.service, "folders above tables", partial(self.shown.find_ancestors, self.find_ancestors))
+            nursery.start_soon(failing.service, "reads of blocks", self.shown.run)
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
 
     async def _load(self) -> None:
@@ -472,8 +538,9 @@ class BlockEngine:
             if any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()
             if self.tables.all:
-                is_busy |= await self.arenas.keep_spares()
-                self.eviction.keep_below(self.core, self.use)
+                while await self.arenas.keep_spares():
+                    is_busy = True
+                self.eviction.look()
             has_looked, self._has_looked = self._has_looked, trio.Event()
             has_looked.set()
             is_busy |= self.native.statistics()["puts"] != before
@@ -486,18 +553,16 @@ class BlockEngine:
 
     async def _keep_slabs(self) -> None:
         free = self.native.statistics()["free_slabs"]
-        if free < SPARE_SLABS:
+        if free < self._spare_slabs:
             try:
-                if not await self.slabs.lend(SPARE_SLABS - free):
-                    self.eviction.free_slots(self.core)
+                await self.slabs.lend(2 * self._spare_slabs)
             except errors.EngineError as error:
                 log.warning("no slab can be taken for blocks: %s", error)
 
     async def close(self) -> None:
-        """Everything that was put, or removed, is durable. EngineError."""
-        found = self.native.statistics()
-        if found["stale"] or found["queued"] > self.writer.durable:
-            await self.writer.settle()
+        """Everything that was put is durable. EngineError."""
+        if self.writer.durable < self.writer.queued:
+            await self.writer.flush()
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -507,5 +572,5 @@ class BlockEngine:
             "tables": len(self.tables.all),
             "slabs": len(self.core.slabs.lent),
             "loading_slabs": len(self.slabs.to_load),
-            "evicted": dict(self.eviction.counters),
+            "evicted": self.eviction.statistics(),
         }

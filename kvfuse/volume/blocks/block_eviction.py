@@ -1,107 +1,290 @@
-"""Removes blocks where their room is wanted: by the order of each namespace's policy, in columns."""
+"""Removes blocks where their room is wanted: by the order of each namespace's policy, in columns.
+
+Threads of rings note puts and uses; the event loop tells the policies of them, in turns, and before it asks them. A policy
+is asked under its lock: threads ask it which blocks a full namespace admits.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.native import blocks as forms
 from kvfuse.native._blocks import Core as NativeCore
+from kvfuse.native._blocks import name_keys
+from kvfuse.policy.blockrows import ROW
+from kvfuse.policy.column_policy import Blocks as Victims
+from kvfuse.policy.column_policy import ColumnPolicy
+from kvfuse.volume.api import NameColumns
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.namespaces.namespace_registry import Namespaces
+from kvfuse.volume.namespaces.settings import ROOT, Settings
 
-STEP_SHARE = 0.01
-"""of a capacity: what one step of an eviction frees at least"""
+STEP_SHARE = 0.005
+"""of what is used: what one step of an eviction frees at least"""
+SCATTERED_SHARE = 0.03
+"""of the volume: free slots beyond which whole slabs are emptied, where slots of another size are wanted"""
+NOTED_MAX = 1 << 14
+
+Numbers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+class NamespacePolicy:
+    """The policy of one namespace. ``lock``: of whoever calls it."""
+
+    def __init__(self, settings: Settings, slot_sizes: npt.NDArray[np.uint32]) -> None:
+        def sizes(slabs: npt.NDArray[np.uint32], lengths: npt.NDArray[np.uint32]) -> Numbers:
+            return np.maximum(slot_sizes[np.minimum(slabs, len(slot_sizes) - 1)], 1).astype(np.int64)
+
+        self.settings = settings
+        self.policy = ColumnPolicy(settings.eviction, settings.admission, sizes)
+        self.lock = threading.Lock()
+        self.tables: dict[int, tuple[BlockTable, int]] = {}
+        """place -> table, and how many rows of it the policy knows"""
 
 
 @dataclass
 class BlockEviction:
-    """Of one membership. Event loop only."""
+    """Of one membership. Event loop only, but where a docstring says otherwise.
+
+    ``slot_sizes``: of each slab. ``use``: (bytes of slots, blocks) of a namespace and those in it.
+    """
 
     native: NativeCore
     tables: BlockTables
-    namespaces: Namespaces
+    core: Core
+    slot_sizes: npt.NDArray[np.uint32]
+    use: Callable[[int], tuple[int, int]]
     ahead: dict[int, int] = field(default_factory=dict)
     """namespace -> seconds by which its clock was moved ahead"""
     counters: Counter[str] = field(default_factory=Counter)
-    """blocks by the reason why they went"""
+    """blocks by the reason why they went; and ``refused`` ones"""
+    _policies: dict[int, NamespacePolicy] = field(default_factory=dict)
+    _noted: deque[tuple[BlockTable, Numbers, Numbers | None]] = field(default_factory=deque)
+    """(table, rows, sizes) of puts; without sizes: of uses"""
+    _latest: float = 0.0
+    _full: frozenset[int] = frozenset()
+    """namespaces that store a block only for another one; ROOT: the volume is full"""
+
+    # -- what threads note and ask -----------------------------------------------------------------------
 
     def expiry(self, namespace: int, now: int) -> int:
         """When a block that is stored now expires; 0: never. Any thread."""
-        found = self.namespaces.all.get(namespace)
+        found = self.core.namespaces.all.get(namespace)
         ttl = found.settings.ttl if found is not None else 0.0
         return now + max(1, int(ttl)) if ttl else 0
 
-    def make_room_in(self, namespace: int, size: int, use: Callable[[int], tuple[int, int]]) -> bool:
+    def note_put(self, table: BlockTable, results: Numbers, sizes: Numbers) -> None:
+        """Any thread."""
+        if len(self._noted) < NOTED_MAX:
+            self._noted.append((table, results, sizes))
+
+    def note_use(self, table: BlockTable, rows: Numbers) -> None:
+        """Blocks were read, or asked for; a row below 0: it is absent. Any thread."""
+        if len(self._noted) < NOTED_MAX:
+            self._noted.append((table, rows, None))
+
+    def note_chain(self, table: BlockTable, names: NameColumns, rows: Numbers) -> None:
+        """Somebody asked for a chain of blocks, root first; a row below 0: it is absent. Any thread."""
+        found, now = self._policies.get(table.namespace), self._now()
+        if found is not None and table.place in found.tables and len(rows):
+            with found.lock:
+                found.policy.used(table.place, self._keys(table, names, len(rows)), rows, now)
+
+    def admits(self, table: BlockTable, names: NameColumns) -> npt.NDArray[np.bool_] | None:
+        """Which blocks are worth storing; None: all. Any thread."""
+        if not self._full or (ROOT not in self._full and table.namespace not in self._full):
+            return None
+        found = self._policies.get(table.namespace)
+        if found is None or found.settings.admission == "all":
+            return None
+        count = len(names[1])
+        with found.lock:
+            admitted = found.policy.admits(self._keys(table, names, count), self._now(), False)
+        self.counters["refused"] += count - int(np.count_nonzero(admitted))
+        return admitted
+
+    def _keys(self, table: BlockTable, names: NameColumns, count: int) -> Words:
+        keys = np.zeros(count, np.uint64)
+        name_keys(table.memory, table.readers.directory, *names, keys)
+        return keys
+
+    def _now(self) -> float:
+        """Seconds since the epoch, by a clock that never runs backwards. Any thread."""
+        self._latest = max(self._latest, time.time())
+        return self._latest
+
+    # -- what the event loop does ------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Tell policies what was noted, remove what has expired, and keep namespaces below their high water marks."""
+        self._tell()
+        for number, found in self._policies.items():
+            with found.lock:
+                gone = found.policy.expired(self._now() + self.ahead.get(number, 0))
+            self._drop(gone, "expired")
+        self._keep_below()
+
+    def _tell(self) -> None:
+        self._meet_tables()
+        now = self._now()
+        for _ in range(len(self._noted)):
+            table, rows, sizes = self._noted.popleft()
+            found = self._policies.get(table.namespace)
+            if found is None or table.place not in found.tables:
+                continue
+            there = rows >= 0
+            places = rows[there]
+            if not len(places) or int(places.max()) >= found.tables[table.place][1]:
+                continue
+            keys = table.rows["low"][places]
+            with found.lock:
+                if sizes is not None:
+                    found.policy.added(table.place, places, keys, sizes[there], now)
+                else:
+                    found.policy.used(table.place, keys, places, now)
+
+    def _meet_tables(self) -> None:
+        """Have policies know all tables, and as many rows as they have now."""
+        for table in self.tables.all.values():
+            if table.has_ended:
+                continue
+            found = self._policy(table.namespace)
+            rows = table.rows
+            _, known = found.tables.get(table.place, (table, -1))
+            if known < len(rows) or known < 0:
+                with found.lock:
+                    meet = found.policy.add_table if known < 0 else found.policy.grow_table
+                    meet(table.place, rows.view(ROW))
+                found.tables[table.place] = table, len(rows)
+        for found in self._policies.values():
+            for place, (table, _) in list(found.tables.items()):
+                if table.has_ended or self.tables.all.get(place) is not table:
+                    with found.lock:
+                        found.policy.drop_table(place)
+                    del found.tables[place]
+
+    def _policy(self, number: int) -> NamespacePolicy:
+        found = self._policies.get(number)
+        namespace = self.core.namespaces.all.get(number)
+        settings = namespace.settings if namespace is not None else Settings(kind="blocks")
+        same = found is not None and (found.settings.eviction, found.settings.admission) == (
+            settings.eviction,
+            settings.admission,
+        )
+        if found is None or not same:
+            found = self._policies[number] = NamespacePolicy(settings, self.slot_sizes)
+        found.settings = settings
+        return found
+
+    # -- room --------------------------------------------------------------------------------------------
+
+    def make_room_in(self, namespace: int, size: int) -> bool:
         """Remove blocks of a namespace, or of those in it, for one more of ``size`` bytes. False: it has none."""
-        used, _ = use(namespace)
-        inner = [number for number in self.namespaces.all if self.namespaces.accounts.is_within(number, namespace)]
-        return self._evict([namespace, *inner], max(size, int(used * STEP_SHARE)), "room") > 0
+        self._tell()
+        used, _ = self.use(namespace)
+        self._full |= {namespace}
+        return self._evict(self._inner(namespace), max(size, int(used * STEP_SHARE))) > 0
 
     def make_room(self, size: int) -> bool:
-        """Remove blocks of any namespace. False: there is none."""
-        total = sum(len(table.rows) for table in self.tables.all.values())
-        return self._evict(None, max(size, total and int(self._size() * STEP_SHARE)), "room") > 0
+        """Remove blocks of any namespace, or all of some slabs, for one more of ``size`` bytes. False: there are none."""
+        self._tell()
+        self._full |= {ROOT}
+        data_size = self.core.geometry.data_size
+        if self.native.statistics()["free_slots_bytes"] > SCATTERED_SHARE * data_size:
+            slabs = max(1, int(STEP_SHARE * self.core.geometry.slab_count))
+            if self._empty_slabs(slabs):
+                return True
+        return self._evict(list(self._policies), max(size, int(STEP_SHARE * data_size))) > 0
 
-    def keep_below(self, core: Core, use: Callable[[int], tuple[int, int]]) -> None:
-        """Keep namespaces with quotas below their high water marks."""
-        for account in list(self.namespaces.accounts.all.values()):
-            size, count = use(account.number)
+    def _keep_below(self) -> None:
+        accounts, full = self.core.namespaces.accounts, set()
+        for account in list(accounts.all.values()):
+            size, count = self.use(account.number)
             if not size:
                 continue
             settings = account.settings
-            excess = 0
-            if settings.capacity and account.size + size > settings.capacity * settings.high_water:
-                excess = account.size + size - int(settings.capacity * settings.low_water)
-            if settings.blocks and account.files + count > settings.blocks * settings.high_water:
-                more = account.files + count - int(settings.blocks * settings.low_water)
-                excess = max(excess, more * size // max(count, 1))
+            excess = _excess(settings, account.size + size, account.files + count, settings.high_water)
             if excess > 0:
-                inner = [one for one in self.namespaces.all if self.namespaces.accounts.is_within(one, account.number)]
-                self._evict([account.number, *inner], excess, "room")
+                excess = _excess(settings, account.size + size, account.files + count, settings.low_water)
+                self._evict(self._inner(account.number), excess)
+            if _excess(settings, account.size + size, account.files + count, settings.low_water) > 0:
+                full.add(account.number)
+        own = [found.settings for found in self._policies.values()]
+        if own:
+            slabs, found = self.core.slabs, self.native.statistics()
+            total = self.core.geometry.data_size
+            free = slabs.free_bytes + found["free_slots_bytes"] + found["free_slabs"] * self.core.geometry.slab_size
+            if total - free > min(one.high_water for one in own) * total:
+                low = min(one.low_water for one in own) * total
+                self._evict(list(self._policies), int(total - free - low))
+            if total - free > min(one.low_water for one in own) * total:
+                full.add(ROOT)
+        self._full = frozenset(full)
 
-    def free_slots(self, core: Core) -> None:
-        """The volume has no free slab: have some slots free before blocks need them."""
-        if self.native.statistics()["free_slots_bytes"] < STEP_SHARE * core.geometry.data_size:
-            self._evict(None, int(STEP_SHARE * core.geometry.data_size), "room")
+    def _inner(self, namespace: int) -> list[int]:
+        """A namespace and those in it."""
+        accounts = self.core.namespaces.accounts
+        return [one for one in self._policies if one == namespace or accounts.is_within(one, namespace)]
 
-    def _size(self) -> int:
-        return sum(int(table.rows["length"].sum()) for table in self.tables.all.values())
-
-    def _evict(self, numbers: Sequence[int] | None, size: int, reason: str) -> int:
-        """Remove the blocks that were used least lately, of so many bytes together. The bytes of their slots."""
-        found: list[tuple[BlockTable, npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint32]]] = []
-        for table in self.tables.all.values():
-            if table.has_ended or (numbers is not None and table.namespace not in numbers):
-                continue
-            rows = table.rows
-            live = np.flatnonzero(rows["version"] & np.uint64(1))
-            if len(live):
-                found.append((table, live, rows["due"][live], rows["length"][live]))
-        if not found:
-            return 0
-        dues = np.concatenate([due for _, _, due, _ in found])
-        lengths = np.concatenate([length for _, _, _, length in found]).astype(np.int64)
-        order = np.argsort(dues, kind="stable")
-        count = int(np.searchsorted(np.cumsum(lengths[order]), size)) + 1
-        chosen = np.zeros(len(dues), np.bool_)
-        chosen[order[:count]] = True
-        freed, start = 0, 0
-        for table, live, due, _ in found:
-            own = live[chosen[start : start + len(due)]]
-            start += len(due)
-            if len(own):
-                sequences = table.rows["sequence"][own]
-                sizes = np.zeros(len(own), np.int64)
-                self.native.drop_rows(table.place, own, sequences, sizes)
-                freed += int(sizes.sum())
-                self.counters[reason] += int(np.count_nonzero(sizes))
+    def _evict(self, numbers: Sequence[int], size: int) -> int:
+        """Remove blocks of so many bytes: of namespaces that are not pinned first, each by its part. The bytes."""
+        freed = 0
+        for is_pinned in (False, True):
+            chosen = [one for one in numbers if self._policies[one].settings.soft_pin == is_pinned]
+            weights = {one: self._policies[one].policy.size + 1 for one in chosen}
+            total = sum(weights.values())
+            for one, weight in weights.items():
+                found = self._policies[one]
+                with found.lock:
+                    gone = found.policy.victims(max(1, (size - freed) * weight // total), self._now())
+                freed += self._drop(gone, "room")
+            if freed >= size:
+                break
         return freed
 
+    def _empty_slabs(self, count: int) -> int:
+        """Remove all blocks of the slabs that have the fewest bytes. The bytes."""
+        sizes: npt.NDArray[np.int64] = np.zeros(self.core.geometry.slab_count, np.int64)
+        for found in self._policies.values():
+            with found.lock:
+                columns = found.policy.by_slab()
+            sizes[columns.slabs] += columns.sizes
+        used = np.flatnonzero(sizes)
+        chosen = used[np.argsort(sizes[used], kind="stable")[:count]]
+        freed = 0
+        for found in self._policies.values():
+            with found.lock:
+                gone = found.policy.in_slabs(chosen.tolist(), self._now())
+            freed += self._drop(gone, "room")
+        return freed
 
-__all__ = ["BlockEviction", "forms"]
+    def _drop(self, gone: Victims, reason: str) -> int:
+        """The bytes of slots that are free."""
+        freed = 0
+        for place in np.unique(gone.tables).tolist():
+            own = gone.tables == place
+            rows = np.ascontiguousarray(gone.rows[own], dtype=np.int64)
+            sizes = np.zeros(len(rows), np.int64)
+            self.native.drop_rows(place, rows, np.ascontiguousarray(gone.sequences[own]), sizes)
+            freed += int(sizes.sum())
+            self.counters[reason] += int(np.count_nonzero(sizes))
+        return freed
+
+    def statistics(self) -> dict[str, Any]:
+        return dict(self.counters)
+
+
+def _excess(settings: Settings, size: int, count: int, share: float) -> int:
+    """Bytes above a share of the quotas."""
+    excess = size - int(settings.capacity * share) if settings.capacity else 0
+    if settings.blocks and (more := count - int(settings.blocks * share)) > 0:
+        excess = max(excess, more * size // max(count, 1))
+    return excess

@@ -265,7 +265,8 @@ class BlockFiles:
             except errors.NoSpace as error:
                 raise errors.FileTooLarge(str(error)) from error  # too many tables: it becomes an ordinary file
             try:
-                await self.engine.put(table, [name], [content], RowTerms(like.expires, like.priority))
+                terms = RowTerms(like.expires, like.priority)
+                await self.engine.put(table, [name], [content], terms, is_admitted=True)
                 break
             except errors.Stale:
                 if is_last:

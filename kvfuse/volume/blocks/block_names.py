@@ -171,6 +171,8 @@ class BlockNames:
         if (decided := DECIDED.get()) is not None:
             decided(found.ino, 0)
         await self._detach(found)
+        if self._lookups.is_strict(folder):
+            await self._engine.writer.flush()
         return True
 
     async def _detach(self, found: Draft | BlockEntry) -> None:
@@ -216,6 +218,8 @@ class BlockNames:
         if target_node is not None:
             await self.files.remove_file(new.ino, new_name)
         self._core.counters.renames += 1
+        if self._lookups.is_strict(new):
+            await self._engine.writer.flush()
         return True
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Slabs of the block store: lent by the allocator, and described by the heads that they contain.
 
 A slab's record says that it is lent. What is in it only its heads say: `load` reads them at a mount, a slab at a time,
-while calls already find what was loaded. Before a slab is used its first head is cleared on the medium, so that no head
-of an earlier use counts.
+while calls already find what was loaded. The record has a token, which the first head of the slab repeats: so no head
+of an earlier loan counts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvfuse.native import blocks as forms
 from kvfuse.native._blocks import Core
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import TOKEN_SIZE
 from kvfuse.slab.layout import PAGE_SIZE, Geometry
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ class SlabStates:
     def address(self) -> int:
         return int(self.bytes.ctypes.data)
 
+    @property
+    def slot_sizes(self) -> npt.NDArray[np.uint32]:
+        """Of each slab, as it is now; 0: it has none."""
+        return self.bytes.view(np.uint32)[:: forms.SLAB_STATE_SIZE // 4]
+
     def forget_others(self, lent: Iterable[int], slab_count: int) -> None:
         """Slabs that are not lent are nobody's, whatever a killed daemon was about to do."""
         rows = self.bytes[: slab_count * forms.SLAB_STATE_SIZE].reshape(slab_count, -1)
@@ -87,6 +93,9 @@ class BlockSlabs:
     to_load: list[int] = field(default_factory=list)
     """lent slabs whose heads were not read yet"""
     loaded_blocks: int = 0
+    loans: int = 0
+    """how often slabs were lent"""
+    _lending: trio.Lock = field(default_factory=trio.Lock)
 
     # -- places ----------------------------------------------------------------------------------------
 
@@ -111,23 +120,27 @@ class BlockSlabs:
 
     # -- more and fewer --------------------------------------------------------------------------------
 
-    async def lend(self, count: int) -> int:
-        """Take up to so many free slabs of the volume into use. EngineError. How many they are."""
-        lent = self.allocator.lend(count)
+    async def lend(self, wanted: int) -> bool:
+        """Have so many slabs free, taken from the volume. EngineError. False: there are none, and the volume has none."""
+        async with self._lending:
+            free = self.core.statistics()["free_slabs"]
+            return free >= wanted or await self._lend(wanted - free) or free > 0
+
+    async def _lend(self, count: int) -> bool:
+        token = os.urandom(TOKEN_SIZE)
+        lent = self.allocator.lend(count, token)
         if not lent:
-            return 0
+            return False
         try:
             await self.make_segments({self.geometry.locate_head(slab)[0] for slab in lent})
-            cleared = memoryview(bytes(forms.HEAD.itemsize))
-            await self.segments.write([Transfer(*self.geometry.locate_head(slab), cleared) for slab in lent])
-            await self.segments.sync()
             await self.store_records()
         except BaseException:
             for slab in lent:
                 self.allocator.take_lent(slab)
             raise
-        self.core.add_slabs(np.array(lent, np.uint32))
-        return len(lent)
+        self.loans += 1
+        self.core.add_slabs(np.array(lent, np.uint32), int.from_bytes(token, "little"))
+        return True
 
     def give_back(self, count: int) -> int:
         """Give up to so many free slabs back to the volume. How many they are."""
@@ -154,7 +167,9 @@ class BlockSlabs:
                 continue
             is_wanted(tables)
             for slab, table in zip(some, tables, strict=True):
-                self.loaded_blocks += self.core.load_slab(slab, table)
+                self.loaded_blocks += self.core.load_slab(
+                    slab, int.from_bytes(self.allocator.lent[slab], "little"), table
+                )
                 await trio.lowlevel.checkpoint()
             del self.to_load[: len(some)]
         self.core.set_loading(False)

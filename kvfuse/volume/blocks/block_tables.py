@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.blockindex import fence
 from kvfuse.errors import NoSpace
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blocks as forms
@@ -32,6 +33,9 @@ TABLE_PREFIX = "blocks/table/"
 _FORM = 1
 _FACTS = struct.Struct("<I16sIQIQQ")
 """form, volume, place, namespace, epoch, serial, size"""
+STATE, VALID_UNTIL, COMPLETE = range(3)
+"""of `BlockTable.words`"""
+_SHOWN_OFFSET = forms.PAGE - 8
 
 Words = npt.NDArray[np.uint64]
 
@@ -49,6 +53,22 @@ class BlockTable:
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(piece.descriptor, size), np.uint8)
         self.words = self.memory[forms.STATE_OFFSET : forms.STATE_OFFSET + 48].view(np.uint64).data
         """state, valid until, complete, neighbours, (buckets, rows), live rows"""
+        self._shown = self.memory[_SHOWN_OFFSET : forms.PAGE].view(np.uint64).data
+        self.ancestors: object = None
+        """of its directory, if it is shown, see `views.ancestors`; None: not known yet"""
+
+    @property
+    def is_shown(self) -> bool:
+        """Somebody may have it mapped from whom later blocks may have to be kept. The next daemon knows it, too."""
+        return bool(self._shown[0])
+
+    @is_shown.setter
+    def is_shown(self, value: bool) -> None:
+        self._shown[0] = value
+
+    def descriptor(self) -> int:
+        """A new one, which can only be read."""
+        return self.piece.open_for_others()
 
     @property
     def size(self) -> int:
@@ -64,7 +84,7 @@ class BlockTable:
 
     @property
     def has_ended(self) -> bool:
-        return bool(self.words[0] != forms.TABLE_LIVE)
+        return bool(self.words[STATE] != forms.TABLE_LIVE)
 
     @property
     def rows(self) -> npt.NDArray[np.void]:
@@ -133,6 +153,9 @@ class BlockTables:
 
     def _enter(self, table: BlockTable) -> None:
         directory = table.readers.directory
+        for other in (table, *self.of(directory)):
+            other.words[COMPLETE] = 0
+        fence()
         self.all[table.place] = table
         self.by_directory = {**self.by_directory, directory: (*self.of(directory), table)}
 
@@ -176,6 +199,8 @@ class BlockTables:
                     space = find_space(namespace, epoch)
             if piece is None or space is None:
                 self._keeper.drop(name)
+                if piece is not None:
+                    _end_piece(piece)
                 continue
             head = np.frombuffer(mmap.mmap(piece.descriptor, forms.PAGE), np.uint8)
             directory = int(head[32:40].view(np.uint64)[0])
@@ -184,6 +209,14 @@ class BlockTables:
             self._core.add_table(place, space, table.address, table.size)
             self._enter(table)
         self._serials = itertools.count(last + 1)
+
+
+def _end_piece(piece: RevocableMemory) -> None:
+    """Nobody finds anything in a table that no daemon goes on with."""
+    size = os.fstat(piece.descriptor).st_size
+    if size > forms.PAGE:
+        os.pwrite(piece.descriptor, struct.pack("<Q", forms.TABLE_ENDED), forms.STATE_OFFSET)
+        piece.take_back(forms.PAGE, size)
 
 
 def take_all(keeper: Keeper, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Writes blocks behind their puts: data, heads and names of many blocks in large sorted writes, and syncs them.
 
-A put does not wait for it. A *position* counts blocks in the order in which they were put: `written` and `durable` are
-positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
+A put does not wait for it. A *position* counts blocks that were put and heads that are to be written, in their order:
+`written` and `durable` are positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
 again until it accepts it: its memory stays, its slots are given to nobody else, and puts are refused when too much
 waits. So a write that was given up, and comes late, finds nothing but its own block.
 """
@@ -22,6 +22,7 @@ from kvfuse.native import blocks as forms
 from kvfuse.native._blocks import Batch, Core
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.volume.blocks.block_slabs import BlockSlabs
+from kvfuse.volume.inodes.doubt import Doubt
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +36,23 @@ RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
 class WriteBehind:
     """Of one membership. Event loop only, but for `note_put`.
 
-    ``interval``: seconds in which what was written is synced. ``sync_records``: makes what slabs are lent durable.
+    ``interval``: seconds in which what was written is synced. ``doubt``: hears of each sync that fails, of others, too.
+    ``sync_records``: makes it durable which slabs are lent.
     """
 
     core: Core
     slabs: BlockSlabs
     segments: SegmentStore
+    doubt: Doubt
     interval: float
     sync_records: Callable[[], Awaitable[None]]
     written: int = 0
     durable: int = 0
     failures: int = 0
-    _written_sequence: int = 0
-    """no block of a greater one is known to be written"""
+    _synced_loans: int = -1
+    _sync_failures: int = 0
+    _written_marks: tuple[int, int] = 0, 0
+    """sequence of a block, and number of heads, up to which all are written"""
     error: EngineError | None = None
     """why nothing is written at present"""
     is_idle: bool = False
@@ -58,6 +63,14 @@ class WriteBehind:
     _sync_wanted: int = 0
     _asked: trio.Event = field(default_factory=trio.Event)
 
+    def __post_init__(self) -> None:
+        self.doubt.on_failure = self._note_failed_sync
+
+    def _note_failed_sync(self) -> None:
+        self._sync_failures += 1
+        self.core.doubt_unsynced()
+        self.wake()
+
     def wake(self) -> None:
         self._work.set()
 
@@ -66,10 +79,10 @@ class WriteBehind:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sync_by_and_by)
             while True:
-                sequence = self.core.statistics()["sequence"]
+                before = self.core.statistics()
                 found = self.core.take_dirty(BATCH_BYTES, BATCH_BLOCKS)
                 if isinstance(found, int):
-                    self._written_sequence = sequence
+                    self._written_marks = before["sequence"], before["written_heads"]
                     self._move(written=found)
                     await self._wait()
                 else:
@@ -81,12 +94,12 @@ class WriteBehind:
         if not self._is_work_left():  # put before it was idle
             await self._work.wait()
         self.is_idle = False
-        if self._sync_wanted <= self.written:
+        if self.written >= self._sync_wanted:
             await trio.sleep(GATHER_SECONDS)
 
     def _is_work_left(self) -> bool:
         found = self.core.statistics()
-        return bool(found["dirty"] or found["stale"])
+        return bool(found["dirty"])
 
     async def _write(self, batch: Batch) -> None:
         """Write a batch until the engine accepts it."""
@@ -122,8 +135,8 @@ class WriteBehind:
         return found
 
     def _move(self, *, written: int | None = None, durable: int | None = None) -> None:
-        self.written = self.written if written is None else max(self.written, written)
-        self.durable = self.durable if durable is None else max(self.durable, durable)
+        self.written = self.written if written is None else written
+        self.durable = self.durable if durable is None else durable
         moved, self._moved = self._moved, trio.Event()
         moved.set()
 
@@ -139,47 +152,41 @@ class WriteBehind:
                     await self._sync()
                 except EngineError as error:
                     log.error("blocks cannot be synced: %s", error)
-                    self.error = error
+                    self.error, self.failures = error, self.failures + 1
                     self._move()
                     await trio.sleep(RETRY_SECONDS_MIN)
 
     async def _sync(self) -> None:
         """EngineError, after which the bytes of blocks that were written since the last one are in doubt."""
-        position, sequence = self.written, self._written_sequence
-        try:
+        position, marks = self.written, self._written_marks
+        loans, failures = self.slabs.loans, self._sync_failures
+        with self.doubt.syncing():
             await self.segments.sync()
+        if loans != self._synced_loans:
             await self.sync_records()
-        except EngineError:
-            self.core.doubt_unsynced()
-            raise
-        self.core.note_synced(sequence)
+        if failures != self._sync_failures:
+            raise EngineError("another sync failed meanwhile: blocks are written again")
+        self.error, self._synced_loans = None, loans
+        self.core.note_synced(*marks)
         self._move(durable=position)
 
+    @property
+    def queued(self) -> int:
+        """The position of all that was put and dropped by now."""
+        return self.core.statistics()["queued"]
+
     async def flush(self, position: int | None = None) -> None:
-        """Return when all blocks before a position (None: all until now) are durable. EngineError: they are not yet."""
-        position = self.core.statistics()["queued"] if position is None else position
-        if self.durable >= position:
-            return
+        """Return when all that was put and dropped before a position (None: now) is durable. EngineError: it is not."""
+        position = self.queued if position is None else position
         self._sync_wanted = max(self._sync_wanted, position)
-        self.wake()
         failures = self.failures
         while self.durable < position:
+            self.wake()
             if self.written >= position:
                 self._asked.set()
             await self._moved.wait()
             if self.error is not None and self.failures > failures:
                 raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
-
-    async def settle(self) -> None:
-        """Return when that holds, and what was removed stays removed, too. EngineError: it does not yet."""
-        failures = self.failures
-        while self._is_work_left() or not self.is_idle:
-            self.wake()
-            await self._moved.wait()
-            if self.error is not None and self.failures > failures:
-                raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
-        await self.flush()
-        await self._sync()
 
     def statistics(self) -> dict[str, Any]:
         return {"written": self.written, "durable": self.durable, "write_failures": self.failures}

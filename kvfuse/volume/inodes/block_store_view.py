@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -29,4 +30,7 @@ class BlockStoreView(Protocol):
         """Blocks, or files that become some, are in a directory. EngineTimeout: that is not known yet."""
 
     def directory_removed(self, directory: int) -> None: ...
+    def readers_change(self, directories: Sequence[int] | None) -> None:
+        """Before other people may use these directories (None: any) than until now."""
+
     def statistics(self) -> dict[str, Any]: ...

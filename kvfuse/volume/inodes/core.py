@@ -245,12 +245,20 @@ class Core:
         return segment, self._data_starts[segment] + offset
 
     async def make_segments(self, segments: set[int]) -> None:
-        """Make those of these segments that do not exist yet, preallocated. EngineError."""
-        for segment in sorted(segments - self.made_segments):
+        """Make those of these segments that do not exist yet, preallocated. EngineError.
+
+        Their headers are durable before any record can say that a segment has something: else a loss of power may
+        leave a volume that cannot be mounted.
+        """
+        new = sorted(segments - self.made_segments)
+        for segment in new:
             await self.segments.create(segment, self.geometry.segment_size(segment))
             header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
             await self.segments.write([Transfer(segment, 0, header)])
-            self.made_segments.add(segment)
+        if new:
+            with self.doubt.syncing():
+                await self.segments.sync()
+            self.made_segments.update(new)
 
     def discard(self, node: Node, extent: Extent) -> None:
         """Give up an extent of ``node``: its slot is free when neither a record nor a header refers to it."""
@@ -389,7 +397,10 @@ class Core:
         self.dentries.unbind(node.ino)
         node.forget_copy()
         if node.is_directory:
-            self.tier.retire([node.ino, *self.namespaces.gates.ancestors.change(node.ino)], left_too=True)
+            directories = [node.ino, *self.namespaces.gates.ancestors.change(node.ino)]
+            self.tier.retire(directories, left_too=True)
+            if self.blocks is not None:
+                self.blocks.readers_change(directories)
 
     def path_of(self, node: Node) -> bytes:
         """The path below the root, as far as the directories above are in memory; for messages and rebuilds."""

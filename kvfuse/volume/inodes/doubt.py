@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import trio
@@ -59,6 +59,8 @@ class Doubt:
         self.epoch = 0
         """counts failures, and other losses that writers are to hear of"""
         self.arose = trio.Event()
+        self.on_failure: Callable[[], object] = lambda: None
+        """called when a sync has failed: the block store has bytes of its own in doubt"""
         if self.is_any:
             self.epoch = 1
             self.arose.set()
@@ -143,6 +145,7 @@ class Doubt:
         self._sealed = set()
         self.epoch += 1
         self.arose.set()
+        self.on_failure()
 
     def note_commit(self, *, has_failed: bool) -> None:
         """For the daemon after this one."""

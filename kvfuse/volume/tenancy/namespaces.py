@@ -110,9 +110,11 @@ class NamespaceEditor:
             return settings.cleared() if is_cleared and settings.is_blocks else settings
 
         async with self._turn:
-            await self.records.change(node, decide, lambda: is_cleared and number in self.names.core.caches)
-            if is_cleared and self.names.core.blocks is not None:
-                self.names.core.blocks.clear(number)
+            try:
+                await self.records.change(node, decide, lambda: is_cleared and number in self.names.core.caches)
+            finally:  # after an error the next epoch is, or will be, stored
+                if is_cleared and self.names.core.blocks is not None:
+                    self.names.core.blocks.clear(number)
         if is_cleared:
             await self._forget_in_kernel(node)
         else:

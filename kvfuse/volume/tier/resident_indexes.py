@@ -59,6 +59,14 @@ class Residents:
         self._filter_bits: dict[int, int] = {}
         """directory -> what its next index needs, where that is not the least"""
         self._lock = threading.Lock()
+        self._watches: dict[int, Callable[[], None]] = {}
+        """directory -> what hears of the next name there"""
+
+    def watch_names(self, directory: int, hear: Callable[[], None]) -> None:
+        """Call ``hear`` before a name of the directory means an inode, once. Event loop only, as are such changes."""
+        self._watches[directory] = hear
+        with self._lock:
+            self.by_directory = {**self.by_directory, directory: self.by_directory.get(directory, {})}
 
     def open(self, readers: ReadClass, blocks: Iterable[Shown], ancestors: object = None) -> Touches | None:
         """The index of a read class, for one connection more, in a page for its touches. ``blocks`` (name, inode,
@@ -106,6 +114,8 @@ class Residents:
 
     def name_changes(self, directory: int, name: bytes, ino: int) -> None:
         """A name is about to mean this inode; 0: none, or that is not known."""
+        if ino and (hear := self._watches.pop(directory, None)) is not None:
+            hear()
         for index in self.by_directory.get(directory, {}).values():
             with self._lock:
                 if ino:
@@ -204,6 +214,11 @@ class Residents:
             self._lease_until = max(1, time.monotonic_ns() + int(seconds * 1e9)) if seconds > 0 else 1
         self.live_on()
 
+    @property
+    def valid_until(self) -> int:
+        """Up to when indexes hold, in nanoseconds of CLOCK_MONOTONIC; 0: no limit."""
+        return self._valid_until
+
     def live_on(self) -> None:
         """Where a daemon may come after this one: indexes hold for `ALIVE_SECONDS` from now on, and no longer."""
         with self._lock:
@@ -274,4 +289,5 @@ class Residents:
         if index is not None:
             found[readers] = index
         others = {number: rows for number, rows in self.by_directory.items() if number != readers.directory}
-        self.by_directory = {**others, readers.directory: found} if found else others
+        is_looked_at = found or readers.directory in self._watches
+        self.by_directory = {**others, readers.directory: found} if is_looked_at else others

@@ -24,7 +24,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvfuse.errors import NotFound
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
@@ -33,9 +33,9 @@ from kvfuse.volume.tier.arena_pool import ARENAS_MAX, SLOT_ALIGNMENT, ArenaPool,
 from kvfuse.volume.tier.arena_rows import packed_token
 from kvfuse.volume.tier.arenas import ReadClass, TierBlock
 from kvfuse.volume.tier.kept_arenas import ArenaRestoration, KeptArena, MayAdopt, drop_left
-from kvfuse.volume.tier.revocable import Supply
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
 from kvfuse.volume.tier.resident_indexes import Shown
+from kvfuse.volume.tier.revocable import Supply
 from kvfuse.volume.tier.tier_books import TierBooks
 
 FREED_IN_TURN = 32 << 20
@@ -62,6 +62,16 @@ class TierStatistics(NamedTuple):
     adoption_seconds: float
 
 
+class OtherArenas(Protocol):
+    """Arenas with numbers of the tier that are not the tier's: those of the block store."""
+
+    def adopt_pin(self, number: int, offset: int, size: int) -> Any:
+        """As `SharedTier.adopt_pin`."""
+
+    def pins_are_known(self) -> None:
+        """As of the tier."""
+
+
 class SharedTier:
     """Arenas and their blocks; the volume owns it. ``capacity``: bytes of memory; 0: there is no tier.
 
@@ -83,6 +93,7 @@ class SharedTier:
         self.left = books.left
         """inode -> what the daemon before this one left as its block, and nobody has compared with its record yet"""
         self.residents = books.residents
+        self.others: OtherArenas | None = None
 
     # -- blocks --------------------------------------------------------------------------------------
 
@@ -310,14 +321,15 @@ class SharedTier:
         with self._lock:
             return self._pool.free_touched(looks_only=looks_only)
 
-    def adopt_pin(self, arena: int, offset: int, size: int) -> TierBlock | None:
+    def adopt_pin(self, arena: int, offset: int, size: int) -> Any:
         """What a client of the daemon before this one goes on to hold: any bytes of one slot, also of a block that was
         dropped. None: there is no such arena any more, and nobody writes there.
 
         Until `pins_are_known`, which holds for all clients, no slot that was in use is used again.
         """
         with self._lock:
-            return self._books.pin(arena, offset, size)
+            block = self._books.pin(arena, offset, size)
+        return self.others.adopt_pin(arena, offset, size) if block is None and self.others is not None else block
 
     def pins_are_known(self) -> None:
         """`adopt_pin` was called for all that clients hold: use other slots, give back arenas that nobody needs.
@@ -325,6 +337,8 @@ class SharedTier:
         It may be called again, without effect.
         """
         pool = self._pool
+        if self.others is not None:
+            self.others.pins_are_known()
         if not pool.knows_pins:
             with self._lock:
                 self._books.pins.clear()

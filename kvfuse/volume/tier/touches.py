@@ -26,11 +26,10 @@ PAGE_SLOTS = 1024
 """slots and keys alike, of one page, that are looked at in one go; what clients write beyond is not seen"""
 
 
-class Touches:
+class TouchPage:
     """A page that one client writes: the slots of an index whose blocks it read. A hint: it may write anything."""
 
-    def __init__(self, index: BlockIndex) -> None:
-        self.index = index
+    def __init__(self) -> None:
         self.descriptor = os.memfd_create("kvfuse-touches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, TOUCHES_SIZE)
@@ -74,3 +73,11 @@ class Touches:
         new, self._seen[which] = min((count - self._seen[which]) % (1 << 64), PAGE_SLOTS), count
         first = (count - new) % places_max  # the count is the client's: any number
         return (first + np.arange(new)) % places_max
+
+
+class Touches(TouchPage):
+    """Of an index of files in the shared-memory tier."""
+
+    def __init__(self, index: BlockIndex) -> None:
+        super().__init__()
+        self.index = index

@@ -21,13 +21,13 @@ from kvfuse.usrbio.client.gpu.gpus import Gpus
 from kvfuse.usrbio.client.gpu.interfaces import is_on_device
 from kvfuse.usrbio.client.iov import address_of
 from kvfuse.usrbio.client.lanes import EntryTerms, Lane, Lanes, Sizes
-from kvfuse.usrbio.client.resident import ResidentBlocks
+from kvfuse.usrbio.client.resident import NOT_HERE, ResidentBlocks
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import Op
 
-NOT_ASKED = -1
-"""result of a block that the daemon has yet to be asked for; any number below 0"""
+NOT_ASKED = NOT_HERE
+"""result of a block that the daemon has yet to be asked for"""
 GUESS_PARTS = 8
 """a block whose size is not known is expected in this part of the staging memory; a larger one is asked for again"""
 
@@ -106,10 +106,10 @@ class DeviceBlocks:
     def _get_staged(self, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: EntryTerms) -> Sizes:
         """By copies of the device."""
         results = self._get_resident(keys, ranges)
-        rows = np.flatnonzero(results < 0).tolist()
+        rows = np.flatnonzero(results == NOT_ASKED).tolist()
         if rows and self._resident.brings() and self._bring([keys[row] for row in rows], terms["timeout"]):
             results[rows] = self._get_resident([keys[row] for row in rows], [ranges[row] for row in rows])
-            rows = np.flatnonzero(results < 0).tolist()
+            rows = np.flatnonzero(results == NOT_ASKED).tolist()
         if rows:
             results[rows] = self._move(Op.GET, [keys[row] for row in rows], [ranges[row] for row in rows], terms)
         return results
@@ -125,7 +125,7 @@ class DeviceBlocks:
         return results
 
     def _get_resident(self, keys: Sequence[bytes], ranges: Sequence[GpuRange]) -> Sizes:
-        """The size of each block that was in shared memory, below 0 for others."""
+        """The size of each block that was in shared memory, -ENOENT where there is none, `NOT_ASKED` for others."""
         pinned = {link: link.arenas() for link in {range_.iov.link for range_ in ranges}}
 
         def begin(row: int, arena: Bytes, offset: int, size: int) -> DeviceCopy:

@@ -1,0 +1,123 @@
+"""Engines in memory that know what a loss of power may leave: what was synced, and any part of what came later.
+
+Segment writes since the last sync may be there or not, each sector of 512 bytes for itself, in any order. Commits since
+the last durable one are there in order, up to any of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments
+
+from kvfuse.errors import EngineError
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
+from kvfuse.options.options import Options
+from kvfuse.remote.records.api import Lease, Versioned
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.opening.held_volume import HeldVolume
+from kvfuse.volume.running import run_volume
+from kvfuse.volume.volume import Volume
+
+SECTOR = 512
+
+
+@dataclass
+class Medium:
+    """What is durable of a disk, and what is not yet."""
+
+    disk: Disk
+    segments: dict[int, bytearray] = field(default_factory=dict)
+    writes: list[tuple[int, int, bytes]] = field(default_factory=list)
+    records: dict[bytes, Versioned] = field(default_factory=dict)
+    commits: list[dict[bytes, Versioned]] = field(default_factory=list)
+    """the records after each commit since the last durable one"""
+    sync_error: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.records = dict(self.disk.records)
+        self.segments = {number: bytearray(image) for number, image in self.disk.segments.items()}
+
+    def cut(self, rng: random.Random) -> Disk:
+        """A disk as a loss of power may leave it now."""
+        segments = {number: bytearray(self.segments.get(number, bytes(len(image)))) for number, image in
+                    self.disk.segments.items()}  # fmt: skip
+        mode = rng.choice(["none", "prefix", "some", "sectors", "all"])
+        writes = list(self.writes)
+        if mode == "prefix":
+            writes = writes[: rng.randint(0, len(writes))]
+        elif mode != "all":
+            rng.shuffle(writes)
+        share = rng.random()
+        for segment, offset, data in writes if mode != "none" else ():
+            if mode in ("prefix", "all") or (mode == "some" and rng.random() < share):
+                segments[segment][offset : offset + len(data)] = data
+            elif mode == "sectors":
+                start = offset
+                while start < offset + len(data):
+                    end = min(offset + len(data), (start // SECTOR + 1) * SECTOR)
+                    if rng.random() < share:
+                        segments[segment][start:end] = data[start - offset : end - offset]
+                    start = end
+        number = rng.randint(0, len(self.commits))
+        records = dict(self.commits[number - 1] if number else self.records)
+        return Disk(self.disk.superblock, records, self.disk.version, segments)
+
+
+class CutSegments(MemorySegments):
+    def __init__(self, medium: Medium, chaos: Chaos) -> None:
+        super().__init__(medium.disk, chaos)
+        self.medium = medium
+
+    async def _write(self, batch: Sequence[Transfer]) -> None:
+        await trio.lowlevel.checkpoint()
+        for segment, offset, buffer in batch:
+            self._range(segment, offset, len(buffer))[:] = buffer
+            self.medium.writes.append((segment, offset, bytes(buffer)))
+
+    async def sync(self) -> None:
+        medium, count = self.medium, len(self.medium.writes)
+        await trio.lowlevel.checkpoint()
+        if self.chaos.fails(medium.sync_error):  # the kernel dropped the pages, and says so once
+            lost, medium.writes = medium.writes[:count], medium.writes[count:]
+            for segment, offset, data in lost:
+                base = medium.segments.get(segment, bytes(len(self.disk.segments[segment])))
+                if self.chaos.random.random() < 0.5:
+                    self.disk.segments[segment][offset : offset + len(data)] = base[offset : offset + len(data)]
+            raise EngineError("injected: sync")
+        for segment, offset, data in medium.writes[:count]:
+            image = medium.segments.setdefault(segment, bytearray(len(self.disk.segments[segment])))
+            image[offset : offset + len(data)] = data
+        del medium.writes[:count]
+
+
+class CutRecords(MemoryRecords):
+    def __init__(self, medium: Medium, chaos: Chaos) -> None:
+        super().__init__(medium.disk, chaos)
+        self.medium = medium
+
+    async def _commit(
+        self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int], durable: bool,
+        lease: Lease | None,
+    ) -> int:  # fmt: skip
+        version = await super()._commit(puts, deletes, expect, durable, lease)
+        self.medium.commits.append(dict(self.disk.records))
+        if durable:
+            self.medium.records = self.medium.commits[-1]
+            self.medium.commits.clear()
+        return version
+
+
+@asynccontextmanager
+async def opened_on(
+    medium: Medium, options: Options, rng: random.Random, keeper: Keeper = NO_KEEPER
+) -> AsyncIterator[Volume]:  # fmt: skip
+    """The volume on a medium; flushed at the end."""
+    chaos = Chaos(rng)
+    held = HeldVolume(medium.disk.superblock, CutRecords(medium, chaos), CutSegments(medium, chaos))
+    async with run_volume(options, held, keeper) as volume:
+        yield volume

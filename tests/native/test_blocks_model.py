@@ -1,0 +1,69 @@
+"""The core of the block store does what a plain model does, whatever is killed, loses power, or is garbage."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import blocks_fuzz
+import blocks_killed
+import numpy as np
+from blocks_lab import MULTIPLIERS, play, shared
+from blocks_threads import Threads
+
+from kvfuse.native import _blocks, blocks
+from kvfuse.native.blocks import HEAD, PAGE
+
+
+def test_as_the_model(seed: int) -> None:
+    counts = play(seed, 2500)
+    assert counts["kills"] > 5
+    assert counts["cuts"] > 5
+
+
+def test_daemons_that_are_killed_lose_nothing(seed: int) -> None:
+    program = [sys.executable, str(Path(blocks_killed.__file__)), str(seed), "60"]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_threads_never_see_wrong_bytes(seed: int) -> None:
+    seen = Threads(seed, 1500).run()
+    assert all(seen.values())
+
+
+def test_garbage_is_refused(seed: int) -> None:
+    blocks_fuzz.main(seed, 10)
+
+
+def test_a_table_has_room_for_its_rows(rng: random.Random) -> None:
+    """Buckets grow one at a time, from 16 to as many as there may be, and are nearly full then."""
+    slabs, buckets, rows = 2, 1024, 12000
+    states = shared(blocks.SLAB_STATE_SIZE * slabs)
+    sizes = np.array([PAGE], np.uint32)
+    core = _blocks.Core(states.ctypes.data, slabs, 8192 * PAGE, 256 * PAGE, sizes)
+    core.put_space(0, 70, -1, 1, 1 << 40, 1 << 40)
+    table = shared(blocks.table_size(buckets, rows))
+    _blocks.begin_table(table, MULTIPLIERS, buckets, rows, 5, 70, 1, 2, 0o444, 9)
+    core.add_table(0, 0, table.ctypes.data, len(table))
+    found = 0
+    for number in range(slabs):
+        slab = np.zeros((6001, HEAD.itemsize), np.uint8)
+        heads = slab.view(HEAD)
+        for name, value in (("magic", blocks.HEAD_MAGIC), ("version", 1), ("state", blocks.BLOCK_HEAD), ("length", 9)):
+            heads[name] = value
+        for name, value in (("slot_size", PAGE), ("sequence", 1), ("directory", 5), ("name_space", 70), ("epoch", 1)):
+            heads[name] = value
+        for name, value in (("uid", 1), ("gid", 2), ("mode", 0o444), ("name_length", 4)):
+            heads[name] = value
+        heads["state"][0] = blocks.SLAB_HEAD
+        for half in ("low", "high"):
+            heads[half] = np.frombuffer(rng.randbytes(8 * len(heads)), np.uint64).reshape(-1, 1)
+        for head in slab:
+            blocks_fuzz.seal(head)
+        loaded = core.load_slab(number, slab.reshape(-1))
+        assert loaded == 6000
+        found += loaded
+    assert core.statistics()["blocks"] == found > 0.97 * buckets * blocks.BUCKET_ENTRIES
