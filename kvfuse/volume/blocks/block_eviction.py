@@ -19,8 +19,7 @@ import numpy.typing as npt
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.native._blocks import name_keys
 from kvfuse.policy.blockrows import ROW
-from kvfuse.policy.column_policy import Blocks as Victims
-from kvfuse.policy.column_policy import ColumnPolicy
+from kvfuse.policy.column_policy import ColumnPolicy, Victims
 from kvfuse.volume.api import NameColumns
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.inodes.core import Core
