@@ -192,29 +192,27 @@ class BlockNames:
 
         The errors of rename(2). InvalidArgument: blocks cannot be exchanged.
         """
-        source, target = self.files.find(old.ino, name), self.files.find(new.ino, new_name)
-        if source is None and target is None:
-            return False
-        source_node = None if source is not None else (await self._lookups.find_name(old.ino, name)).node
-        target_node = None if target is not None else (await self._lookups.find_name(new.ino, new_name)).node
-        if source is None and source_node is None:
-            raise errors.NotFound(f"{name!r} does not exist in directory {old.ino}")
-        self._check_flags(flags, target or target_node, new_name)
-        if new.nlink == 0:
-            raise errors.NotFound(f"directory {new.ino} was removed")
-        if old.namespace != new.namespace:
-            raise errors.CrossesNamespaces(f"{new_name!r} would be in another namespace: copy it there")
-        if (old.ino, name) == (new.ino, new_name):
-            return True
-        if source is None:
-            await self._take_name(old, name, new, new_name)
-            return True
-        if target_node is not None and target_node.is_directory:
-            raise errors.IsADirectory(f"{new_name!r} is a directory")
-        if (decided := DECIDED.get()) is not None:
-            decided(source.ino, target.ino if target is not None else 0)
-        async with self._moving:
-            await self._move(source, name, new, new_name)
+        while True:
+            source, target = self.files.find(old.ino, name), self.files.find(new.ino, new_name)
+            if source is None and target is None:
+                return False
+            source_node = None if source is not None else (await self._lookups.find_name(old.ino, name)).node
+            target_node = None if target is not None else (await self._lookups.find_name(new.ino, new_name)).node
+            if source is None and source_node is None:
+                raise errors.NotFound(f"{name!r} does not exist in directory {old.ino}")
+            self._check_flags(flags, target or target_node, new_name)
+            _check_directories(old, new, new_name)
+            if (old.ino, name) == (new.ino, new_name):
+                return True
+            if source is None:
+                await self._take_name(old, name, new, new_name)
+                return True
+            if target_node is not None and target_node.is_directory:
+                raise errors.IsADirectory(f"{new_name!r} is a directory")
+            if (decided := DECIDED.get()) is not None:
+                decided(source.ino, target.ino if target is not None else 0)
+            if await self._move(source, name, new, new_name):
+                break
         if target_node is not None:
             await self.files.remove_file(new.ino, new_name)
         self._core.counters.renames += 1
@@ -244,12 +242,16 @@ class BlockNames:
             await self._detach(target)
         await self._names.publish(directory, moved)
 
-    async def _move(self, source: Draft | BlockEntry, name: bytes, new: Node, new_name: bytes) -> None:
-        """Give a block or draft another name, and take it from whoever has it. NoSpace, QuotaExceeded, EngineError."""
+    async def _move(self, source: Draft | BlockEntry, name: bytes, new: Node, new_name: bytes) -> bool:
+        """Give a block or draft another name, and take it from whoever has it. False: the name means another one by
+        now. NoSpace, QuotaExceeded, EngineError."""
         if isinstance(source, Draft):
-            await self._move_draft(source, new, new_name)
-            return
-        data = await self.files.open_blocks.read_whole(source)
+            async with self._moving:
+                return await self._move_draft(source, (source.directory, name), new, new_name)
+        try:
+            data = await self.files.open_blocks.read_whole(source)
+        except errors.Stale:
+            return False
         target = self._drafts.by_place.get((new.ino, new_name))
         async with nullcontext() if target is None else target.lock:
             with memoryview(data) as content:
@@ -257,14 +259,15 @@ class BlockNames:
             if target is not None:
                 self._drafts.unlink(target)
         self._engine.drop_entry(source.table, source.row, source.sequence)
+        return True
 
-    async def _move_draft(self, draft: Draft, new: Node, new_name: bytes) -> None:
+    async def _move_draft(self, draft: Draft, before: tuple[int, bytes], new: Node, new_name: bytes) -> bool:
         """Where the former name means a block, the new one does before that goes."""
         target = self._drafts.by_place.get((new.ino, new_name))
         async with draft.lock, nullcontext() if target is None else target.lock:
-            if draft.node is not None or not draft.nlink:
-                raise errors.Stale(f"file {draft.ino:#x} has changed its kind meanwhile")
-            before, was_changed = draft.place, draft.is_changed
+            if self._drafts.by_place.get(before) is not draft:
+                return False
+            was_changed = draft.is_changed
             block = self._engine.find(*before)
             if target is not None:
                 self._drafts.leave(target)
@@ -285,6 +288,15 @@ class BlockNames:
                 self._drafts.unlink(target)
             if draft.ino < FILE_COOKIE:
                 self._core.places.set(draft.ino, new.ino, new_name)
+            return True
+
+
+def _check_directories(old: Node, new: Node, name: bytes) -> None:
+    """NotFound, CrossesNamespaces."""
+    if new.nlink == 0:
+        raise errors.NotFound(f"directory {new.ino} was removed")
+    if old.namespace != new.namespace:
+        raise errors.CrossesNamespaces(f"{name!r} would be in another namespace: copy it there")
 
 
 def _draft_cookie(draft: Draft) -> int:
