@@ -61,7 +61,9 @@ def test_a_store_does_what_a_dictionary_does(mount: KvfuseMount, rng: random.Ran
         pool = store.client.iov(1 << 20).array
         for turn in range(500):
             some = rng.sample(keys, rng.randint(1, 5))
-            action = rng.choice(["put", "put_many", "put in place", "get", "get_many_into", "delete", "exists", "prefix"])
+            action = rng.choice(
+                ["put", "put_many", "put in place", "get", "get_many_into", "delete", "exists", "prefix"]
+            )
             if action == "put":
                 store.put(some[0], value_of(some[0], turn))
                 model[some[0]] = value_of(some[0], turn)
