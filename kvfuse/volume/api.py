@@ -602,7 +602,7 @@ class RowApi(Protocol):
         """Copy what is in memory: lengths, or codes of `kvfuse.native.blocks`. Any thread."""
 
     def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
-        """A copy of a block that is in memory; its length, if that is above ``room``; below 0: it is not. Any thread."""
+        """A copy of a block that is in memory; its length, if above ``room``; below 0: it is not. Any thread."""
 
     async def put(
         self, table: Any, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms

@@ -523,7 +523,9 @@ class BlockEngine:
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
 
     async def _load(self) -> None:
-        if self.slabs.to_load:
+        if not self.slabs.to_load:
+            self.slabs.loaded.set()
+        else:
             began = time.perf_counter()
             await self.slabs.load(self._open_tables)
             log.info("%d blocks found in %.2f s", self.slabs.loaded_blocks, time.perf_counter() - began)

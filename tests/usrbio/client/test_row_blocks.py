@@ -1,4 +1,4 @@
-"""Blocks that are rows (`kind=blocks`) through rings of a real mount: as a dictionary, over kills and mounts, when full."""
+"""Blocks that are rows (`kind=blocks`) through rings of a real mount: as a dictionary, over kills, and when full."""
 
 from __future__ import annotations
 
