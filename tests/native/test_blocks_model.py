@@ -18,7 +18,7 @@ from kvfuse.native.blocks import HEAD, PAGE
 
 
 def test_as_the_model(seed: int) -> None:
-    counts = play(seed, 2500)
+    counts = play(seed, 1200)
     assert counts["kills"] > 5
     assert counts["cuts"] > 5
 
