@@ -24,7 +24,7 @@ def test_as_the_model(seed: int) -> None:
 
 
 def test_daemons_that_are_killed_lose_nothing(seed: int) -> None:
-    program = [sys.executable, str(Path(blocks_killed.__file__)), str(seed), "60"]
+    program = [sys.executable, str(Path(blocks_killed.__file__)), str(seed), "32"]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 
