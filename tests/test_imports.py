@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "slab": BASE,
     "policy": {"errors"},
     "remote": BASE | {"options"},
-    "volume": BASE | {"options", "mounttable", "credentials", "slab", "remote", "policy"},
+    "volume": BASE | {"native", "options", "mounttable", "credentials", "slab", "remote", "policy"},
     "holder": {"errors", "mounttable", "kept"},
     "fs": DOOR | {"holder"},
     "usrbio": DOOR,
