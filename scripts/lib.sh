@@ -120,7 +120,7 @@ ensure_venv() {
     local venv stamp
     venv=$(realpath -ms -- "${KVFUSE_VENV:-$ROOT/.venv}")
     PY=$venv/bin/python
-    stamp=$venv/.kvfuse-$(cat "$ROOT"/{,tools/cluster/,benchmarks/}pyproject.toml "$ROOT"/kvfuse/native/*.c | cksum | cut -d' ' -f1)
+    stamp=$venv/.kvfuse-$(cat "$ROOT"/{,tools/cluster/,benchmarks/}pyproject.toml "$ROOT"/kvfuse/native/*.[ch] | cksum | cut -d' ' -f1)
     [ -e "$stamp" ] && [ -x "$PY" ] && return 0
     if [ ! -x "$PY" ]; then
         ensure_python

@@ -17,7 +17,10 @@ TOKEN_SIZE = 4
 
 
 class SlabState(NamedTuple):
-    """The durable image of one slab. ``slot_size`` 0: free, or nothing in it is durable; `LENT`: the bitmap is a token."""
+    """The durable image of one slab.
+
+    ``slot_size`` 0: free, or nothing in it is durable; `LENT`: the bitmap is a token.
+    """
 
     slab: int
     slot_size: int

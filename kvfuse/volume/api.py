@@ -72,17 +72,26 @@ class Caller(NamedTuple):
 class Attributes(Protocol):
     """The fields of a stat. The objects are live and owned by the volume: read, do not keep across an await."""
 
-    ino: int
-    mode: int
-    nlink: int
-    uid: int
-    gid: int
-    rdev: int
-    size: int
-    atime: int
-    mtime: int
-    ctime: int
-
+    @property
+    def ino(self) -> int: ...
+    @property
+    def mode(self) -> int: ...
+    @property
+    def nlink(self) -> int: ...
+    @property
+    def uid(self) -> int: ...
+    @property
+    def gid(self) -> int: ...
+    @property
+    def rdev(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def atime(self) -> int: ...
+    @property
+    def mtime(self) -> int: ...
+    @property
+    def ctime(self) -> int: ...
     @property
     def blocks(self) -> int:
         """Allocated 512-byte units."""
@@ -593,7 +602,7 @@ class RowApi(Protocol):
         """Copy what is in memory: lengths, or codes of `kvfuse.native.blocks`. Any thread."""
 
     def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
-        """A copy of a block that is in memory; its length, if that is above ``room``; below 0: it is not. Any thread."""
+        """A copy of a block that is in memory; its length, if above ``room``; below 0: it is not. Any thread."""
 
     async def put(
         self, table: Any, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms

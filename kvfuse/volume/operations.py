@@ -16,7 +16,12 @@ from typing import Any, TypeVar
 import trio
 
 from kvfuse import errors, failing
-from kvfuse.volume.api import Caller, Changes, DirEntry, Numbers, SlotSource
+from kvfuse.volume.api import Attributes, Caller, Changes, DirEntry, Numbers, SlotSource
+from kvfuse.volume.blocks.block_files import BlockFiles, BlockHandle
+from kvfuse.volume.blocks.block_names import BlockNames
+from kvfuse.volume.blocks.block_numbers import is_block
+from kvfuse.volume.blocks.drafts import DraftHandle
+from kvfuse.volume.blocks.open_blocks import OpenBlock
 from kvfuse.volume.content.holes import Holes
 from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.content.refresh import is_quiet
@@ -32,6 +37,7 @@ from kvfuse.volume.names.opened import make_opened
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
+from kvfuse.volume.tenancy.xattrs import check_settable
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
 
@@ -48,16 +54,28 @@ class Inodes:
         self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
         self._access = parts.mapper.access
         self._opened = make_opened(parts.lookups)
+        self._blocks = parts.block_names.files if parts.block_names is not None else None
+
+    def _blocks_of(self, ino: int) -> BlockFiles | None:
+        """Who knows the number, if it is one of a block or draft."""
+        return self._blocks if self._blocks is not None and self._blocks.has(ino) else None
 
     def may_keep_attributes(self, ino: int) -> bool:
         return not self._lookups.is_doubtful(ino)
 
-    async def attributes(self, ino: int) -> Node:
+    async def attributes(self, ino: int) -> Attributes:
+        if (blocks := self._blocks_of(ino)) is not None:
+            return blocks.attributes(ino)
         node = await self._lookups.find_current(ino)
         self._access.look(node.map)
         return node
 
-    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Node:
+    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
+        if (blocks := self._blocks_of(ino)) is not None:
+            found = await _check_change(self._core, blocks).set_attributes(ino, changes, caller)
+            if not isinstance(found, Node):
+                return found
+            ino, changes = found.ino, dataclasses.replace(changes, size=None)
         node = await _check_change(self._core, self._lookups).find_current(ino)
         if changes == Changes():
             privileges.heed_word_of_write(node, caller)
@@ -99,7 +117,9 @@ class Inodes:
         return await keeper.describe(await self._lookups.find_current(ino), descriptor, may_pin=may_pin)
 
     async def gate(self, ino: int) -> Gate | None:
-        return self._core.namespaces.gates.all.get((await self._lookups.find_current(ino)).namespace)
+        blocks = self._blocks_of(ino)
+        number = blocks.namespace_of(ino) if blocks else (await self._lookups.find_current(ino)).namespace
+        return self._core.namespaces.gates.all.get(number)
 
     async def read_symlink(self, ino: int) -> bytes:
         node = await self._lookups.find_current(ino)
@@ -114,22 +134,33 @@ class Inodes:
             self._access.store(directory)
             await self._journal.commit(directory, *self._journal.pending.find_changed_in(ino), durable=True)
             await self._opened.publish(ino)
+            if (engine := self._parts.engine) is not None and engine.is_block_namespace(directory.namespace):
+                await engine.writer.flush()
 
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
+        if self._blocks_of(ino) is not None:
+            raise errors.NoAttribute(f"block {ino:#x} has no attribute {name!r}")
         return await self._parts.xattrs.get(ino, name)
 
     async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> None:
         xattrs = _check_change(self._core, self._parts.xattrs)
+        if (blocks := self._blocks_of(ino)) is not None:
+            check_settable(name)
+            ino = (await blocks.make_ordinary(ino)).ino
         await self._publish_attributes(await xattrs.set(ino, name, value, caller))
 
     async def list_xattrs(self, ino: int) -> list[bytes]:
-        return await self._parts.xattrs.list(ino)
+        return await self._parts.xattrs.list(ino) if self._blocks_of(ino) is None else []
 
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
         xattrs = _check_change(self._core, self._parts.xattrs)
+        if self._blocks_of(ino) is not None:
+            raise errors.NoAttribute(f"block {ino:#x} has no attribute {name!r}")
         await self._publish_attributes(await xattrs.remove(ino, name, caller))
 
     def measures(self, ino: int) -> Measures:
+        if (blocks := self._blocks_of(ino)) is not None:
+            return self._core.namespaces.measures[blocks.namespace_of(ino)]
         node = self._core.nodes.get(ino)
         return self._core.namespaces.measures[node.namespace if node is not None else ROOT]
 
@@ -144,9 +175,16 @@ class Inodes:
             return await self._lookups.find_node(1)
 
     async def seek(self, ino: int, offset: int, *, data: bool) -> int:
+        if (blocks := self._blocks_of(ino)) is not None:
+            size = blocks.attributes(ino).size
+            if offset >= size:
+                raise errors.NoSuchOffset(f"block {ino:#x} has {size} bytes")
+            return offset if data else size
         return await Holes(self._parts.reader.chunks).seek(await self._lookups.find_current(ino), offset, data=data)
 
     async def info(self, ino: int) -> dict[str, Any]:
+        if (blocks := self._blocks_of(ino)) is not None:
+            return blocks.describe(ino)
         node, chunks = await self._lookups.find_node(ino), self._parts.reader.chunks
         await chunks.load_all(node)
         return {
@@ -170,8 +208,16 @@ class Files:
         self._reader, self._writer, self._access = parts.reader, parts.writer, parts.mapper.access
         self._nameless, self._coherence = parts.names.nameless, parts.coherence
         self._opened = make_opened(parts.lookups)
+        self._blocks = parts.block_names.files if parts.block_names is not None else None
+        if self._blocks is not None:
+            self._blocks.release_file = self.release
 
-    async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle:
+    async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle | BlockHandle:
+        if self._blocks is not None and self._blocks.has(ino):
+            found = await self._blocks.open(ino, flags, caller)
+            if not isinstance(found, Node):
+                return found
+            ino = found.ino
         node = await self._opened.find_file(ino)
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
@@ -203,6 +249,15 @@ class Files:
             self._coherence.opened(handle)
         return handle
 
+    async def _read_block(self, handle: BlockHandle, offset: int, size: int, began: float) -> bytes | memoryview:
+        assert self._blocks is not None
+        namespace = self._blocks.namespace_of_handle(handle)
+        if (measures := self._core.namespaces.measures[namespace]).limiters:
+            await measures.throttle_kernel(max(0, min(size, handle.size - offset)))
+        data = await self._blocks.read(handle, offset, size)
+        self._measure_read(namespace, len(data), began)
+        return data
+
     async def _find_current(self, handle: FileHandle | Node) -> Node:
         """The file of a handle, opened again if the handle is of a former membership.
 
@@ -223,8 +278,12 @@ class Files:
                 found.writers += handle.writable
         return handle.node
 
-    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
+    async def read(self, handle: FileHandle | BlockHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         began = perf_counter()
+        if isinstance(handle, OpenBlock | DraftHandle):
+            if handle.file is None:
+                return await self._read_block(handle, offset, size, began)
+            handle = handle.file
         node = await self._find_current(handle)
         if (measures := self._core.namespaces.measures[node.namespace]).limiters:
             await measures.throttle_kernel(max(0, min(size, node.size - offset)))
@@ -244,7 +303,11 @@ class Files:
         return length
 
     def _count_read(self, handle: FileHandle | Node, node: Node, byte_count: int, began: float) -> None:
-        counters, measures = self._core.counters, self._core.namespaces.measures[node.namespace]
+        self._measure_read(node.namespace, byte_count, began)
+        self._access.read_by(handle, node)
+
+    def _measure_read(self, namespace: int, byte_count: int, began: float) -> None:
+        counters, measures = self._core.counters, self._core.namespaces.measures[namespace]
         seconds, times = perf_counter() - began, measures.seconds["read"]
         times.counts[bisect_left(times.bounds, seconds)] += 1
         times.sum += seconds
@@ -252,7 +315,6 @@ class Files:
         measures.readers[measures] = began
         counters.reads += 1
         counters.read_bytes += byte_count
-        self._access.read_by(handle, node)
 
     def content_map(self, handle: FileHandle | Node) -> ContentMap:
         return self._parts.mapper.map_of(handle if isinstance(handle, Node) else handle.node)
@@ -263,8 +325,15 @@ class Files:
         measures.readers[measures] = perf_counter()
         await self._parts.mapper.show(node, first, last)
 
-    async def write(self, handle: FileHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
+    async def write(
+        self, handle: FileHandle | BlockHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False
+    ) -> int:
         began = perf_counter()
+        if isinstance(handle, OpenBlock | DraftHandle):
+            if handle.file is None and (count := await self._write_draft(handle, offset, data, began)) is not None:
+                return count
+            assert handle.file is not None
+            handle = handle.file
         node = await self._find_current(handle) if handle.node.forgotten else handle.node
         if by_kernel and (measures := self._core.namespaces.measures[node.namespace]).limiters:
             await measures.throttle_kernel(len(data))
@@ -281,18 +350,33 @@ class Files:
             if by_kernel:  # else the rings' door counts it
                 self._core.namespaces.measures[node.namespace].failed(error, is_read=False)
             raise
-        self._core.counters.writes += 1
-        self._core.counters.written_bytes += written
-        measures = self._core.namespaces.measures[node.namespace]
-        seconds, times = perf_counter() - began, measures.seconds["write"]
-        times.counts[bisect_left(times.bounds, seconds)] += 1
-        times.sum += seconds
-        measures.written_bytes += written
+        self._measure_write(node.namespace, written, began)
         if by_kernel and written < len(data) and (handle.direct or offset + len(data) <= size):
             # The kernel would take this for all of the mapped pages that it writes back, and fail a direct write (EIO).
             self._core.namespaces.accounts.check(node.namespace, len(data) - written)
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
+
+    async def _write_draft(
+        self, handle: BlockHandle, offset: int, data: bytes | memoryview, began: float
+    ) -> int | None:
+        assert self._blocks is not None
+        namespace = self._blocks.namespace_of_handle(handle)
+        if (measures := self._core.namespaces.measures[namespace]).limiters:
+            await measures.throttle_kernel(len(data))
+        count = await self._blocks.write(handle, offset, data)
+        if count is not None:
+            self._measure_write(namespace, count, began)
+        return count
+
+    def _measure_write(self, namespace: int, byte_count: int, began: float) -> None:
+        self._core.counters.writes += 1
+        self._core.counters.written_bytes += byte_count
+        measures = self._core.namespaces.measures[namespace]
+        seconds, times = perf_counter() - began, measures.seconds["write"]
+        times.counts[bisect_left(times.bounds, seconds)] += 1
+        times.sum += seconds
+        measures.written_bytes += byte_count
 
     async def write_in_slots(
         self, handle: FileHandle, offsets: Numbers, lengths: Numbers, source: SlotSource
@@ -312,11 +396,19 @@ class Files:
             node.ctime = clock.now()
             self._journal.pending.touch(node, forced=True)
 
-    def is_close_awaited(self, handle: FileHandle) -> bool:
+    def is_close_awaited(self, handle: FileHandle | BlockHandle) -> bool:
+        if isinstance(handle, OpenBlock | DraftHandle):
+            return handle.writable
         folder = self._core.nodes.get(handle.node.parent)
         return handle.writable and (folder is None or self._lookups.is_strict(folder))
 
-    async def flush(self, handle: FileHandle) -> None:
+    async def flush(self, handle: FileHandle | BlockHandle) -> None:
+        if isinstance(handle, OpenBlock | DraftHandle):
+            if handle.file is None and self._blocks is not None:
+                await self._blocks.flush(handle)
+            if handle.file is None:
+                return
+            handle = handle.file
         node = await self._find_current(handle) if handle.writable else handle.node
         changed = node.changed or node.committing
         if handle.writable and changed and node.nlink and self._lookups.is_strict(await self._inodes.find_folder(node)):
@@ -326,9 +418,15 @@ class Files:
         if handle.writable:
             handle.tell_lost()
 
-    async def fsync(self, handle: FileHandle, *, data_only: bool = False) -> None:
+    async def fsync(self, handle: FileHandle | BlockHandle, *, data_only: bool = False) -> None:
         if self._core.read_only:
             return
+        if isinstance(handle, OpenBlock | DraftHandle):
+            if handle.file is None and self._blocks is not None:
+                await self._blocks.fsync(handle)
+            if handle.file is None:
+                return
+            handle = handle.file
         node = await self._find_current(handle)
         if not data_only:
             self._access.look(node.map)
@@ -338,7 +436,13 @@ class Files:
             await self._journal.commit(node, durable=True)
         await self._opened.publish(node.parent)
 
-    async def release(self, handle: FileHandle) -> None:
+    async def release(self, handle: FileHandle | BlockHandle) -> None:
+        if isinstance(handle, OpenBlock | DraftHandle):
+            if self._blocks is not None:
+                await self._blocks.release(handle)
+            if handle.file is None:
+                return
+            handle = handle.file
         node = handle.node
         node.writers -= handle.writable
         if node.forgotten:
@@ -398,10 +502,24 @@ class Tree:
     def __init__(self, parts: Parts, files: Files) -> None:
         self._core, self._lookups, self._names = parts.core, parts.lookups, parts.names
         self._access, self._files = parts.mapper.access, files
+        self._blocks = parts.block_names
 
-    async def lookup(self, parent: int, name: bytes) -> Node:
+    async def _block_folder(self, directory: int) -> tuple[BlockNames, Node] | None:
+        """If it is a directory of blocks."""
+        folder = await self._blocks.folder(directory) if self._blocks is not None else None
+        return (self._blocks, folder) if self._blocks is not None and folder is not None else None
+
+    async def _check_free(self, directory: int, name: bytes) -> None:
+        """Exists: a block has the name."""
+        if (at := await self._block_folder(directory)) is not None:
+            at[0].check_free(at[1], name)
+
+    async def lookup(self, parent: int, name: bytes) -> Attributes:
         core, lookups = self._core, self._lookups
         core.counters.lookups += 1
+        at = await self._block_folder(parent) if name not in DOTS else None
+        if at is not None and (found := at[0].look_up(at[1], name)) is not None:
+            return found
         node = (await (lookups.find_dots if name in DOTS else lookups.find_for_kernel)(parent, name)).node
         if core.caches and (node is None or node.is_file):
             core.looked_in_cache(node or await lookups.find_directory(parent), name, is_there=node is not None)
@@ -411,6 +529,8 @@ class Tree:
         return lookups.count_lookup(node)
 
     def forget(self, ino: int, count: int) -> None:
+        if is_block(ino):
+            return
         if not self._core.places.forget(ino, count):
             return
         self._lookups.forget(ino)
@@ -421,12 +541,21 @@ class Tree:
             self._core.nodes.drop(node)
 
     def remember(self, parent: int, entry: DirEntry) -> None:
-        self._core.places.add(entry.attributes.ino, parent, entry.name)
+        if not is_block(entry.attributes.ino):
+            self._core.places.add(entry.attributes.ino, parent, entry.name)
 
     def may_keep(self, directory: int) -> bool:
+        if self._blocks is not None and self._blocks.is_known_block_directory(directory):
+            return False  # rings change names, and a name may mean another block at any time
         return not self._lookups.must_ask(directory)
 
-    async def create(self, parent: int, name: bytes, mode: int, caller: Caller, flags: int) -> tuple[FileHandle, Node]:
+    async def create(
+        self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
+    ) -> tuple[FileHandle | DraftHandle, Attributes]:
+        if (at := await self._block_folder(parent)) is not None:
+            draft = await _check_change(self._core, at[0]).create(at[1], name, mode, caller, flags)
+            if draft is not None:
+                return draft, draft.draft
         directory, node = await _check_change(self._core, self._names).create(
             parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller
         )
@@ -446,6 +575,7 @@ class Tree:
     async def _make_inode(
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
     ) -> Node:
+        await self._check_free(parent, name)
         directory, node = await _check_change(self._core, self._names).create(
             parent, name, mode, caller, rdev=rdev, target=target
         )
@@ -453,6 +583,9 @@ class Tree:
         return node
 
     async def link(self, ino: int, parent: int, name: bytes) -> Node:
+        await self._check_free(parent, name)
+        if self._blocks is not None and self._blocks.files.has(ino):
+            ino = (await self._blocks.files.make_ordinary(ino)).ino
         directory, node = await _check_change(self._core, self._names).link(ino, parent, name)
         await self._publish(directory, node)
         return node
@@ -468,14 +601,25 @@ class Tree:
             raise
 
     async def unlink(self, parent: int, name: bytes) -> None:
+        at = await self._block_folder(parent)
+        if at is not None and await _check_change(self._core, at[0]).unlink(at[1], name):
+            self._core.counters.removes += 1
+            return
         directory, node = await _check_change(self._core, self._names).unlink(parent, name)
         await self._names.publish(directory, node)
 
     async def remove_directory(self, parent: int, name: bytes) -> None:
+        if (at := await self._block_folder(parent)) is not None and at[0].files.find(parent, name) is not None:
+            raise errors.NotADirectory(f"{name!r} is not a directory")
         directory, node = await _check_change(self._core, self._names).remove_directory(parent, name)
         await self._names.publish(directory, node)
 
     async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int) -> None:
+        if await self._block_folder(parent) is not None or await self._block_folder(new_parent) is not None:
+            blocks = _check_change(self._core, self._blocks)
+            old, new = await self._lookups.find_directory(parent), await self._lookups.find_directory(new_parent)
+            if blocks is not None and await blocks.rename(old, name, new, new_name, flags):
+                return
         directory, node = await _check_change(self._core, self._names).rename(parent, name, new_parent, new_name, flags)
         await self._names.publish(directory, node)
 
@@ -485,6 +629,8 @@ class Tree:
     async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
         if not after:
             self._access.read(await self._lookups.find_directory(ino))
+        if (at := await self._block_folder(ino)) is not None:
+            return await at[0].list_entries(at[1], after, limit)
         return await Listing(self._lookups, ino).read_entries(after, limit)
 
 

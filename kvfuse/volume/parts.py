@@ -18,6 +18,8 @@ from kvfuse.errors import EngineError, innermost
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.blocks.block_files import BlockFiles
+from kvfuse.volume.blocks.block_names import BlockNames
 from kvfuse.volume.blocks.blocks import Blocks
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
@@ -158,6 +160,11 @@ class Parts:
                 core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
                 options.cache.staging_size, self.blocks.search.ancestors,
             )  # fmt: skip
+        self.block_names: BlockNames | None = None
+        """of a volume with a block store"""
+        if self.engine is not None:
+            files = BlockFiles(core, self.engine, self.lookups, self.names, self.writer, self.cutter)
+            self.block_names = BlockNames(files)
         self.life = Lifetime()
 
     def _is_caller_coming(self) -> bool:

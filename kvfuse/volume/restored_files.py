@@ -8,6 +8,8 @@ import trio
 
 from kvfuse import errors
 from kvfuse.volume.api import Caller
+from kvfuse.volume.blocks.block_numbers import is_block
+from kvfuse.volume.blocks.open_blocks import OpenBlock
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.parts import Parts
@@ -21,21 +23,31 @@ class RestoredFiles:
     def __init__(self, parts: Parts) -> None:
         self._core, self._lookups, self._coherence = parts.core, parts.lookups, parts.coherence
         handover = self._handover = parts.core.nodes.handover
+        self._blocks = parts.block_names.files if parts.block_names is not None else None
         self.ring_files, self.movers = handover.ring_files, handover.movers
 
     async def load(self, ino: int) -> None:
+        if is_block(ino):
+            if self._blocks is None or ((before := self._handover.still_open.get(ino)) is not None and before.writers):
+                raise errors.Stale(f"block {ino:#x} was being written")
+            self._blocks.attributes(ino)
+            return
         node = await self._lookups.find_node(ino)
         if not node.nlink and node.handles and self._coherence is not None:
             self._coherence.hold(node)
 
-    def take_over(self, ino: int, flags: int, caller: Caller) -> FileHandle:
+    def take_over(self, ino: int, flags: int, caller: Caller) -> FileHandle | OpenBlock:
+        if is_block(ino) and self._blocks is not None:
+            handle = self._blocks.restore(ino, flags, caller)
+            self._handover.took(ino, writable=False)
+            return handle
         node = self._core.nodes.get(ino)
         assert node is not None, f"inode {ino} is not loaded"
-        handle = FileHandle(node, flags, caller)
-        self._uncount(node, writable=handle.writable)
+        file = FileHandle(node, flags, caller)
+        self._uncount(node, writable=file.writable)
         if self._coherence is not None:
-            self._coherence.taken_over(handle)
-        return handle
+            self._coherence.taken_over(file)
+        return file
 
     def give_up(self, ino: int, *, writable: bool) -> None:
         node = self._core.nodes.get(ino)

@@ -95,6 +95,9 @@ class Volume:
         else:
             free = slabs.free_bytes + slabs.pending_bytes + self.parts.journal.freeing_bytes
             file_count = core.file_count
+        if core.blocks is not None:
+            block_count, free_here = core.blocks.room()
+            free, file_count = free + free_here, file_count + block_count
         inodes_free = core.metadata.inodes_free(file_count)
         return Statfs(core.geometry.data_size, free, file_count + inodes_free, inodes_free)
 
@@ -122,6 +125,7 @@ class Volume:
             "journal": dataclasses.asdict(self.parts.journal.counters),
             "blocks": self.blocks.statistics(),
             "store": core.blocks.statistics() if core.blocks is not None else None,
+            "block_files": self._block_files(),
             "tier": core.tier.statistics()._asdict(),
             **{name: section() for name, section in self.sections.items()},
             "memory": {
@@ -137,6 +141,9 @@ class Volume:
             "slab_size": core.geometry.slab_size,
         }
 
+    def _block_files(self) -> dict[str, int] | None:
+        return self.parts.block_names.files.statistics() if self.parts.block_names is not None else None
+
     def _describe(self, namespace: Namespace) -> dict[str, Any]:
         """Number, path, settings, use (of all hosts, and this one's part) and counters of a namespace.
 
@@ -146,6 +153,9 @@ class Volume:
         used, here = core.namespaces.accounts.use_of_hosts(number), core.namespaces.accounts.use(number)
         segments_tier: SegmentsTier = "remote" if core.records.limits.shared else "disk"
         measures, cache = core.namespaces.measures[number], namespace.cache
+        if core.blocks is not None:
+            size, count = core.blocks.use(number)
+            used = here = NamespaceUse(used.size + size, used.files + count)
         if number == ROOT:
             used = here = NamespaceUse(space.size - space.free, space.files - space.files_free)
         return {

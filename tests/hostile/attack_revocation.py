@@ -138,7 +138,8 @@ class User:
             found |= self._in_table(table, numbers)
             known |= dict.fromkeys(table.slots["arena"].tolist())
         for rows in self.row_tables:
-            found |= {number for number, row in zip(numbers, rows.find(list(map(key, numbers))), strict=True) if row >= 0}
+            there = rows.find(list(map(key, numbers)))
+            found |= {number for number, row in zip(numbers, there, strict=True) if row >= 0}
             known |= dict.fromkeys(rows.rows["arena"][:ROWS_LOOKED_AT].tolist())
         self._map_arena(max(known, default=0) + 1)
         for number in [number for number in known if number not in self.arenas][-NEWEST:]:

@@ -18,6 +18,7 @@ from blocks_lab import (
     SIZES,
     SLAB,
     SLABS,
+    TOKEN,
     BlocksLab,
     find,
     get,
@@ -77,8 +78,8 @@ def fuzz_slabs(rng: random.Random) -> None:
     lab.begin_memory()
     lab.begin_core()
     lab.core.set_loading(True)
-    for slab in range(SLABS):
-        lab.core.load_slab(slab, random_slab(rng))
+    for slab in range(lab.slabs):
+        lab.core.load_slab(slab, TOKEN, random_slab(rng))
         if rng.random() < 0.3:
             table = rng.choice(list(lab.tables.values()))
             live = np.flatnonzero(table.rows["version"] & np.uint64(1)).astype(np.int64)[:2]
@@ -197,8 +198,8 @@ def fuzz_arguments() -> None:
         lambda: lab.core.add_table(9, 0, memory.ctypes.data, len(memory)),
         lambda: lab.core.add_table(0, 0, lab.tables[0].memory.ctypes.data, len(lab.tables[0].memory)),
         lambda: lab.core.put_space(5, 1, 4, 1, 1, 1),
-        lambda: lab.core.load_slab(0, memory),
-        lambda: lab.core.load_slab(SLABS, memory),
+        lambda: lab.core.load_slab(0, TOKEN, memory),
+        lambda: lab.core.load_slab(SLABS, TOKEN, memory),
         lambda: lab.core.slab_rows(SLABS),
         lambda: lab.core.slot_places(0, 0),
         lambda: lab.core.list_rows(77, 1, -1, 10, 0),

@@ -20,6 +20,7 @@ from blocks_lab import (
     SIZES,
     SLAB,
     SLABS,
+    TOKEN,
     Medium,
     content,
     find,
@@ -36,6 +37,9 @@ NAMES = [b"%d" % number + b"n" * (number % 90) for number in range(150)]
 DIRECTORY = 9
 BUCKETS, ROWS = 32, 260
 ARENA = 30 * PAGE
+LIBC = ctypes.CDLL(None)
+LIBC.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+TRACE_ME, SINGLE_STEP = 0, 9
 
 
 def size_of(version: int) -> int:
@@ -59,8 +63,9 @@ class Killed:
         self.numbers[:6] = [1, 2, 3, 4, 5, 5]
         self.acked, self.pending = shared(PAGE).view(np.int64), shared(PAGE).view(np.int64)
         """of each name: version that is there; 0: none"""
+        self.steps = 0
         self.begin()
-        self.core.add_slabs(np.arange(SLABS, dtype=np.uint32))
+        self.core.add_slabs(np.arange(SLABS, dtype=np.uint32), TOKEN)
         self.abandon()
 
     def begin(self) -> None:
@@ -130,13 +135,13 @@ class Killed:
             numbers_of, versions, names, sources, sizes, _ = rng.choice(batches)
             self.pending[numbers_of] = versions
             self.core.put(0, DIRECTORY, *names, False, sources, sizes, 1, 0, 0, 7, results, sequences)
-            self.acked[numbers_of] = np.where(results == 0, versions, self.acked[numbers_of])
+            self.acked[numbers_of] = np.where(results >= 0, versions, self.acked[numbers_of])
             self.pending[numbers_of] = self.acked[numbers_of]
             if rng.random() < 0.1:
                 self.pending[numbers_of] = 0
                 self.core.drop(0, DIRECTORY, *names, False, 0, rows, sequences)
                 self.acked[numbers_of] = 0
-            if results.any():
+            if (results < 0).any():
                 while not isinstance(batch := self.core.take_dirty(1 << 60, 1 << 60), int):
                     self.write(batch)
 
@@ -148,7 +153,7 @@ class Killed:
             self.pending[number] = version
         results, _ = put(self.core, 0, DIRECTORY, items)
         for number, result in zip(numbers, results, strict=True):
-            if result == 0:
+            if result >= 0:
                 self.acked[number] = self.pending[number]
             else:
                 self.pending[number] = self.acked[number]
@@ -203,6 +208,60 @@ class Killed:
         self.check()
         self.abandon()
 
+    def stepped_round(self) -> bool:
+        """The next one is killed within a change that needs many instructions. False: nobody may trace here."""
+        self.numbers[8] = 0
+        is_moving = self.rng.random() < 0.4
+        seed = self.rng.randrange(1 << 32)
+        child = os.fork()
+        if not child:
+            try:
+                self.serve_stepped(random.Random(seed), is_moving)
+            finally:
+                os._exit(1)
+        if os.WIFEXITED(os.waitpid(child, 0)[1]):
+            return False
+        words = self.table[120:128].view(np.uint32)
+        """see TableHeader: what is moving, what is replacing"""
+        steps, more = 0, self.rng.randrange(90)
+        while steps < more:
+            LIBC.ptrace(SINGLE_STEP, child, None, None)
+            if os.WIFEXITED(os.waitpid(child, 0)[1]):
+                break
+            steps += bool(words[0 if is_moving else 1] or steps)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        self.steps += steps
+        self.begin()
+        self.check()
+        self.abandon()
+        return True
+
+    def serve_stepped(self, rng: random.Random, is_moving: bool) -> None:
+        self.begin()
+        numbers = rng.sample(range(len(NAMES)), 3)
+        self.put(numbers)
+        if is_moving:
+            while not isinstance(batch := self.core.take_dirty(1 << 60, 1 << 60), int):
+                self.write(batch)
+        versions = [self.number(6) for _ in numbers]
+        data = [np.frombuffer(data_of(n, v)[:9], np.uint8) for n, v in zip(numbers, versions, strict=True)]
+        names = name_columns([NAMES[number] for number in numbers])
+        addresses, sizes = np.array([one.ctypes.data for one in data], np.uint64), np.full(3, 9, np.int64)
+        results, sequences = np.zeros(3, np.int64), np.zeros(3, np.uint64)
+        if not is_moving:
+            self.pending[numbers] = versions
+        if LIBC.ptrace(TRACE_ME, 0, None, None):
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if is_moving:
+            for place in range(len(self.arenas)):
+                self.core.remove_arena(place)
+        else:
+            self.core.put(0, DIRECTORY, *names, False, addresses, sizes, 1, 0, 0, 7, results, sequences)
+        os._exit(0)
+
     def check(self) -> None:
         rows = blocks.rows_of(self.table, BUCKETS)
         live = rows[rows["version"] & np.uint64(1) == 1]
@@ -241,10 +300,12 @@ class Killed:
 
 def main(seed: int, rounds: int) -> None:
     lab = Killed(seed)
-    for _ in range(rounds):
+    for number in range(rounds):
         lab.round()
+        if number % 4 == 0:
+            lab.stepped_round()
     facts = lab.core.statistics()
-    print(f"{rounds} daemons, the last one had {facts['blocks']} blocks, {int(lab.numbers[6])} puts")
+    print(f"{rounds} daemons, the last one had {facts['blocks']} blocks, {int(lab.numbers[6])} puts, {lab.steps} steps")
 
 
 if __name__ == "__main__":

@@ -235,7 +235,8 @@ class BlocksLab:
 
     def __init__(self, seed: int, arenas: int = 7) -> None:
         self.rng = random.Random(seed)
-        self.medium = Medium()
+        self.slabs = self.rng.choice([8, 12, SLABS])
+        self.medium = Medium(self.slabs)
         self.now, self.now_us, self.versions, self.serials, self.numbers = 10, 1000, 0, 0, 0
         self.epochs = dict.fromkeys(ABOVE, 1)
         self.blocks: dict[Key, Block] = {}
@@ -245,14 +246,16 @@ class BlocksLab:
         self.arena_sizes = [PAGE * 100] + [PAGE * self.rng.choice([20, 40, 66, 100]) for _ in range(arenas)]
         self.arenas: dict[int, tuple[int, Bytes]] = {}
         """place -> number, memory"""
+        self.is_storm = False
+        """few names come, and these all the time"""
         self.begin_memory()
         self.begin_core()
-        self.core.add_slabs(np.arange(SLABS, dtype=np.uint32), TOKEN)
+        self.core.add_slabs(np.arange(self.slabs, dtype=np.uint32), TOKEN)
 
     # -- daemons: the first one, and those that go on
 
     def begin_memory(self) -> None:
-        self.states = shared(blocks.SLAB_STATE_SIZE * SLABS)
+        self.states = shared(blocks.SLAB_STATE_SIZE * self.slabs)
         self.tables = {place: self.new_table(place) for place in PLACES}
         self.arenas = {place: (self.number(), shared(size)) for place, size in enumerate(self.arena_sizes)}
 
@@ -270,7 +273,7 @@ class BlocksLab:
         return TableLab(place, space, directory, buckets_max, rows_max, self.serials, memory)
 
     def begin_core(self) -> None:
-        self.core = _blocks.Core(self.states.ctypes.data, SLABS, SLAB, HEAD_TABLE, np.array(SIZES, np.uint32))
+        self.core = _blocks.Core(self.states.ctypes.data, self.slabs, SLAB, HEAD_TABLE, np.array(SIZES, np.uint32))
         self.core.set_dirty_max(self.dirty_max)
         self.writes: list[Write] = []
         self.sizes = SizesModel()
@@ -312,7 +315,7 @@ class BlocksLab:
         self.begin_core()
         self.core.set_loading(True)
         known = dict(self.blocks)
-        order = list(range(SLABS))
+        order = list(range(self.slabs))
         self.rng.shuffle(order)
         for slab in order:
             self.core.load_slab(slab, TOKEN, self.medium.slabs[slab])
@@ -380,11 +383,15 @@ class BlocksLab:
     def past(self, key: Key) -> Past:
         return self.pasts.setdefault(key, Past())
 
+    def any_table(self) -> TableLab:
+        return self.tables[1] if self.is_storm else self.rng.choice(list(self.tables.values()))
+
     def names(self, count: int) -> list[bytes]:
         return [self.name() for _ in range(count)]
 
     def name(self) -> bytes:
-        number = self.rng.randrange(120)
+        """Some come again and again: the medium has many heads of them then."""
+        number = self.rng.randrange(6 if self.is_storm or self.rng.random() < 0.4 else 120)
         length = (1, 3, 8, 40, 64, 200, 255)[number % 7]
         return (b"%d-" % number + b"x" * 255)[: max(length, 4)]
 
@@ -401,7 +408,7 @@ class BlocksLab:
         return content(key, self.versions, size)
 
     def step_put(self) -> None:
-        table = self.rng.choice(list(self.tables.values()))
+        table = self.any_table()
         items = [(name, self.data((table.place, name))) for name in self.names(self.rng.choice([1, 1, 3, 8]))]
         odd = self.rng.choice([b"", b"y" * 256, b"a/b", b"n\0", b".", b"..", b"%41"])
         plain = self.rng.random() < 0.5
@@ -492,7 +499,7 @@ class BlocksLab:
         return None if found is None or (found.expires and now >= found.expires) else found
 
     def step_get(self) -> None:
-        table = self.rng.choice(list(self.tables.values()))
+        table = self.any_table()
         names = self.names(self.rng.choice([1, 4, 100]))
         rooms = [self.rng.choice([SLAB, SLAB, 100, -1]) for _ in names]
         results, found = get(self.core, table.place, table.directory, names, rooms, self.now)
@@ -507,7 +514,7 @@ class BlocksLab:
                 assert data == block.data
 
     def step_find(self) -> None:
-        table = self.rng.choice(list(self.tables.values()))
+        table = self.any_table()
         names = [*self.names(100), b"", b"a/b"]
         rows, sequences = find(self.core.find, table.place, table.directory, names, self.now, plain=True)
         for name, row, sequence in zip(names[:-2], rows, sequences, strict=False):
@@ -516,7 +523,7 @@ class BlocksLab:
         assert rows[-2:] == ([blocks.ABSENT] * 2 if table.is_ended else [blocks.ODD_NAME] * 2)
 
     def step_drop(self) -> None:
-        table = self.rng.choice(list(self.tables.values()))
+        table = self.any_table()
         names = self.names(self.rng.choice([1, 5, 5, 70]) if self.rng.random() < 0.7 else 1)
         rows, sequences = find(self.core.drop, table.place, table.directory, names, self.now)
         for name, row, sequence in zip(names, rows, sequences, strict=True):
@@ -530,7 +537,7 @@ class BlocksLab:
         self.past(key).since.append(None)
 
     def step_drop_rows(self) -> None:
-        table = self.rng.choice(list(self.tables.values()))
+        table = self.any_table()
         if table.is_ended:
             return
         live = table.live()
@@ -548,7 +555,7 @@ class BlocksLab:
                 self.forget(key)
 
     def step_list(self) -> None:
-        table = self.rng.choice(list(self.tables.values()))
+        table = self.any_table()
         found, after = {}, -1
         while True:
             limit = self.rng.choice([1, 7, 10000])
@@ -568,7 +575,7 @@ class BlocksLab:
             assert name in (None, wanted[sequence])
 
     def step_land(self) -> None:
-        table = self.rng.choice(list(self.tables.values()))
+        table = self.any_table()
         if table.is_ended:
             return
         away = [
@@ -690,8 +697,20 @@ class BlocksLab:
         if any(table.is_ended for table in self.tables.values()):
             return
         self.flush()
-        assert self.core.statistics()["free_slabs"] == SLABS
+        assert self.core.statistics()["free_slabs"] == self.slabs
         assert self.core.statistics()["dirty_bytes"] == 0
+
+    def step_storm(self) -> None:
+        """A few names, again and again, until two accidents have a promise between them."""
+        self.is_storm = True
+        for name in self.rng.choices(["put", "take", "write", "write", "end", "drop"], k=self.rng.randrange(4, 25)):
+            self.step(name)
+        self.step(self.rng.choice(["kill", "power"]))
+        for name in self.rng.choices(["drop", "put"], [3, 1], k=self.rng.randrange(6)):
+            self.step(name)
+        self.step("sync")
+        self.step(self.rng.choice(["kill", "power"]))
+        self.is_storm = False
 
     def step_time(self) -> None:
         self.now += 1
@@ -717,6 +736,7 @@ class BlocksLab:
         "slabs": 1,
         "clear": 1,
         "drain": 0.3,
+        "storm": 4,
         "time": 1,
         "dirty_max": 0.5,
         "kill": 2,
@@ -728,12 +748,11 @@ class BlocksLab:
     def run(self, steps: int) -> None:
         self.cleared = {}
         for _ in range(steps):
-            self.step()
+            self.step(*self.rng.choices(list(self.STEPS), list(self.STEPS.values())))
 
-    def step(self) -> None:
+    def step(self, name: str) -> None:
         self.slot_size_of = {}
         self.dirty_bytes_before = self.core.statistics()["dirty_bytes"]
-        (name,) = self.rng.choices(list(self.STEPS), list(self.STEPS.values()))
         if name == "kill":
             self.cleared.clear()
             self.kill()
@@ -796,7 +815,7 @@ class BlocksLab:
 
     def check_use(self, slots: set[tuple[int, int]]) -> None:
         owned = set()
-        for slab in range(SLABS):
+        for slab in range(self.slabs):
             found = np.frombuffer(self.core.slab_rows(slab), np.uint64).reshape(-1, 3).tolist()
             for place, number, sequence in found:
                 row = self.tables[place].rows[number]

@@ -12,7 +12,20 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-from blocks_lab import HEAD_TABLE, MULTIPLIERS, SIZES, SLAB, SLABS, Medium, find, get, memory_at, read_shared, shared
+from blocks_lab import (
+    HEAD_TABLE,
+    MULTIPLIERS,
+    SIZES,
+    SLAB,
+    SLABS,
+    TOKEN,
+    Medium,
+    find,
+    get,
+    memory_at,
+    read_shared,
+    shared,
+)
 
 from kvfuse.native import _blocks, blocks
 from kvfuse.native.blocks import PAGE, name_columns
@@ -52,7 +65,7 @@ class Threads:
         self.core = _blocks.Core(self.states.ctypes.data, SLABS, SLAB, HEAD_TABLE, np.array(SIZES, np.uint32))
         self.core.put_space(0, 70, -1, 1, 1 << 40, 1 << 40)
         self.core.add_table(0, 0, self.table.ctypes.data, len(self.table))
-        self.core.add_slabs(np.arange(SLABS, dtype=np.uint32))
+        self.core.add_slabs(np.arange(SLABS, dtype=np.uint32), TOKEN)
         self.arenas = [shared(40 * PAGE) for _ in range(6)]
         for place, memory in enumerate(self.arenas):
             self.core.add_arena(place, place + 1, memory.ctypes.data, len(memory), -1)
@@ -76,7 +89,7 @@ class Threads:
             sizes = np.array([len(one) for one in data], np.int64)
             columns = name_columns(names)
             self.core.put(0, DIRECTORY, *columns, True, addresses, sizes, version, 0, 0, 7, results, sequences)
-            done = [number for number, result in zip(numbers, results.tolist(), strict=True) if result == 0]
+            done = [number for number, result in zip(numbers, results.tolist(), strict=True) if result >= 0]
             count += len(done)
             if not done:
                 os.sched_yield()  # until a batch is written

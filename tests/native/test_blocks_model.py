@@ -10,7 +10,7 @@ from pathlib import Path
 import blocks_fuzz
 import blocks_killed
 import numpy as np
-from blocks_lab import MULTIPLIERS, play, shared
+from blocks_lab import MULTIPLIERS, TOKEN, play, shared
 from blocks_threads import Threads
 
 from kvfuse.native import _blocks, blocks
@@ -58,12 +58,12 @@ def test_a_table_has_room_for_its_rows(rng: random.Random) -> None:
             heads[name] = value
         for name, value in (("uid", 1), ("gid", 2), ("mode", 0o444), ("name_length", 4)):
             heads[name] = value
-        heads["state"][0] = blocks.SLAB_HEAD
+        heads["state"][0], heads["token"][0] = blocks.SLAB_HEAD, TOKEN
         for half in ("low", "high"):
             heads[half] = np.frombuffer(rng.randbytes(8 * len(heads)), np.uint64).reshape(-1, 1)
         for head in slab:
             blocks_fuzz.seal(head)
-        loaded = core.load_slab(number, slab.reshape(-1))
+        loaded = core.load_slab(number, TOKEN, slab.reshape(-1))
         assert loaded == 6000
         found += loaded
     assert core.statistics()["blocks"] == found > 0.97 * buckets * blocks.BUCKET_ENTRIES

@@ -207,7 +207,7 @@ class ResidentBlocks:
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers | None:
         """Copy blocks to ``targets`` (addresses), where there is room for so many bytes.
 
-        The length of each; `NOWHERE` for those that there certainly are not; `NOT_HERE` for those that the daemon has to
+        The length of each; `NOWHERE` for those that certainly are absent; `NOT_HERE` for those that the daemon has to
         be asked for, whose room has any bytes then. None: there is no index.
         """
         results: Numbers | None = None

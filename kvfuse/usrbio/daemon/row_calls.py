@@ -16,7 +16,7 @@ from kvfuse import errors
 from kvfuse.usrbio.daemon.call import Call, Completion
 from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
-from kvfuse.volume.api import RingApi, RowTable
+from kvfuse.volume.api import RingApi, RowTable, RowTerms
 from kvfuse.volume.tier.shared_tier import TierBlock
 
 
@@ -53,6 +53,7 @@ class RowCalls:
         namespace.blocks = BlockDoor(
             store, namespace.ino, number, own, tables, readable, has_files=has_files,
             sees_all=len(readable) == len(tables),
+            terms=RowTerms(is_strict=self.volume.blocks.waits(namespace.ino)),
         )  # fmt: skip
 
     def _may_read(self, table: RowTable) -> bool:

@@ -190,7 +190,8 @@ class BlockArenas:
     def forget(self, table: int) -> bool:
         """Free the arenas of a table that has ended. True: it has none any more."""
         own = [place for place in self._places if place in self._known and self._core.arena_facts(place)[1] == table]
-        return all([self._free(place) for place in own])
+        freed = [self._free(place) for place in own]
+        return all(freed)
 
     @property
     def _known(self) -> set[int]:

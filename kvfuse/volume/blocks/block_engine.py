@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,9 +88,12 @@ class BlockEngine:
         """namespace -> its place in the core"""
         self._work = trio.Event()
         self._has_looked = trio.Event()
+        self._has_loaded = trio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
         self.shown = ShownTables(self.tables, self.arenas, core.tier.residents, self.eviction)
         self.with_files: set[int] = FileDirectories(self.shown)
+        self.names_held: Counter[int] = Counter()
+        """directory -> names in it of files that become blocks"""
         self._restore()
 
     @property
@@ -152,6 +156,45 @@ class BlockEngine:
         place = self._spaces.get(number)
         return self.native.space_use(place) if place is not None else (0, 0)
 
+    def room(self) -> tuple[int, int]:
+        """(blocks, bytes that are free in the slabs that the store has) of the volume."""
+        found = self.native.statistics()
+        return found["blocks"], found["free_slabs"] * self.core.geometry.slab_size + found["free_slots_bytes"]
+
+    @property
+    def block_max(self) -> int:
+        """Bytes of the largest block."""
+        return min(self.arenas.block_max, self.core.geometry.slab_size)
+
+    def note_file(self, directory: int, namespace: int) -> None:
+        """A name of a directory is about to mean a file."""
+        if self.is_block_namespace(namespace):
+            self.with_files.add(directory)
+
+    async def has_names(self, directory: int) -> bool:
+        """Blocks, or files that become some, are in a directory. EngineTimeout: that is not known yet."""
+        with trio.move_on_after(0 if self.knows_all else ROOM_SECONDS):
+            await self._has_loaded.wait()
+        if not self.knows_all:
+            raise errors.EngineTimeout("heads of blocks are being read, and the medium does not answer in time")
+        if self.names_held[directory]:
+            return True
+        return any(map(self._has_blocks, self.tables.of(directory)))
+
+    def _has_blocks(self, table: BlockTable) -> bool:
+        rows, after = list[Any](), -1
+        while not rows:
+            rows, after = self.native.list_rows(
+                table.place, table.readers.directory, after, 1, self.now(table.namespace)
+            )
+            if after < 0:
+                break
+        return bool(rows)
+
+    def directory_removed(self, directory: int) -> None:
+        for table in self.tables.of(directory):
+            self.tables.end(table)
+
     def clear(self, number: int) -> None:
         """All blocks of a namespace are gone: its epoch has grown, and that is stored."""
         for table in self.tables.of_namespace(number):
@@ -210,21 +253,38 @@ class BlockEngine:
             table.place, table.readers.directory, *names, plain_only, sources, sizes, time.time_ns() // 1000, now,
             terms.expires or self.eviction.expiry(table.namespace, now), terms.priority, results, sequences,
         )  # fmt: skip
+        if len(self.tables.of(table.readers.directory)) > 1:
+            self._drop_beside(table, names, now, sequences)
         self.eviction.note_put(table, results, sizes)
         self.note_put()
         return results, sequences
 
+    def _drop_beside(self, table: BlockTable, names: NameColumns, now: int, sequences: Words) -> None:
+        """Blocks of other readers lose their names to those that were put later. Any thread."""
+        for other in self.tables.of(table.readers.directory):
+            if other is not table:
+                rows, older = np.empty(len(sequences), np.int64), np.empty(len(sequences), np.uint64)
+                self.native.find(other.place, other.readers.directory, *names, False, now, rows, older)
+                gone = (rows >= 0) & (older < sequences)
+                if gone.any():
+                    sizes = np.zeros(int(np.count_nonzero(gone)), np.int64)
+                    self.native.drop_rows(other.place, rows[gone], older[gone], sizes)
+
     async def put(
-        self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms
-    ) -> None:
+        self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms,
+        *, is_admitted: bool = False,
+    ) -> None:  # fmt: skip
         """Store blocks, and wait for room where there is none. NoSpace, QuotaExceeded, FileTooLarge; Stale: the
-        table has ended. EngineError: the medium takes nothing."""
+        table has ended. EngineError: the medium takes nothing. ``is_admitted``: without asking the policy."""
         sources = np.array([np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers], np.uint64)
         sizes = np.array([len(buffer) for buffer in buffers], np.int64)
         start, give_up = 0, trio.current_time() + ROOM_SECONDS
         while start < len(names):
             columns = forms.name_columns(names[start:])
-            results, _ = self.try_put(table, columns, sources[start:], sizes[start:], terms)
+            if is_admitted:
+                results, _ = self._put_some(table, columns, sources[start:], sizes[start:], terms, plain_only=False)
+            else:
+                results, _ = self.try_put(table, columns, sources[start:], sizes[start:], terms)
             failed = results < 0
             done = int(np.argmax(failed)) if failed.any() else len(results)
             start += done
@@ -280,12 +340,13 @@ class BlockEngine:
     # -- gets ----------------------------------------------------------------------------------------------
 
     def find(self, directory: int, name: bytes) -> tuple[BlockTable, int, int] | None:
-        """(table, row, sequence) of a block; None: there is none. Any thread."""
+        """(table, row, sequence) of a block, the newest of its name; None: there is none. Any thread."""
+        best: tuple[BlockTable, int, int] | None = None
         for table in self.tables.of(directory):
             rows, sequences = table.find([name], self.now(table.namespace))
-            if rows[0] >= 0:
-                return table, int(rows[0]), int(sequences[0])
-        return None
+            if rows[0] >= 0 and (best is None or sequences[0] > best[2]):
+                best = table, int(rows[0]), int(sequences[0])
+        return best
 
     async def fetch(self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words) -> Numbers:
         """Bring blocks into memory. 1 for each that came; what is damaged is dropped. EngineError."""
@@ -392,6 +453,21 @@ class BlockEngine:
         answers: list[bool] = found.tolist()
         return answers
 
+    def drop_entry(self, table: BlockTable, row: int, sequence: int) -> bool:
+        """Remove a block, if it is still the one of a row. Whether it was."""
+        sizes = np.zeros(1, np.int64)
+        self.native.drop_rows(table.place, np.array([row], np.int64), np.array([sequence], np.uint64), sizes)
+        self.note_put()
+        return bool(sizes[0])
+
+    async def read_row(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
+        """Read a block of the medium. None: it is none any more, or it was damaged, and is dropped. EngineError."""
+        data = await self._read_beside(table, row, sequence)
+        if data is None and self.drop_entry(table, row, sequence):
+            self.core.counters.checksum_failures += 1
+            log.warning("a block of directory %d is damaged, and dropped", table.readers.directory)
+        return data
+
     async def _read_beside(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block past memory that has no room for it. None: it is none any more, or damaged."""
         found = table.rows[row].copy()
@@ -441,15 +517,20 @@ class BlockEngine:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(failing.vital_task, self.writer.run)
             nursery.start_soon(failing.service, "heads of blocks", self._load)
-            nursery.start_soon(failing.service, "folders above tables", partial(self.shown.find_ancestors, self.find_ancestors))
+            nursery.start_soon(
+                failing.service, "folders above tables", partial(self.shown.find_ancestors, self.find_ancestors)
+            )
             nursery.start_soon(failing.service, "reads of blocks", self.shown.run)
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
 
     async def _load(self) -> None:
-        if self.slabs.to_load:
+        if not self.slabs.to_load:
+            self.slabs.loaded.set()
+        else:
             began = time.perf_counter()
             await self.slabs.load(self._open_tables)
             log.info("%d blocks found in %.2f s", self.slabs.loaded_blocks, time.perf_counter() - began)
+        self._has_loaded.set()
         await trio.sleep_forever()
 
     async def _keep_ready(self) -> None:

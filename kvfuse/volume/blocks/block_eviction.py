@@ -1,7 +1,7 @@
 """Removes blocks where their room is wanted: by the order of each namespace's policy, in columns.
 
-Threads of rings note puts and uses; the event loop tells the policies of them, in turns, and before it asks them. A policy
-is asked under its lock: threads ask it which blocks a full namespace admits.
+Threads of rings note puts and uses; the event loop tells the policies of them, in turns, and before it asks them. A
+policy is asked under its lock: threads ask it which blocks a full namespace admits.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class BlockEviction:
         return self._evict(self._inner(namespace), max(size, int(used * STEP_SHARE))) > 0
 
     def make_room(self, size: int) -> bool:
-        """Remove blocks of any namespace, or all of some slabs, for one more of ``size`` bytes. False: there are none."""
+        """Remove blocks of any namespace, or all of some slabs, for ``size`` bytes more. False: there are none."""
         self._tell()
         self._full |= {ROOT}
         data_size = self.core.geometry.data_size

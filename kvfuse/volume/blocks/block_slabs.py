@@ -93,6 +93,8 @@ class BlockSlabs:
     to_load: list[int] = field(default_factory=list)
     """lent slabs whose heads were not read yet"""
     loaded_blocks: int = 0
+    loaded: trio.Event = field(default_factory=trio.Event)
+    """set once all heads were read"""
     loans: int = 0
     """how often slabs were lent"""
     _lending: trio.Lock = field(default_factory=trio.Lock)
@@ -105,7 +107,7 @@ class BlockSlabs:
         return [locate(slab * size + offset) for slab, offset in zip(*_columns(runs), strict=True)]
 
     def meta_pieces(self, slab: int, offset: int, length: int) -> list[tuple[int, int, int]]:
-        """(segment, file offset, bytes) of heads and names: first in the slab's head table, then in its leading slots."""
+        """(segment, file offset, bytes) of heads and names: in the slab's head table, then in its leading slots."""
         found = []
         head_size = self.geometry.head_size
         if offset < head_size:
@@ -121,7 +123,7 @@ class BlockSlabs:
     # -- more and fewer --------------------------------------------------------------------------------
 
     async def lend(self, wanted: int) -> bool:
-        """Have so many slabs free, taken from the volume. EngineError. False: there are none, and the volume has none."""
+        """Have so many slabs free, taken from the volume. EngineError. False: neither has the store, nor the volume."""
         async with self._lending:
             free = self.core.statistics()["free_slabs"]
             return free >= wanted or await self._lend(wanted - free) or free > 0
@@ -152,7 +154,7 @@ class BlockSlabs:
     # -- at a mount ------------------------------------------------------------------------------------
 
     async def load(self, is_wanted: Callable[[Sequence[bytes]], None]) -> None:
-        """Read the heads of all slabs in ``to_load``, until that is done. ``is_wanted``: gets heads before they are used.
+        """Read the heads of all slabs in ``to_load``, until that is done. ``is_wanted``: gets heads before they count.
 
         What cannot be read is tried again: blocks in it are absent until then.
         """
@@ -173,6 +175,7 @@ class BlockSlabs:
                 await trio.lowlevel.checkpoint()
             del self.to_load[: len(some)]
         self.core.set_loading(False)
+        self.loaded.set()
 
     async def _read_heads(self, slabs: Sequence[int]) -> list[bytes]:
         """The heads of each slab, as many as its slot size says that it has. EngineError."""

@@ -186,7 +186,7 @@ class BlockTables:
     # -- from one daemon to the next -----------------------------------------------------------------
 
     def restore(self, find_space: Any) -> None:
-        """Take over the tables of the former daemon. ``find_space``: (namespace, epoch) -> its space; None: they ended."""
+        """Take over the tables of the former daemon. ``find_space``: (namespace, epoch) -> its space; None: ended."""
         last = 0
         for name, kept in take_all(self._keeper, TABLE_PREFIX):
             piece = RevocableMemory(*kept.descriptors) if len(kept.descriptors) == 2 else None

@@ -1,9 +1,9 @@
 """Writes blocks behind their puts: data, heads and names of many blocks in large sorted writes, and syncs them.
 
 A put does not wait for it. A *position* counts blocks that were put and heads that are to be written, in their order:
-`written` and `durable` are positions before which all are on the medium, and survive a loss of power. A batch that the engine refuses is written
-again until it accepts it: its memory stays, its slots are given to nobody else, and puts are refused when too much
-waits. So a write that was given up, and comes late, finds nothing but its own block.
+`written` and `durable` are positions before which all are on the medium, and survive a loss of power. A batch that the
+engine refuses is written again until it accepts it: its memory stays, its slots are given to nobody else, and puts are
+refused when too much waits. So a write that was given up, and comes late, finds nothing but its own block.
 """
 
 from __future__ import annotations

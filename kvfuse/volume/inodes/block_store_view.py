@@ -14,12 +14,22 @@ class BlockStoreView(Protocol):
     def use(self, number: int) -> tuple[int, int]:
         """(bytes of slots, blocks) of a namespace and those in it."""
 
+    def room(self) -> tuple[int, int]:
+        """(blocks, bytes that are free in the slabs that the store has) of the volume."""
+
     def clear(self, number: int) -> None:
         """All blocks of a namespace are gone: its epoch has grown, and that is stored."""
 
     def update_quotas(self) -> None:
         """Quotas, or what files have of them, changed."""
 
+    def note_file(self, directory: int, namespace: int) -> None:
+        """A name of a directory is about to mean an ordinary file."""
+
+    async def has_names(self, directory: int) -> bool:
+        """Blocks, or files that become some, are in a directory. EngineTimeout: that is not known yet."""
+
+    def directory_removed(self, directory: int) -> None: ...
     def readers_change(self, directories: Sequence[int] | None) -> None:
         """Before other people may use these directories (None: any) than until now."""
 

@@ -9,7 +9,8 @@ from kvfuse.errors import Stale
 from kvfuse.volume.api import Caller
 from kvfuse.volume.inodes.node import Node
 
-_handle_ids = itertools.count(1)
+next_handle = itertools.count(1).__next__
+"""a number for another handle of this process"""
 
 
 class FileHandle:
@@ -29,7 +30,7 @@ class FileHandle:
     )
 
     def __init__(self, node: Node, flags: int, caller: Caller) -> None:
-        self.id = next(_handle_ids)
+        self.id = next_handle()
         self.node = node
         self.caller = caller
         mode = flags & os.O_ACCMODE

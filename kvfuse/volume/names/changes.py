@@ -68,11 +68,14 @@ class Names:
     # -- creating ------------------------------------------------------------------------------------
 
     async def create(
-        self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b""
+        self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes = b"", ino: int = 0
     ) -> tuple[Node, Node]:
-        """(directory, new inode) of any type; not yet published. The inode is counted as looked up."""
+        """(directory, new inode) of any type; not yet published. The inode is counted as looked up.
+
+        ``ino``: its number, which was given before; 0: the next one.
+        """
         self._check_crowd(caller.uid)
-        planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target), make=self._make_node)
+        planning = partial(plans.plan_create, new=NewInode(caller, mode, rdev, target, ino), make=self._make_node)
         plan = await self.executor.carry_out(
             [NamePlace(parent, name)], planning, _always if S_ISREG(mode) else plans.never
         )
@@ -83,7 +86,7 @@ class Names:
         directory, caller = end.directory, new.caller
         gid = directory.gid if directory.mode & S_ISGID else caller.gid
         mode = privileges.mode_of_new(directory, new.mode, caller)
-        node = Node(self.core.inodes.next(), mode, caller.uid, gid, self.core.chunk_size_in(directory))
+        node = Node(new.ino or self.core.inodes.next(), mode, caller.uid, gid, self.core.chunk_size_in(directory))
         node.parent, node.name = directory.ino, end.name
         node.namespace = directory.namespace
         node.atime = node.mtime = node.ctime = clock.now()

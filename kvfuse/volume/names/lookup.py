@@ -214,6 +214,8 @@ class OwnLookup(Lookup):
                 await cleared.swept.wait()
             if scope.cancelled_caught:
                 raise errors.EngineTimeout("what was cleared is being removed, and the record store does not answer")
+        if self.core.blocks is not None and await self.core.blocks.has_names(ino):
+            return False
         return await super().is_empty(ino)
 
     def take_record(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:

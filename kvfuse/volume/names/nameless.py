@@ -99,6 +99,8 @@ class OwnNameless(Nameless):
             self.core.tier.retire([node.ino])
             records[schema.times_key(node.ino)] = None
             self.core.dentries.directory_removed(node.ino)
+            if self.core.blocks is not None:
+                self.core.blocks.directory_removed(node.ino)
             if number_of(node) is not None:
                 end_namespace(self.core, node)
         large = self.removal.is_large(node) and (node.stored or node.committing)

@@ -44,6 +44,8 @@ class NewInode(msgspec.Struct, frozen=True, eq=False):
     rdev: int = 0
     target: bytes = b""
     """a symbolic link's target"""
+    ino: int = 0
+    """its number, if it has one already"""
 
 
 class Plan(msgspec.Struct, eq=False):

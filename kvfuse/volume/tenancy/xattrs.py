@@ -95,13 +95,20 @@ SETTINGS = {
 """``publish``: "strict" or "relaxed". ``chunk_size``: bytes that one chunk covers, of files made later."""
 
 
-def _check_name(name: bytes) -> None:
+def check_name(name: bytes) -> None:
     """Unsupported for a name outside the namespaces, InvalidArgument for a namespace without a name."""
     namespace, dot, rest = name.partition(b".")
     if namespace not in NAMESPACES or not dot:
         raise errors.Unsupported(f"attribute {name!r}: its name must begin with 'user.', 'trusted.' or 'security.'")
     if not rest:
         raise errors.InvalidArgument(f"attribute {name!r}: nothing follows the namespace")
+
+
+def check_settable(name: bytes) -> None:
+    """Unsupported, InvalidArgument; NotPermitted: only directories have it."""
+    check_name(name)
+    if name in SETTINGS or is_about_namespaces(name):
+        raise errors.NotPermitted(f"{name!r} is a setting of directories")
 
 
 @dataclass
@@ -115,7 +122,7 @@ class Xattrs:
     namespaces: NamespaceAttributes
 
     async def get(self, ino: int, name: bytes) -> bytes:
-        _check_name(name)
+        check_name(name)
         node = await self.lookups.find_current(ino)
         setting = SETTINGS.get(name)
         if setting is not None:
@@ -141,7 +148,7 @@ class Xattrs:
 
     async def set(self, ino: int, name: bytes, value: bytes, caller: Caller | None = None) -> Node:
         """``caller``: None for this program itself, which may set all."""
-        _check_name(name)
+        check_name(name)
         node = await self.lookups.find_current(ino)
         if len(name) > XATTR_NAME_MAX or len(value) > XATTR_VALUE_MAX:
             raise errors.AttributeTooLarge(
@@ -216,7 +223,7 @@ class Xattrs:
             await self.namespaces.remove(node, name, caller)
             return node
         else:
-            _check_name(name)
+            check_name(name)
             node = await self.lookups.find_current(ino)
             found, stored = await self._look(node, name)
             if found is None:

@@ -72,8 +72,7 @@ class History:
 async def read_all(disk: Disk, directory: int) -> dict[bytes, bytes | None]:
     async with opened(disk, OPTIONS) as volume:
         engine = engine_of(volume)
-        while not engine.knows_all:
-            await trio.sleep(0.01)
+        await engine.slabs.loaded.wait()
         found: dict[bytes, bytes | None] = {}
         for key in KEYS:
             block = engine.find(directory, key)

@@ -1,0 +1,303 @@
+"""Names in directories of blocks, for the file door: a name means a block, a draft or an ordinary file.
+
+Rows are looked at before the dentries of files. Where a name gets another meaning, the new one is there before the
+former one goes: who looks the name up finds the one or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from stat import S_IFREG, S_IMODE, S_ISGID
+
+import trio
+
+from kvfuse import errors
+from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller, DirEntry
+from kvfuse.volume.blocks.block_files import PERMISSIONS, BlockFiles
+from kvfuse.volume.blocks.block_numbers import (
+    FILE_COOKIE,
+    FIRST_ROW_COOKIE,
+    after_file,
+    file_cookie,
+    row_cookie,
+    split_row_cookie,
+)
+from kvfuse.volume.blocks.block_tables import BlockTable
+from kvfuse.volume.blocks.drafts import FLOOR, Draft, DraftHandle
+from kvfuse.volume.blocks.open_blocks import BlockEntry, read_entry
+from kvfuse.volume.inodes import privileges
+from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.listing import Listing
+from kvfuse.volume.views.handover import DECIDED
+
+ListedRow = tuple[int, int, int, int, bytes | None, int, int, int]
+"""as `Core.list_rows` has it: row, sequence, length, stored, name, slab, slot, length of the name"""
+
+
+@dataclass
+class BlockNames:
+    """Of one membership. Event loop only."""
+
+    files: BlockFiles
+
+    def __post_init__(self) -> None:
+        files = self.files
+        self._core, self._engine, self._lookups, self._names = files.core, files.engine, files.lookups, files.names
+        self._drafts = files.drafts
+        self._moving = trio.Lock()
+        """of whoever needs the locks of two drafts"""
+
+    def is_known_block_directory(self, ino: int) -> bool:
+        """Whether it is one, as far as memory knows; of one that is not there: whether it may be."""
+        node = self._core.nodes.get(ino)
+        if node is not None:
+            return self._engine.is_block_namespace(node.namespace)
+        return any(found.settings.is_blocks for found in self._core.namespaces.all.values())
+
+    async def folder(self, ino: int) -> Node | None:
+        """The directory, if it has blocks. NotADirectory, Stale."""
+        if not self.is_known_block_directory(ino):
+            return None
+        node = await self._lookups.find_directory(ino)
+        return node if self._engine.is_block_namespace(node.namespace) else None
+
+    # -- looking ---------------------------------------------------------------------------------------
+
+    def look_up(self, folder: Node, name: bytes) -> Draft | BlockEntry | None:
+        """What a name means, if it is no ordinary file; counted as known to the kernel."""
+        found = self.files.find(folder.ino, name)
+        if isinstance(found, Draft):
+            self._count_lookup(found)
+        return found
+
+    def _count_lookup(self, draft: Draft) -> None:
+        if draft.ino < FILE_COOKIE:
+            self._core.places.add(draft.ino, *draft.place)
+
+    async def list_entries(self, folder: Node, after: int, limit: int) -> list[DirEntry]:
+        """As `api.TreeApi.list_directory`. A new draft that becomes a block between two calls may be listed twice."""
+        found: list[DirEntry] = []
+        if after < FIRST_ROW_COOKIE:
+            found += self._list_drafts(folder.ino, after)[:limit]
+            after = FIRST_ROW_COOKIE
+        seen = {entry.name for entry in found}
+        while after < FILE_COOKIE and len(found) < limit:
+            rows, after = await self._list_rows(folder.ino, after, limit - len(found))
+            found += [entry for entry in rows if entry.name not in seen]
+        if len(found) < limit:
+            start = after_file(after) if after > FILE_COOKIE else 0
+            for name, cookie, node in await Listing(self._lookups, folder.ino).read_entries(start, limit - len(found)):
+                found.append(DirEntry(name, file_cookie(cookie), node))
+        return found
+
+    def _list_drafts(self, directory: int, after: int) -> list[DirEntry]:
+        """Those whose names mean no block yet."""
+        found = [
+            DirEntry(draft.name, _draft_cookie(draft), draft)
+            for draft in self._drafts.in_directory(directory)
+            if self._engine.find(directory, draft.name) is None
+        ]
+        return sorted([entry for entry in found if entry.cookie > after], key=lambda entry: entry.cookie)
+
+    async def _list_rows(self, directory: int, after: int, limit: int) -> tuple[list[DirEntry], int]:
+        """(blocks behind a cookie, where to go on): of one table."""
+        place, row = split_row_cookie(after)
+        tables = sorted(self._engine.tables_of(directory), key=lambda table: table.place)
+        table = next((table for table in tables if table.place >= place), None)
+        if table is None:
+            return [], FILE_COOKIE
+        start = row if table.place == place else -1
+        rows, last = self._engine.native.list_rows(
+            table.place, directory, start, limit, self._engine.now(table.namespace)
+        )
+        end = row_cookie(table.place + 1, -1) if last < 0 else row_cookie(table.place, last)
+        names = await self._read_names(table, rows)
+        entries = []
+        for name, (number, sequence, *_) in zip(names, rows, strict=True):
+            entry = read_entry(table, number) if name else None
+            if entry is not None and entry.sequence == sequence:
+                meant = self._drafts.by_place.get((directory, name), entry)
+                entries.append(DirEntry(name, row_cookie(table.place, number), meant))
+        return entries, end
+
+    async def _read_names(self, table: BlockTable, rows: Sequence[ListedRow]) -> list[bytes]:
+        """The names of rows; those of blocks that are not in memory are read together. Empty: it is none any more."""
+        places = [row[5:] for row in rows if row[4] is None]
+        read = await self._engine.slabs.read_names(places) if places else []
+        if read:
+            found, _ = table.find(read, self._engine.now(table.namespace))
+            numbers = [row[0] for row in rows if row[4] is None]
+            read = [name if number == there else b"" for name, number, there in zip(read, numbers, found, strict=True)]
+        others = iter(read)
+        return [row[4] if row[4] is not None else next(others) for row in rows]
+
+    # -- making ----------------------------------------------------------------------------------------
+
+    def check_free(self, folder: Node, name: bytes) -> None:
+        """Exists: a block or a draft has the name."""
+        if self.files.find(folder.ino, name) is not None:
+            raise errors.Exists(f"{name!r} exists in directory {folder.ino}")
+
+    async def create(self, folder: Node, name: bytes, mode: int, caller: Caller, flags: int) -> DraftHandle | None:
+        """A new draft, open. None: it has to be an ordinary file. Exists, NotFound, NameTooLong."""
+        self.check_free(folder, name)
+        mode = privileges.mode_of_new(folder, S_IFREG | S_IMODE(mode), caller)
+        if (await self._lookups.find_name(folder.ino, name)).node is not None:
+            raise errors.Exists(f"{name!r} exists in directory {folder.ino}")
+        self.check_free(folder, name)
+        if folder.nlink == 0:
+            raise errors.NotFound(f"directory {folder.ino} was removed")
+        if S_IMODE(mode) & ~PERMISSIONS:
+            return None
+        gid = folder.gid if folder.mode & S_ISGID else caller.gid
+        draft = Draft(self._core.inodes.next(), folder.ino, folder.namespace, name, mode, caller.uid, gid)
+        if not self._drafts.resize(draft, FLOOR):
+            return None
+        if (decided := DECIDED.get()) is not None:
+            decided(draft.ino, 0)
+        self._drafts.add(draft)
+        self._count_lookup(draft)
+        return DraftHandle(draft, flags, caller)
+
+    # -- removing --------------------------------------------------------------------------------------
+
+    async def unlink(self, folder: Node, name: bytes) -> bool:
+        """Remove a block or draft. False: the name means an ordinary file, or nothing."""
+        found = self.files.find(folder.ino, name)
+        if found is None:
+            return False
+        if (decided := DECIDED.get()) is not None:
+            decided(found.ino, 0)
+        await self._detach(found)
+        if self._lookups.is_strict(folder):
+            await self._engine.writer.flush()
+        return True
+
+    async def _detach(self, found: Draft | BlockEntry) -> None:
+        """It loses its name."""
+        if isinstance(found, BlockEntry):
+            self._engine.drop_entry(found.table, found.row, found.sequence)
+            return
+        async with found.lock:
+            if found.node is None and found.nlink:
+                self._engine.drop(found.directory, [found.name])
+                self._drafts.unlink(found)
+
+    # -- renaming --------------------------------------------------------------------------------------
+
+    async def rename(self, old: Node, name: bytes, new: Node, new_name: bytes, flags: int) -> bool:
+        """Rename what is no ordinary file, or takes the name of such. False: both are ordinary files, or none.
+
+        The errors of rename(2). InvalidArgument: blocks cannot be exchanged.
+        """
+        while True:
+            source, target = self.files.find(old.ino, name), self.files.find(new.ino, new_name)
+            if source is None and target is None:
+                return False
+            source_node = None if source is not None else (await self._lookups.find_name(old.ino, name)).node
+            target_node = None if target is not None else (await self._lookups.find_name(new.ino, new_name)).node
+            if source is None and source_node is None:
+                raise errors.NotFound(f"{name!r} does not exist in directory {old.ino}")
+            self._check_flags(flags, target or target_node, new_name)
+            _check_directories(old, new, new_name)
+            if (old.ino, name) == (new.ino, new_name):
+                return True
+            if source is None:
+                await self._take_name(old, name, new, new_name)
+                return True
+            if target_node is not None and target_node.is_directory:
+                raise errors.IsADirectory(f"{new_name!r} is a directory")
+            if (decided := DECIDED.get()) is not None:
+                decided(source.ino, target.ino if target is not None else 0)
+            if await self._move(source, name, new, new_name):
+                break
+        if target_node is not None:
+            await self.files.remove_file(new.ino, new_name)
+        self._core.counters.renames += 1
+        if self._lookups.is_strict(new):
+            await self._engine.writer.flush()
+        return True
+
+    @staticmethod
+    def _check_flags(flags: int, target: object | None, name: bytes) -> None:
+        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
+            raise errors.InvalidArgument(f"rename flags {flags:#x} are not supported")
+        if flags == RENAME_NOREPLACE and target is not None:
+            raise errors.Exists(f"{name!r} exists")
+        if flags == RENAME_EXCHANGE:
+            if target is None:
+                raise errors.NotFound(f"{name!r} does not exist")
+            raise errors.InvalidArgument("a block cannot be exchanged with another file")
+
+    async def _take_name(self, old: Node, name: bytes, new: Node, new_name: bytes) -> None:
+        """An ordinary file takes the name of a block or draft."""
+        node = (await self._lookups.find_name(old.ino, name)).node
+        if node is not None and node.is_directory:
+            raise errors.NotADirectory(f"{new_name!r} is not a directory")
+        directory, moved = await self._names.rename(old.ino, name, new.ino, new_name, 0)
+        target = self.files.find(new.ino, new_name)
+        if target is not None:
+            await self._detach(target)
+        await self._names.publish(directory, moved)
+
+    async def _move(self, source: Draft | BlockEntry, name: bytes, new: Node, new_name: bytes) -> bool:
+        """Give a block or draft another name, and take it from whoever has it. False: the name means another one by
+        now. NoSpace, QuotaExceeded, EngineError."""
+        if isinstance(source, Draft):
+            async with self._moving:
+                return await self._move_draft(source, (source.directory, name), new, new_name)
+        try:
+            data = await self.files.open_blocks.read_whole(source)
+        except errors.Stale:
+            return False
+        target = self._drafts.by_place.get((new.ino, new_name))
+        async with nullcontext() if target is None else target.lock:
+            with memoryview(data) as content:
+                await self.files.put(source, new.ino, new_name, content)
+            if target is not None:
+                self._drafts.unlink(target)
+        self._engine.drop_entry(source.table, source.row, source.sequence)
+        return True
+
+    async def _move_draft(self, draft: Draft, before: tuple[int, bytes], new: Node, new_name: bytes) -> bool:
+        """Where the former name means a block, the new one does before that goes."""
+        target = self._drafts.by_place.get((new.ino, new_name))
+        async with draft.lock, nullcontext() if target is None else target.lock:
+            if self._drafts.by_place.get(before) is not draft:
+                return False
+            was_changed = draft.is_changed
+            block = self._engine.find(*before)
+            if target is not None:
+                self._drafts.leave(target)
+            self._drafts.move(draft, new.ino, new_name)
+            draft.is_changed = was_changed or block is not None
+            try:
+                if block is not None:
+                    await self.files.publish(draft)
+            except BaseException:
+                self._drafts.move(draft, *before)
+                draft.is_changed = was_changed
+                if target is not None:
+                    self._drafts.enter(target)
+                raise
+            if block is not None:
+                self._engine.drop_entry(*block)
+            if target is not None:
+                self._drafts.unlink(target)
+            if draft.ino < FILE_COOKIE:
+                self._core.places.set(draft.ino, new.ino, new_name)
+            return True
+
+
+def _check_directories(old: Node, new: Node, name: bytes) -> None:
+    """NotFound, CrossesNamespaces."""
+    if new.nlink == 0:
+        raise errors.NotFound(f"directory {new.ino} was removed")
+    if old.namespace != new.namespace:
+        raise errors.CrossesNamespaces(f"{name!r} would be in another namespace: copy it there")
+
+
+def _draft_cookie(draft: Draft) -> int:
+    return 3 + draft.ino % (FIRST_ROW_COOKIE - 8)

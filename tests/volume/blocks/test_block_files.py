@@ -1,0 +1,299 @@
+"""Blocks that are rows, as files: names, drafts that become blocks, and what stays an ordinary file."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import inside
+import pytest
+from namespace_lab import make_namespace
+from volume_lab import MIB, Disk, check, lab_options, opened
+
+from kvfuse import errors
+from kvfuse.options.config import Options
+from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, ROW_TERMS, Attributes, Caller, Changes
+from kvfuse.volume.blocks.block_numbers import is_block
+from kvfuse.volume.volume import Volume
+
+KERNEL = Caller(0, 0)
+RING = Caller(0, 0, keeps_privileges=True, groups=frozenset())
+
+
+@dataclass
+class Door:
+    """The file door and the ring door of a directory of blocks."""
+
+    volume: Volume
+    folder: int
+
+    async def store(self, name: bytes, data: bytes, flags: int = os.O_WRONLY) -> None:
+        handle = await self.create(name, flags)
+        await self.volume.files.write(handle, 0, data, by_kernel=True)
+        await self.close(handle)
+
+    async def create(self, name: bytes, flags: int = os.O_WRONLY, mode: int = 0o644, caller: Caller = KERNEL):  # type: ignore[no-untyped-def]
+        return (await self.volume.tree.create(self.folder, name, mode, caller, flags))[0]
+
+    async def open(self, name: bytes, flags: int = os.O_RDONLY):  # type: ignore[no-untyped-def]
+        return await self.volume.files.open((await self.look(name)).ino, flags, KERNEL)
+
+    async def close(self, handle) -> None:  # type: ignore[no-untyped-def]
+        try:
+            await self.volume.files.flush(handle)
+        finally:
+            await self.volume.files.release(handle)
+
+    async def look(self, name: bytes) -> Attributes:
+        found = await self.volume.tree.lookup(self.folder, name)
+        self.volume.tree.forget(found.ino, 1)
+        return found
+
+    async def is_there(self, name: bytes) -> bool:
+        try:
+            await self.look(name)
+        except errors.NotFound:
+            return False
+        return True
+
+    async def read(self, name: bytes) -> bytes:
+        handle = await self.open(name)
+        try:
+            return bytes(await self.volume.files.read(handle, 0, 1 << 30))
+        finally:
+            await self.close(handle)
+
+    async def names(self, limit: int = 3) -> list[bytes]:
+        found, after = list[bytes](), 0
+        while entries := await self.volume.tree.list_directory(self.folder, after, limit):
+            found += [entry.name for entry in entries]
+            assert all(2 < entry.cookie < 1 << 63 for entry in entries)
+            after = entries[-1].cookie
+        assert len(found) == len(set(found)), "each name once"
+        return sorted(found)
+
+    async def rename(self, old: bytes, new: bytes, flags: int = 0) -> None:
+        await self.volume.tree.rename(self.folder, old, self.folder, new, flags)
+
+    # -- by rings ----------------------------------------------------------------------------------
+
+    async def put(self, name: bytes, data: bytes, uid: int = 0, mode: int = 0o644) -> None:
+        rows, node = self.volume.rows, inside.nodes(self.volume).get(self.folder)
+        assert rows is not None
+        assert node is not None
+        table = rows.table(self.folder, node.namespace, uid, 0, mode)
+        await rows.put(table, [name], [memoryview(data)], ROW_TERMS)
+
+    async def get(self, name: bytes) -> bytes | None:
+        rows = self.volume.rows
+        assert rows is not None
+        found = rows.find(self.folder, name)
+        data = await rows.read(found[0], name) if found is not None else None
+        return bytes(data) if data is not None else None
+
+
+@pytest.fixture
+def options() -> Options:
+    return lab_options(capacity=64 * MIB, staging_size=16 * MIB)
+
+
+@pytest.fixture
+def disk(options: Options) -> Disk:
+    return Disk.format(options)
+
+
+@asynccontextmanager
+async def door_of(disk: Disk, options: Options) -> AsyncIterator[Door]:
+    """A namespace of blocks; the volume is clean at the end."""
+    async with opened(disk, options) as volume:
+        try:
+            folder = (await volume.tree.lookup(ROOT_INODE, b"kv")).ino
+        except errors.NotFound:
+            folder = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks")
+        yield Door(volume, folder)
+    report = await check(disk)
+    assert report.clean, [problem.text for problem in report.problems]
+
+
+async def test_a_file_becomes_a_block_at_its_close(disk: Disk, options: Options) -> None:
+    async with door_of(disk, options) as door:
+        handle = await door.create(b"one", os.O_RDWR)
+        await door.volume.files.write(handle, 0, b"first ", by_kernel=True)
+        await door.volume.files.write(handle, 6, b"second", by_kernel=True)
+        assert await door.get(b"one") is None
+        assert bytes(await door.volume.files.read(handle, 0, 100)) == b"first second"
+        assert await door.names() == [b"one"]
+        await door.volume.files.flush(handle)
+        assert await door.get(b"one") == b"first second"
+        assert (await door.look(b"one")).size == 12
+        await door.volume.files.release(handle)
+        found = await door.look(b"one")
+        assert is_block(found.ino)
+        assert (found.mode, found.size, found.nlink, found.blocks) == (0o100644, 12, 1, 8)
+        assert await door.read(b"one") == b"first second"
+        assert await door.names() == [b"one"]
+    async with door_of(disk, options) as door:
+        await inside.parts(door.volume).engine.has_names(door.folder)  # type: ignore[union-attr]
+        assert await door.names() == [b"one"]
+        assert await door.read(b"one") == b"first second"
+
+
+async def test_blocks_of_rings_are_files(disk: Disk, options: Options) -> None:
+    async with door_of(disk, options) as door:
+        await door.volume.tree.make_directory(door.folder, b"sub", 0o755, KERNEL)
+        for number in range(50):
+            await door.put(b"%03d" % number, b"%d" % number * 100, uid=number % 3)
+        handle = await door.open(b"007")
+        first = (await door.look(b"007")).ino
+        await door.put(b"007", b"another")
+        assert bytes(await door.volume.files.read(handle, 0, 3)) == b"777"
+        assert (await door.look(b"007")).ino != first
+        assert await door.read(b"007") == b"another"
+        assert (await door.volume.inodes.attributes(first)).nlink == 0
+        await door.close(handle)
+        with pytest.raises(errors.Stale):
+            await door.volume.inodes.attributes(first)
+        assert await door.names() == sorted([b"sub", *[b"%03d" % number for number in range(50)]])
+        with pytest.raises(errors.NotEmpty):
+            await door.volume.tree.remove_directory(ROOT_INODE, b"kv")
+        for number in range(50):
+            await door.volume.tree.unlink(door.folder, b"%03d" % number)
+        assert await door.names() == [b"sub"]
+        await door.volume.tree.remove_directory(door.folder, b"sub")
+        await door.volume.tree.remove_directory(ROOT_INODE, b"kv")
+
+
+async def test_names_that_only_the_medium_has(disk: Disk, options: Options) -> None:
+    names = [b"%05d" % number * 3 for number in range(300)]
+    async with door_of(disk, options) as door:
+        for name in names:
+            await door.put(name, name * 10)
+    async with door_of(disk, options) as door:
+        assert not await inside.lookups(door.volume).is_empty(door.folder)
+        assert await door.names(limit=128) == names
+        assert await door.read(names[7]) == names[7] * 10
+        handle = await door.open(names[9], os.O_RDWR)
+        await door.volume.files.write(handle, 0, b"X", by_kernel=True)
+        await door.close(handle)
+        assert await door.get(names[9]) == b"X" + (names[9] * 10)[1:]
+
+
+async def test_a_rename_is_a_change_of_the_key(disk: Disk, options: Options) -> None:
+    async with door_of(disk, options) as door:
+        await door.store(b"tmp", b"new")
+        await door.store(b"name", b"old")
+        await door.rename(b"tmp", b"name")
+        assert await door.get(b"name") == b"new"
+        assert await door.get(b"tmp") is None
+        assert await door.names() == [b"name"]
+        handle = await door.create(b"tmp")  # renamed while it is open
+        await door.volume.files.write(handle, 0, b"newer", by_kernel=True)
+        await door.rename(b"tmp", b"name")
+        assert await door.read(b"name") == b"newer"
+        await door.close(handle)
+        assert await door.get(b"name") == b"newer"
+        with pytest.raises(errors.Exists):
+            await door.store(b"name", b"")
+        await door.store(b"other", b"x")
+        with pytest.raises(errors.Exists):
+            await door.rename(b"other", b"name", RENAME_NOREPLACE)
+        with pytest.raises(errors.InvalidArgument):
+            await door.rename(b"other", b"name", RENAME_EXCHANGE)
+        with pytest.raises(errors.NotFound):
+            await door.rename(b"absent", b"name")
+        with pytest.raises(errors.CrossesNamespaces):
+            await door.volume.tree.rename(door.folder, b"other", ROOT_INODE, b"other", 0)
+        sub = (await door.volume.tree.make_directory(door.folder, b"sub", 0o755, KERNEL)).ino
+        with pytest.raises(errors.IsADirectory):
+            await door.rename(b"other", b"sub")
+        with pytest.raises(errors.NotADirectory):
+            await door.rename(b"sub", b"other")
+        await door.volume.tree.rename(door.folder, b"other", sub, b"moved", 0)
+        assert await Door(door.volume, sub).read(b"moved") == b"x"
+        assert await door.names() == [b"name", b"sub"]
+
+
+async def test_what_cannot_be_a_block_is_an_ordinary_file(disk: Disk, options: Options) -> None:
+    async with door_of(disk, options) as door:
+        volume = door.volume
+        await door.store(b"empty", b"")
+        large = random.Random(1).randbytes(9 * MIB)
+        handle = await door.create(b"large")
+        for start in range(0, len(large), MIB):
+            await volume.files.write(handle, start, large[start : start + MIB], by_kernel=True)
+        await door.close(handle)
+        handle = await door.create(b"far")
+        await volume.files.write(handle, 3 * MIB, b"far", by_kernel=True)
+        await door.close(handle)
+        await door.store(b"linked", b"linked")
+        await volume.tree.link((await door.look(b"linked")).ino, door.folder, b"second")
+        await door.store(b"attributed", b"attributed")
+        await volume.inodes.set_xattr((await door.look(b"attributed")).ino, b"user.a", b"1")
+        await door.store(b"registered", b"registered")
+        ring = await volume.files.open((await door.look(b"registered")).ino, os.O_RDONLY, RING)
+        await volume.files.release(ring)
+        await door.store(b"setuid", b"setuid")
+        await volume.inodes.set_attributes((await door.look(b"setuid")).ino, Changes(mode=0o4755), KERNEL)
+        expected = [b"attributed", b"empty", b"far", b"large", b"linked", b"registered", b"second", b"setuid"]
+        assert await door.names() == expected
+        for name in expected:
+            assert await door.get(name) is None, name
+            assert not is_block((await door.look(name)).ino), name
+        assert await door.read(b"large") == large
+        assert await door.read(b"far") == bytes(3 * MIB) + b"far"
+        assert await door.read(b"second") == b"linked"
+        assert door.folder in volume.rows.with_files  # type: ignore[union-attr]
+        await door.store(b"tmp", b"block")
+        await door.rename(b"tmp", b"empty")
+        assert await door.get(b"empty") == b"block"
+        await door.rename(b"far", b"empty")
+        assert await door.get(b"empty") is None
+        assert await door.names() == [name for name in expected if name != b"far"]
+        await volume.sync()
+
+
+async def test_owners_and_modes(disk: Disk, options: Options) -> None:
+    async with door_of(disk, options) as door:
+        handle = await door.create(b"one", mode=0o600, caller=Caller(7, 8))
+        await door.volume.files.write(handle, 0, b"x", by_kernel=True)
+        await door.close(handle)
+        found = await door.look(b"one")
+        assert (found.uid, found.gid, found.mode) == (7, 8, 0o100600)
+        changed = await door.volume.inodes.set_attributes(found.ino, Changes(mode=0o640, uid=9), KERNEL)
+        assert (changed.uid, changed.gid, changed.mode) == (9, 8, 0o100640)
+        found = await door.look(b"one")
+        assert (found.uid, found.gid, found.mode) == (9, 8, 0o100640)
+        await door.volume.inodes.set_attributes(found.ino, Changes(atime=1, mtime=2), KERNEL)
+        assert await door.read(b"one") == b"x"
+        await door.volume.inodes.set_attributes(found.ino, Changes(size=3), KERNEL)
+        assert await door.get(b"one") == b"x\0\0"
+        await door.volume.inodes.set_attributes((await door.look(b"one")).ino, Changes(size=0), KERNEL)
+        assert await door.get(b"one") is None
+        assert (await door.look(b"one")).size == 0
+
+
+async def test_a_block_is_written_again(disk: Disk, options: Options) -> None:
+    async with door_of(disk, options) as door:
+        await door.put(b"one", b"0123456789")
+        number = (await door.look(b"one")).ino
+        handle = await door.open(b"one", os.O_RDWR)
+        assert (await door.look(b"one")).ino == number
+        await door.close(handle)
+        assert (await door.look(b"one")).ino == number, "nothing was written"
+        handle = await door.open(b"one", os.O_RDWR | os.O_APPEND)
+        await door.volume.files.write(handle, 0, b"ab", by_kernel=True)
+        assert (await door.volume.inodes.attributes(number)).size == 12
+        assert await door.get(b"one") == b"0123456789"
+        await door.volume.files.fsync(handle)
+        assert await door.get(b"one") == b"0123456789ab"
+        await door.close(handle)
+        assert (await door.look(b"one")).ino != number
+        handle = await door.open(b"one", os.O_WRONLY | os.O_TRUNC)
+        await door.volume.tree.unlink(door.folder, b"one")
+        await door.volume.files.write(handle, 0, b"lost", by_kernel=True)
+        await door.close(handle)
+        assert await door.names() == []
+        assert not await door.is_there(b"one")
