@@ -112,6 +112,10 @@ class User:
         self.map[:size] = content(number, size)
         return self._ask(PUT, folder, key(number), iov=self.iov, length=size)[1]
 
+    def get(self, folder: str, number: int) -> list[int]:
+        """As `look`, of one block by one call."""
+        return sorted(self._get(folder, number))
+
     def prefetch(self, folder: str, number: int) -> None:
         """Have a stored block brought into the memory of who may read it."""
         name = key(number)

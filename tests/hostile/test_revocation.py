@@ -228,6 +228,26 @@ def test_the_token_that_a_client_showed_is_another_one(users: tuple[User, User],
     check_lost(thief.look(1, 2), 1)
 
 
+@pytest.mark.parametrize("kind", ["cache", "blocks"])
+def test_what_only_a_token_opened_is_closed_without_it(users: tuple[User, User], tree: Tree) -> None:
+    """The folder lets the attacker in all the same, but not to blocks that their modes keep from it."""
+    victim, thief = users
+    thief.ask("connect", token=THEIRS)
+    victim.open(tree.blocks, mode=0o600)
+    thief.open(tree.blocks)
+    set_token(tree.top, THEIRS)
+    victim.put(tree.blocks, 1)
+    for _ in range(3):
+        assert thief.ask("get", folder=str(tree.blocks), number=1) == [1]
+    set_token(tree.top, "")
+    tree.top.chmod(0o755)
+    victim.put(tree.blocks, 2)
+    assert thief.ask("get", folder=str(tree.blocks), number=2) == []
+    seen = thief.look(1, 2)
+    assert seen["answered"] == set()
+    assert seen["mapped"] <= {1}
+
+
 def test_a_token_ends_with_its_namespace(users: tuple[User, User], tree: Tree) -> None:
     victim, thief = users
     os.setxattr(tree.blocks, NAMESPACE, b"kind=cache")

@@ -488,11 +488,12 @@ class BlockEngine:
         count = self.core.geometry.slab_count
         self._states.forget_others(lent, count)
         known = self._states.known(count)
-        if self._states.are_restored and known:
-            self.tables.restore(self._find_space)
-            self.arenas.restore()
+        goes_on = self._states.are_restored and known
+        self.tables.restore(self._find_space if goes_on else lambda namespace, epoch: None)
+        self.arenas.restore()
+        if goes_on:
             self.native.restore()
-            self.core.tier.others = self.arenas
+        self.core.tier.others = self.arenas
         self.slabs.to_load = sorted(lent.keys() - known)
 
     def _find_space(self, namespace: int, epoch: int) -> int | None:

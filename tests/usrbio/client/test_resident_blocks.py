@@ -267,7 +267,7 @@ def test_a_client_may_write_anything_into_its_page(mount: KvfuseMount, name: str
     with BlockStore(mount.point, name) as store:
         store.put(b"a", b"1")
         assert found(store, [b"a"]) == [b"1"]
-        (mapped,) = store._resident._mapped[1]
+        mapped = store._resident._mapped[1][0].touches
         mapped._touched[:] = np.random.default_rng(count & 0xFF).integers(0, 1 << 32, len(mapped._touched))
         mapped._count[0] = count
         (mount.point / ".kvfuse" / "stats").read_text()  # the daemon looks at the page
@@ -376,7 +376,7 @@ def test_the_page_of_what_was_asked_may_have_anything(mount: KvfuseMount, name: 
     """A client writes what it likes: the daemon goes on, and counts no more than it looks at."""
     with BlockStore(mount.point, name) as store:
         wait_until(lambda: knows_absent(store, [b"first"]), "the names of the folder")
-        mapped = store._resident._mapped[1][0]
+        mapped = store._resident._mapped[1][0].touches
         mapped._asked[:] = np.frombuffer(os.urandom(mapped._asked.size), np.uint8).reshape(mapped._asked.shape)
         mapped._asked_count[0] = (1 << 64) - 5
         json.loads((mount.point / ".kvfuse/stats").read_text())
