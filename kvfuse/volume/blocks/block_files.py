@@ -23,7 +23,7 @@ from kvfuse.volume.api import Caller, Changes, RowTerms
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import is_block
 from kvfuse.volume.blocks.drafts import FLOOR, HOLE_MAX, Draft, DraftHandle, Drafts
-from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, OpenBlock, OpenBlocks, find_entry
+from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, NameSearch, OpenBlock, OpenBlocks
 from kvfuse.volume.content.cutting import Cutter
 from kvfuse.volume.content.writer import Writer
 from kvfuse.volume.inodes.core import Core
@@ -59,6 +59,7 @@ class BlockFiles:
         memory = CopyMemory(self.engine.staging_size)
         self.drafts = Drafts(memory, self.engine.names_held)
         self.open_blocks = OpenBlocks(self.engine, memory)
+        self.search = NameSearch(self.engine)
 
     # -- numbers ---------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ class BlockFiles:
 
     def find(self, directory: int, name: bytes) -> Draft | BlockEntry | None:
         """What a name means, if it is no ordinary file."""
-        return self.drafts.by_place.get((directory, name)) or find_entry(self.engine, directory, name)
+        return self.drafts.by_place.get((directory, name)) or self.search.find(directory, name)
 
     async def name_of(self, entry: BlockEntry) -> bytes:
         """Stale: the block was removed."""
@@ -219,8 +220,14 @@ class BlockFiles:
         draft = handle.draft
         handle.has_written = False
         if draft.nlink and not draft.is_being_written:
-            async with draft.lock:
+            try:
+                draft.lock.acquire_nowait()
+            except trio.WouldBlock:
+                await draft.lock.acquire()
+            try:
                 await self.publish(draft)
+            finally:
+                draft.lock.release()
             if draft.node is None and self.lookups.is_strict(await self.lookups.find_directory(draft.directory)):
                 await self.engine.writer.flush()
 
@@ -289,7 +296,8 @@ class BlockFiles:
             self.open_blocks.release(handle)
             return
         draft = handle.draft
-        if handle.writable and draft.writers == 1 and draft.nlink and draft.node is None:
+        is_settled = not draft.is_changed and draft.data and not draft.lock.locked()
+        if handle.writable and draft.writers == 1 and draft.nlink and draft.node is None and not is_settled:
             await self._settle(draft, handle)
         del draft.handles[handle]
         if not draft.handles:
@@ -429,7 +437,7 @@ class BlockFiles:
             await self.put(entry, entry.directory, name, content)
         for handle in self.open_blocks.by_ino.get(entry.ino, ()):
             handle.entry.mode, handle.entry.uid, handle.entry.gid = mode, uid, gid
-        return find_entry(self.engine, entry.directory, name) or entry
+        return self.search.find(entry.directory, name) or entry
 
     def describe(self, ino: int) -> dict[str, Any]:
         found = self.attributes(ino)
