@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 PERMISSIONS = 0o777
 """bits of a mode that a block has"""
+NOBODY = Caller(0, 0)
 ROOM_SECONDS = 1.0
 """for which a write waits for memory before its draft becomes an ordinary file"""
 
@@ -60,6 +61,8 @@ class BlockFiles:
         self.drafts = Drafts(memory, self.engine.names_held)
         self.open_blocks = OpenBlocks(self.engine, memory)
         self.search = NameSearch(self.engine)
+        self._restored: dict[int, OpenBlock] = {}
+        """blocks that were open in the former daemon, and whose handles were not asked for yet"""
 
     # -- numbers ---------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class BlockFiles:
         name = rows[0][4]
         return name if name is not None else (await self.engine.slabs.read_names([rows[0][5:]]))[0]
 
-    # -- opening and reading ---------------------------------------------------------------------------
+    # -- opening ---------------------------------------------------------------------------------------
 
     async def open(self, ino: int, flags: int, caller: Caller) -> BlockHandle | Node:
         """Open a block or a draft. A node: it is an ordinary file by now. Stale, EngineError."""
@@ -153,9 +156,31 @@ class BlockFiles:
         self.drafts.add(draft)
         return draft
 
+    # -- from the former daemon ------------------------------------------------------------------------
+
+    async def keep_restored(self, ino: int) -> None:
+        """Keep the content of a block that was open in the former daemon, until `all_restored`. Stale, EngineError."""
+        if ino not in self._restored:
+            self._restored[ino] = handle = self.open_blocks.open(self.open_blocks.entry_of(ino), NOBODY, direct=False)
+            try:
+                await self.open_blocks.keep(handle)
+            except BaseException:
+                self.all_restored(ino)
+                raise
+
     def restore(self, ino: int, flags: int, caller: Caller) -> OpenBlock:
         """Open a block again that was open for reading in the former daemon. Stale."""
-        return self.open_blocks.open(self.open_blocks.entry_of(ino), caller, direct=bool(flags & os.O_DIRECT))
+        handle = self.open_blocks.open(self.open_blocks.entry_of(ino), caller, direct=bool(flags & os.O_DIRECT))
+        self.open_blocks.share(handle)
+        return handle
+
+    def all_restored(self, ino: int) -> None:
+        """No other handle of the former daemon is to come."""
+        handle = self._restored.pop(ino, None)
+        if handle is not None:
+            self.open_blocks.release(handle)
+
+    # -- reading ---------------------------------------------------------------------------------------
 
     async def read(self, handle: BlockHandle, offset: int, size: int) -> bytes | memoryview:
         if isinstance(handle, OpenBlock):

@@ -169,11 +169,16 @@ class BlockNames:
         if found is None:
             return False
         if (decided := DECIDED.get()) is not None:
-            decided(found.ino, 0)
+            decided(self._lasting_number(found), 0)
         await self._detach(found)
         if self._lookups.is_strict(folder):
             await self._engine.writer.flush()
         return True
+
+    def _lasting_number(self, found: Draft | BlockEntry) -> int:
+        """The number that the name has for the next daemon, which knows no drafts."""
+        entry = self.files.search.find(*found.place) if isinstance(found, Draft) else found
+        return entry.ino if entry is not None else found.ino
 
     async def _detach(self, found: Draft | BlockEntry) -> None:
         """It loses its name."""
@@ -210,7 +215,7 @@ class BlockNames:
             if target_node is not None and target_node.is_directory:
                 raise errors.IsADirectory(f"{new_name!r} is a directory")
             if (decided := DECIDED.get()) is not None:
-                decided(source.ino, target.ino if target is not None else 0)
+                decided(self._lasting_number(source), target.ino if target is not None else 0)
             if await self._move(source, name, new, new_name):
                 break
         if target_node is not None:

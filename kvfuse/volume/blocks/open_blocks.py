@@ -210,9 +210,8 @@ class OpenBlocks:
     async def keep(self, handle: OpenBlock) -> None:
         """Keep the content as long as the block is open, if there is room for that. Stale, EngineError."""
         entry = handle.entry
-        other = next((one for one in self.by_ino[entry.ino] if one.content is not None), None)
-        if other is not None and other.content is not None and other.pinned and self._pin(other.pinned):
-            handle.content, handle.pinned = other.content, other.pinned
+        entry.table.room["used"][entry.row] = self.engine.now(entry.table.namespace)
+        if self.share(handle):
             return
         if (found := self._pin_content(entry)) is not None:
             handle.content, handle.pinned = found
@@ -224,11 +223,19 @@ class OpenBlocks:
                 self.memory.give(handle.copied)
                 handle.copied = 0
                 raise
-        entry.table.room["used"][entry.row] = self.engine.now(entry.table.namespace)
+
+    def share(self, handle: OpenBlock) -> bool:
+        """Keep the content with another handle that does. False: there is none."""
+        for other in self.by_ino[handle.entry.ino]:
+            if other.pinned and self._pin(other.pinned):
+                handle.content, handle.pinned = other.content, other.pinned
+                return True
+            if other.copied and other.content is not None and self.memory.take(other.copied):
+                handle.content, handle.copied = other.content, other.copied
+                return True
+        return False
 
     async def read(self, handle: OpenBlock, offset: int, size: int) -> memoryview | bytes:
-        if handle.content is None:
-            await self.keep(handle)
         content = handle.content
         if content is None:
             content = memoryview(await self.read_whole(handle.entry))
