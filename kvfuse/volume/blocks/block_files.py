@@ -215,8 +215,8 @@ class BlockFiles:
 
     async def _is_draft(self, draft: Draft) -> bool:
         """Whether it is one, once nobody is about to change that. True: its bytes may change until the next await."""
-        while draft.lock.locked():
-            async with draft.lock:
+        if draft.lock.locked():
+            async with draft.lock:  # who has it next begins later
                 pass
         return draft.node is None
 
