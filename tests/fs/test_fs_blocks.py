@@ -141,7 +141,9 @@ def test_calls_of_writers(mount: KvfuseMount, folder: Path) -> None:
 
 def test_two_users(mount: KvfuseMount, folder: Path) -> None:
     def as_user(uid: int, script: str) -> int:
-        return subprocess.run(["sh", "-c", script], user=uid, group=uid, timeout=60, stderr=subprocess.DEVNULL).returncode
+        return subprocess.run(
+            ["sh", "-c", script], user=uid, group=uid, timeout=60, stderr=subprocess.DEVNULL
+        ).returncode
 
     assert as_user(1001, f"umask 077; echo mine > {folder}/one; echo all > {folder}/two; chmod 644 {folder}/two") == 0
     found = (folder / "one").stat()

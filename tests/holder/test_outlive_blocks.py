@@ -42,22 +42,22 @@ def test_files_of_blocks_outlive_the_daemon(mount: KvfuseMount, folder: Path) ->
     with BlockStore(mount.point, "kv") as store:
         store.put(b"put", b"put")
     (folder / "empty").touch()
-    with (folder / "7").open("rb") as there, (folder / "8").open("rb") as gone, (folder / "new").open("wb") as draft:
-        draft.write(b"lost")
-        draft.flush()
+    with (folder / "7").open("rb") as there, (folder / "8").open("rb") as gone, (folder / "new").open("wb") as sketch:
+        sketch.write(b"lost")
+        sketch.flush()
         kill_daemon(mount)
         assert os.pread(there.fileno(), 10, 0) == b"7777777777"
         wait_until(lambda: stats(mount)["open_blocks"] >= 2, "blocks that are open to be found")
         (folder / "8").unlink()
         assert os.pread(gone.fileno(), 10, 0) == b"8888888888"
         with fails(errno.EIO):
-            os.write(draft.fileno(), b"more")
+            os.write(sketch.fileno(), b"more")
         with fails(errno.EIO):
-            os.fsync(draft.fileno())
+            os.fsync(sketch.fileno())
         with fails(errno.EIO):
-            os.close(os.dup(draft.fileno()))
+            os.close(os.dup(sketch.fileno()))
         with fails(errno.EIO):
-            draft.close()
+            sketch.close()
     names = sorted(["empty", "put", *[str(number) for number in range(50) if number != 8]])
     assert sorted(os.listdir(folder)) == names
     for number in range(50):

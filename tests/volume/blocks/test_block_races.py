@@ -74,7 +74,7 @@ async def read(door: Door, seed: random.Random, is_over: trio.Event) -> None:
         await trio.lowlevel.checkpoint()
         if len(held) > 6:
             handle, before = held.pop(seed.randrange(len(held)))
-            if hasattr(handle, "entry"):  # a draft may have been written since
+            if hasattr(handle, "entry"):  # a sketch may have been written since
                 assert bytes(await door.volume.files.read(handle, 0, 1 << 30)) == before
             await door.close(handle)
         assert b"hot" in await door.names(limit=100) if seed.random() < 0.1 else True
@@ -108,5 +108,3 @@ async def test_readers_see_whole_blocks(disk: Disk, options: Options, part: int)
         assert [name for name in await door.names(limit=1000) if not name.startswith(b"filling")] == [b"hot"]
         files = inside.parts(door.volume).block_names.files.statistics()  # type: ignore[union-attr]
         assert set(files.values()) == {0}
-
-
