@@ -1068,7 +1068,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._blocks", "See blocks.py.", -1, functions,
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._blocks", "See blockforms.py.", -1, functions,
                                     NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__blocks(void)

@@ -57,7 +57,7 @@ Keys = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 
 
-class RowTable:
+class PolicyRows:
     """The columns of one array of rows. Numbers of 64 bits are signed, so that they go together with others."""
 
     def __init__(self, rows: Rows) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfuse.policy.blockrows import DEAD, HELD, LEAVING, NORMAL, UNTOLD, Mask, Numbers, Places, Rows, RowTable
+from kvfuse.policy.blockrows import DEAD, HELD, LEAVING, NORMAL, UNTOLD, Mask, Numbers, Places, Rows, PolicyRows
 from kvfuse.policy.candidates import CHUNK, DUE, ROW_OF, SEQUENCE, CandidateQueue, Scan, by_table, make_candidates
 
 MICROSECONDS = 1_000_000
@@ -30,7 +30,7 @@ class BlockSet:
     """``lists``: the lists of each queue of the order. Moments are microseconds, and none is given twice."""
 
     def __init__(self, lists: tuple[tuple[int, ...], ...], sizes: Sizes) -> None:
-        self.tables: dict[int, RowTable] = {}
+        self.tables: dict[int, PolicyRows] = {}
         self.queues = [CandidateQueue() for _ in lists]
         self.counts = [0] * 256
         """blocks of each list; exact after a scan, and as good as what was told since"""
@@ -51,7 +51,7 @@ class BlockSet:
     # -- tables ------------------------------------------------------------------------------------------
 
     def put_table(self, number: int, rows: Rows) -> None:
-        self.tables[number] = RowTable(rows)
+        self.tables[number] = PolicyRows(rows)
 
     def drop_table(self, number: int) -> None:
         del self.tables[number]
@@ -59,7 +59,7 @@ class BlockSet:
             queue.drop_table(number)
         self.count_all()
 
-    def chunks(self) -> Iterator[tuple[int, RowTable, int, slice]]:
+    def chunks(self) -> Iterator[tuple[int, PolicyRows, int, slice]]:
         """All rows, some thousand at a time: (number of the table, table, first row, which rows)."""
         for number, table in self.tables.items():
             for start in range(0, len(table), CHUNK):
@@ -79,7 +79,7 @@ class BlockSet:
         """Of blocks that it is told of."""
         self.size += size
 
-    def sizes(self, table: RowTable, which: Places | slice) -> Numbers:
+    def sizes(self, table: PolicyRows, which: Places | slice) -> Numbers:
         return self._sizes(table.slabs[which], table.lengths[which])
 
     # -- places ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvfuse.policy.blockrows import DEAD, HELD, UNTOLD, Numbers, Places, RowTable
+from kvfuse.policy.blockrows import DEAD, HELD, UNTOLD, Numbers, Places, PolicyRows
 
 CANDIDATES_MIN = 4096
 CHUNK = 16_384
@@ -107,7 +107,7 @@ class Scan:
     """
 
     def __init__(
-        self, tables: Mapping[int, RowTable], lists: tuple[tuple[int, ...], ...], share: float, skip: int
+        self, tables: Mapping[int, PolicyRows], lists: tuple[tuple[int, ...], ...], share: float, skip: int
     ) -> None:
         self.counts = np.zeros(256, dtype=np.int64)
         """blocks of each list"""
@@ -124,7 +124,7 @@ class Scan:
     def candidates(self, queue: int) -> Numbers:
         return np.concatenate((no_candidates(), *self._found[queue]), axis=1)
 
-    def _sample(self, tables: Mapping[int, RowTable], share: float) -> list[int]:
+    def _sample(self, tables: Mapping[int, PolicyRows], share: float) -> list[int]:
         """What is due up to here is about the share of each queue; EVERYTHING where that is little."""
         step = max(1, sum(map(len, tables.values())) // _SAMPLE) | 1
         which = slice(None, None, step)
@@ -140,7 +140,7 @@ class Scan:
             limits.append(int(np.partition(chosen, wanted)[wanted]) if wanted < len(chosen) else EVERYTHING)
         return limits
 
-    def _look(self, number: int, table: RowTable, start: int) -> None:
+    def _look(self, number: int, table: PolicyRows, start: int) -> None:
         which = slice(start, start + CHUNK)
         codes = table.lists_of(which)
         counts = np.bincount(codes, minlength=256)

@@ -516,7 +516,7 @@ class RowTable(Protocol):
 
     @property
     def rows(self) -> npt.NDArray[np.void]:
-        """All rows that were ever in use, as they are now: `kvfuse.native.blocks.ROW`."""
+        """All rows that were ever in use, as they are now: `kvfuse.native.blockforms.ROW`."""
 
     def find(self, names: Sequence[bytes], now: int) -> tuple[Numbers, npt.NDArray[np.uint64]]:
         """(row, sequence) of each; a row below 0: there is no such block."""
@@ -591,7 +591,7 @@ class RowApi(Protocol):
         self, table: Any, names: NameColumns, sources: npt.NDArray[np.uint64], sizes: Numbers, terms: RowTerms,
         *, plain_only: bool = False,
     ) -> tuple[Numbers, npt.NDArray[np.uint64]]:  # fmt: skip
-        """Store what has room now. (0, or a code of `kvfuse.native.blocks`, for each; sequences). Any thread.
+        """Store what has room now. (0, or a code of `kvfuse.native.blockforms`, for each; sequences). Any thread.
 
         ``sources``: addresses of memory that is there, and stays.
         """
@@ -599,7 +599,7 @@ class RowApi(Protocol):
     def get_columns(
         self, table: Any, names: NameColumns, targets: npt.NDArray[np.uint64], rooms: Numbers
     ) -> Numbers:  # fmt: skip
-        """Copy what is in memory: lengths, or codes of `kvfuse.native.blocks`. Any thread."""
+        """Copy what is in memory: lengths, or codes of `kvfuse.native.blockforms`. Any thread."""
 
     def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
         """A copy of a block that is in memory; its length, if above ``room``; below 0: it is not. Any thread."""

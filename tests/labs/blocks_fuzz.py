@@ -27,8 +27,9 @@ from blocks_lab import (
     shared,
 )
 
-from kvfuse.native import _blocks, blocks
-from kvfuse.native.blocks import HEAD, PAGE, name_columns
+from kvfuse.native import _blocks
+from kvfuse.native import blockforms as blocks
+from kvfuse.native.blockforms import HEAD, PAGE, name_columns
 
 
 def seal(head: np.ndarray) -> None:

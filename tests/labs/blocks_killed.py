@@ -30,8 +30,9 @@ from blocks_lab import (
     shared,
 )
 
-from kvfuse.native import _blocks, blocks
-from kvfuse.native.blocks import PAGE, name_columns
+from kvfuse.native import _blocks
+from kvfuse.native import blockforms as blocks
+from kvfuse.native.blockforms import PAGE, name_columns
 
 NAMES = [b"%d" % number + b"n" * (number % 90) for number in range(150)]
 DIRECTORY = 9

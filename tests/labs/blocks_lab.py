@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.native import _blocks, blocks
-from kvfuse.native.blocks import HEAD, PAGE, name_columns
+from kvfuse.native import _blocks
+from kvfuse.native import blockforms as blocks
+from kvfuse.native.blockforms import HEAD, PAGE, name_columns
 
 Bytes = npt.NDArray[np.uint8]
 Key = tuple[int, bytes]

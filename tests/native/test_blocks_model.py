@@ -13,8 +13,9 @@ import numpy as np
 from blocks_lab import MULTIPLIERS, TOKEN, play, shared
 from blocks_threads import Threads
 
-from kvfuse.native import _blocks, blocks
-from kvfuse.native.blocks import HEAD, PAGE
+from kvfuse.native import _blocks
+from kvfuse.native import blockforms as blocks
+from kvfuse.native.blockforms import HEAD, PAGE
 
 
 def test_as_the_model(seed: int) -> None:

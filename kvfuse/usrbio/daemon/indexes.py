@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import trio
 
 from kvfuse import errors, failing
+from kvfuse.usrbio.daemon.client_process import OwnedBy
 from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.daemon.row_calls import RowCalls
@@ -181,12 +182,4 @@ class Indexes:
         return readers[number]
 
     def _may_read(self, readers: ReadClass | RowReaders) -> bool:
-        return self.peer.may_access(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
-
-
-class _Readable(NamedTuple):
-    """Owner, group and mode for `ClientProcess.may_access`."""
-
-    uid: int
-    gid: int
-    mode: int
+        return self.peer.may_access(OwnedBy(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)

@@ -8,24 +8,15 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.call import Call, Completion
-from kvfuse.usrbio.daemon.client_process import ClientProcess
+from kvfuse.usrbio.daemon.client_process import ClientProcess, OwnedBy
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.volume.api import RingApi, RowTable, RowTerms
 from kvfuse.volume.tier.shared_tier import TierBlock
-
-
-class _Readable(NamedTuple):
-    """Owner, group and mode for `ClientProcess.may_access`."""
-
-    uid: int
-    gid: int
-    mode: int
 
 
 @dataclass
@@ -58,7 +49,7 @@ class RowCalls:
 
     def _may_read(self, table: RowTable) -> bool:
         readers = table.readers
-        return self.peer.may_access(_Readable(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
+        return self.peer.may_access(OwnedBy(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
 
     async def get(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
         """Answer a GET. False: the directory has no such block; a file may have its name. PermissionDenied."""

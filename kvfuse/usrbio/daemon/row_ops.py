@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.keys import KEY_SIZE_MAX
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
 from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry

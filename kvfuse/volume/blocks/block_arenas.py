@@ -20,7 +20,7 @@ import trio
 from kvfuse.blockindex import fence
 from kvfuse.errors import NotFound
 from kvfuse.kept.keeper import Keeper
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables, take_all
 from kvfuse.volume.tier.revocable import RevocableMemory

@@ -22,7 +22,7 @@ import trio
 from kvfuse import errors, failing
 from kvfuse.checksum import crc32c
 from kvfuse.kept.keeper import Keeper
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import FindAncestors, NameColumns, RowReaders, RowTerms

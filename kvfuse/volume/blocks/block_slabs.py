@@ -19,7 +19,7 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.kept.keeper import Keeper
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab.allocator import Allocator

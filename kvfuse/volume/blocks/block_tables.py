@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvfuse.blockindex import fence
 from kvfuse.errors import NoSpace
 from kvfuse.kept.keeper import Keeper
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core, begin_table
 from kvfuse.volume.api import RowReaders as Readers
 from kvfuse.volume.tier.revocable import RevocableMemory, Supply

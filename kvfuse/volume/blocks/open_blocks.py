@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvfuse import errors
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import Caller
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import inode_of, split_inode, tag_of

@@ -25,7 +25,7 @@ import trio
 from kvfuse.blockindex import fence
 from kvfuse.errors import OperationError
 from kvfuse.keys import file_names
-from kvfuse.native.blocks import name_columns
+from kvfuse.native.blockforms import name_columns
 from kvfuse.volume.api import FindAncestors
 from kvfuse.volume.blocks.block_arenas import BlockArenas
 from kvfuse.volume.blocks.block_eviction import BlockEviction

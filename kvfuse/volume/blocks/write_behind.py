@@ -18,7 +18,7 @@ import numpy as np
 import trio
 
 from kvfuse.errors import EngineError
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Batch, Core
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.volume.blocks.block_slabs import BlockSlabs
