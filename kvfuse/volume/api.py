@@ -609,7 +609,10 @@ class RowApi(Protocol):
     async def put(
         self, table: Any, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms
     ) -> list[int]:  # fmt: skip
-        """Store blocks, and wait for room. Their sequences. NoSpace, QuotaExceeded, FileTooLarge, Stale, EngineError."""
+        """Store blocks, and wait for room. Their sequences.
+
+        NoSpace, QuotaExceeded, FileTooLarge, Stale, EngineError.
+        """
 
     async def fetch(
         self, table: Any, names: Sequence[bytes], rows: Numbers, sequences: npt.NDArray[np.uint64]

@@ -274,8 +274,10 @@ class BlockEngine:
         self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms,
         *, is_admitted: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Store blocks, and wait for room where there is none. Their sequences. NoSpace, QuotaExceeded, FileTooLarge; Stale: the
-        table has ended. EngineError: the medium takes nothing. ``is_admitted``: without asking the policy."""
+        """Store blocks, and wait for room where there is none. Their sequences. ``is_admitted``: the policy is not asked.
+
+        NoSpace, QuotaExceeded, FileTooLarge; Stale: the table has ended. EngineError: the medium takes nothing.
+        """
         sources = np.array([np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers], np.uint64)
         sizes = np.array([len(buffer) for buffer in buffers], np.int64)
         start, give_up = 0, trio.current_time() + ROOM_SECONDS

@@ -2,6 +2,7 @@
 
 The content of an open block stays as it is, whatever happens to its name: its arena is pinned or, where too many are,
 or the block is not in memory, there is a copy of it. Where copies have no room the block is read as long as it exists.
+Who writes to the file by the kernel changes it for all who have it open by that number: they share the kernel's pages.
 """
 
 from __future__ import annotations
