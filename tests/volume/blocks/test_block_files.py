@@ -304,3 +304,55 @@ async def test_a_block_is_written_again(disk: Disk, options: Options) -> None:
         await door.close(handle)
         assert await door.names() == []
         assert not await door.is_there(b"one")
+
+
+async def loaded(door: Door) -> None:
+    """All heads were read."""
+    await inside.lookups(door.volume).is_empty(door.folder)
+
+
+async def test_what_survives_a_crash(disk: Disk) -> None:
+    strict, relaxed = [lab_options(capacity=64 * MIB, staging_size=16 * MIB, strict=is_strict) for is_strict in (1, 0)]
+    async with door_of(disk, strict) as door:
+        await door.store(b"closed", b"closed")
+        await door.store(b"tmp", b"renamed")
+        await door.rename(b"tmp", b"renamed")
+        await door.store(b"gone", b"gone")
+        await door.volume.tree.unlink(door.folder, b"gone")
+        await door.volume.inodes.fsync_directory(ROOT_INODE)
+        handle = await door.create(b"lost")
+        await door.volume.files.write(handle, 0, b"lost", by_kernel=True)
+        crashed = disk.copy()
+        await door.close(handle)
+    async with door_of(crashed, relaxed) as door:
+        await loaded(door)
+        assert await door.names() == [b"closed", b"renamed"]
+        assert await door.read(b"renamed") == b"renamed"
+        handle = await door.create(b"synced")
+        await door.volume.files.write(handle, 0, b"synced", by_kernel=True)
+        await door.volume.files.fsync(handle)
+        empty = await door.create(b"empty")
+        await door.volume.files.fsync(empty)
+        crashed = crashed.copy()
+        await door.close(handle)
+        await door.close(empty)
+    async with door_of(crashed, relaxed) as door:
+        await loaded(door)
+        assert await door.names() == [b"closed", b"empty", b"renamed", b"synced"]
+        assert await door.read(b"synced") == b"synced"
+
+
+async def test_memory_is_bounded(disk: Disk) -> None:
+    options = lab_options(capacity=64 * MIB, staging_size=MIB, tier_size=16 * MIB)
+    async with door_of(disk, options) as door:
+        handles = [await door.create(b"%d" % number) for number in range(6)]
+        for handle in handles:
+            await door.volume.files.write(handle, 0, bytes(300_000), by_kernel=True)
+        used = inside.parts(door.volume).block_names.files.statistics()["copied_bytes"]  # type: ignore[union-attr]
+        assert 600_000 <= used <= MIB
+        for handle in handles:
+            await door.close(handle)
+        kinds = sorted([await door.kind(b"%d" % number) for number in range(6)])
+        assert kinds == ["block"] * 3 + ["file"] * 3
+        for number in range(6):
+            assert await door.read(b"%d" % number) == bytes(300_000)
