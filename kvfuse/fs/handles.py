@@ -260,6 +260,7 @@ class OpenFiles:
         if self._table is None:
             fh = handle.id
         else:
+            ino = handle.number or ino
             fh = self._table.add(ino, flags, caller, handle.place, unique, is_new=handle.is_new)
             self._inodes[fh] = ino
         self._handles[fh] = handle

@@ -139,6 +139,8 @@ class Handle(Protocol):
     """opened with O_DIRECT"""
     appends: bool
     """opened with O_APPEND"""
+    number: int
+    """inode by which the next daemon finds the file; 0: the one by which it was opened"""
 
     @property
     def size(self) -> int:
@@ -606,8 +608,11 @@ class RowApi(Protocol):
 
     async def put(
         self, table: Any, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms
-    ) -> None:  # fmt: skip
-        """Store blocks, and wait for room. NoSpace, QuotaExceeded, FileTooLarge, Stale, EngineError."""
+    ) -> list[int]:  # fmt: skip
+        """Store blocks, and wait for room. Their sequences.
+
+        NoSpace, QuotaExceeded, FileTooLarge, Stale, EngineError.
+        """
 
     async def fetch(
         self, table: Any, names: Sequence[bytes], rows: Numbers, sequences: npt.NDArray[np.uint64]

@@ -273,25 +273,30 @@ class BlockEngine:
     async def put(
         self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms,
         *, is_admitted: bool = False,
-    ) -> None:  # fmt: skip
-        """Store blocks, and wait for room where there is none. NoSpace, QuotaExceeded, FileTooLarge; Stale: the
-        table has ended. EngineError: the medium takes nothing. ``is_admitted``: without asking the policy."""
+    ) -> list[int]:  # fmt: skip
+        """Store blocks, and wait for room where there is none. Their sequences. ``is_admitted``: the policy is not asked.
+
+        NoSpace, QuotaExceeded, FileTooLarge; Stale: the table has ended. EngineError: the medium takes nothing.
+        """
         sources = np.array([np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers], np.uint64)
         sizes = np.array([len(buffer) for buffer in buffers], np.int64)
         start, give_up = 0, trio.current_time() + ROOM_SECONDS
+        stored: list[int] = []
         while start < len(names):
             columns = forms.name_columns(names[start:])
             if is_admitted:
-                results, _ = self._put_some(table, columns, sources[start:], sizes[start:], terms, plain_only=False)
+                results, found = self._put_some(table, columns, sources[start:], sizes[start:], terms, plain_only=False)
             else:
-                results, _ = self.try_put(table, columns, sources[start:], sizes[start:], terms)
+                results, found = self.try_put(table, columns, sources[start:], sizes[start:], terms)
             failed = results < 0
             done = int(np.argmax(failed)) if failed.any() else len(results)
+            stored += found[:done].tolist()
             start += done
             if start < len(names):
                 await self.make_room(int(results[done]), table, int(sizes[start]), give_up)
         if terms.is_strict:
             await self.writer.flush()
+        return stored
 
     async def make_room(self, why: int, table: BlockTable, size: int, give_up: float) -> None:
         """Wait until a put that was refused has a chance again. Raises, as `put`, where it has none."""

@@ -68,7 +68,7 @@ class BlockFiles:
 
     def has(self, ino: int) -> bool:
         """The number is one of a block, or of a sketch."""
-        return is_block(ino) or ino in self.sketches.by_ino
+        return is_block(ino) or ino in self.sketches.by_ino or ino in self.open_blocks.written
 
     def attributes(self, ino: int) -> BlockEntry | Sketch | Node:
         """Stale: it was removed."""
@@ -87,7 +87,10 @@ class BlockFiles:
 
     def find(self, directory: int, name: bytes) -> Sketch | BlockEntry | None:
         """What a name means, if it is no ordinary file."""
-        return self.sketches.by_place.get((directory, name)) or self.search.find(directory, name)
+        if (sketch := self.sketches.by_place.get((directory, name))) is not None:
+            return sketch
+        entry = self.search.find(directory, name)
+        return self.open_blocks.written.show(entry) if entry is not None else None
 
     async def name_of(self, entry: BlockEntry) -> bytes:
         """Stale: the block was removed."""
@@ -150,9 +153,11 @@ class BlockFiles:
             self.sketches.resize(sketch, 0)
             return other
         sketch.data += data
-        sketch.is_changed = is_empty
+        sketch.is_changed = sketch.is_rewritten = is_empty
+        sketch.block = None if is_empty else entry
         sketch.expires, sketch.priority = entry.expires, entry.priority
         sketch.atime = sketch.mtime = sketch.ctime = entry.mtime
+        self.open_blocks.written.forget(ino)
         self.sketches.add(sketch)
         return sketch
 
@@ -184,8 +189,12 @@ class BlockFiles:
 
     async def read(self, handle: BlockHandle, offset: int, size: int) -> bytes | memoryview:
         if isinstance(handle, OpenBlock):
-            return await self.open_blocks.read(handle, offset, size)
-        return bytes(memoryview(handle.sketch.data)[offset : offset + size])
+            sketch = self.sketches.by_ino.get(handle.entry.ino)
+            if sketch is None or not sketch.is_rewritten:
+                return await self.open_blocks.read(handle, offset, size)
+        else:
+            sketch = handle.sketch
+        return bytes(memoryview(sketch.data)[offset : offset + size])
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -279,14 +288,18 @@ class BlockFiles:
             return
         try:
             with memoryview(sketch.data) as content:
-                await self.put(sketch, sketch.directory, sketch.name, content)
+                sketch.block = await self.put(sketch, sketch.directory, sketch.name, content)
         except errors.FileTooLarge:
             await self._become_ordinary(sketch)
         else:
             sketch.is_changed = False
 
-    async def put(self, like: Sketch | BlockEntry, directory: int, name: bytes, content: memoryview) -> None:
+    async def put(
+        self, like: Sketch | BlockEntry, directory: int, name: bytes, content: memoryview
+    ) -> BlockEntry | None:
         """Store a block with owner, mode and terms of another one, in the place of whatever has the name.
+
+        Returns it; None: it was replaced, or removed, by now.
 
         FileTooLarge: it cannot be a block. NoSpace, QuotaExceeded, EngineError.
         """
@@ -300,13 +313,15 @@ class BlockFiles:
                 raise errors.FileTooLarge(str(error)) from error  # too many tables: it becomes an ordinary file
             try:
                 terms = RowTerms(like.expires, like.priority)
-                await self.engine.put(table, [name], [content], terms, is_admitted=True)
+                (sequence,) = await self.engine.put(table, [name], [content], terms, is_admitted=True)
                 break
             except errors.Stale:
                 if is_last:
                     raise
         if directory in self.engine.with_files:
             await self.remove_file(directory, name)
+        entry = self.search.find(directory, name)
+        return entry if entry is not None and entry.sequence == sequence else None
 
     async def remove_file(self, directory: int, name: bytes) -> None:
         """An ordinary file leaves its name to a block."""
@@ -328,6 +343,10 @@ class BlockFiles:
             await self._settle(sketch, handle)
         del sketch.handles[handle]
         if not sketch.handles:
+            if sketch.is_rewritten and sketch.node is None:
+                self.open_blocks.rewrite(sketch.ino, bytes(sketch.data))
+            if sketch.block is not None and not sketch.is_changed and sketch.nlink and sketch.node is None:
+                self.open_blocks.written.note(sketch.ino, sketch.block)
             self.sketches.end(sketch)
         elif not sketch.writers:
             self.sketches.leave(sketch)
@@ -368,6 +387,8 @@ class BlockFiles:
         for handle in sketch.handles:
             handle.file = FileHandle(node, handle.flags, handle.caller)
             handle.file.heard = self.core.doubt.epoch
+        for reader in self.open_blocks.by_ino.get(sketch.ino, ()):
+            reader.file = FileHandle(node, os.O_RDONLY, reader.caller)
         sketch.node = node
         self.sketches.leave(sketch)
         sketch.data = bytearray()
@@ -461,10 +482,13 @@ class BlockFiles:
         data = await self.open_blocks.read_whole(entry)
         entry.mode, entry.uid, entry.gid = mode, uid, gid
         with memoryview(data) as content:
-            await self.put(entry, entry.directory, name, content)
+            block = await self.put(entry, entry.directory, name, content)
         for handle in self.open_blocks.by_ino.get(entry.ino, ()):
             handle.entry.mode, handle.entry.uid, handle.entry.gid = mode, uid, gid
-        return self.search.find(entry.directory, name) or entry
+        if block is None:
+            return entry
+        self.open_blocks.written.note(entry.ino, block)
+        return self.open_blocks.written.show(block)
 
     def describe(self, ino: int) -> dict[str, Any]:
         found = self.attributes(ino)

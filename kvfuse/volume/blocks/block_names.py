@@ -21,6 +21,8 @@ from kvfuse.volume.blocks.block_numbers import (
     FIRST_ROW_COOKIE,
     after_file,
     file_cookie,
+    inode_of,
+    is_block,
     row_cookie,
     split_row_cookie,
 )
@@ -68,13 +70,13 @@ class BlockNames:
     def look_up(self, folder: Node, name: bytes) -> Sketch | BlockEntry | None:
         """What a name means, if it is no ordinary file; counted as known to the kernel."""
         found = self.files.find(folder.ino, name)
-        if isinstance(found, Sketch):
-            self._count_lookup(found)
+        if found is not None:
+            self._count_lookup(found.ino, folder.ino, name)
         return found
 
-    def _count_lookup(self, sketch: Sketch) -> None:
-        if sketch.ino < FILE_COOKIE:
-            self._core.places.add(sketch.ino, *sketch.place)
+    def _count_lookup(self, ino: int, directory: int, name: bytes) -> None:
+        if not is_block(ino):
+            self._core.places.add(ino, directory, name)
 
     async def list_entries(self, folder: Node, after: int, limit: int) -> list[DirEntry]:
         """As `api.TreeApi.list_directory`. A new sketch that becomes a block between two calls may be listed twice."""
@@ -118,7 +120,7 @@ class BlockNames:
         for name, (number, sequence, *_) in zip(names, rows, strict=True):
             entry = read_entry(table, number) if name else None
             if entry is not None and entry.sequence == sequence:
-                meant = self._sketches.by_place.get((directory, name), entry)
+                meant = self._sketches.by_place.get((directory, name)) or self.files.open_blocks.written.show(entry)
                 entries.append(DirEntry(name, row_cookie(table.place, number), meant))
         return entries, end
 
@@ -158,7 +160,7 @@ class BlockNames:
         if (decided := DECIDED.get()) is not None:
             decided(sketch.ino, 0)
         self._sketches.add(sketch)
-        self._count_lookup(sketch)
+        self._count_lookup(sketch.ino, *sketch.place)
         return SketchHandle(sketch, flags, caller)
 
     # -- removing --------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class BlockNames:
     def _lasting_number(self, found: Sketch | BlockEntry) -> int:
         """The number that the name has for the next daemon, which knows no sketches."""
         entry = self.files.search.find(*found.place) if isinstance(found, Sketch) else found
-        return entry.ino if entry is not None else found.ino
+        return inode_of(entry.table.place, entry.row, entry.sequence) if entry is not None else found.ino
 
     async def _detach(self, found: Sketch | BlockEntry) -> None:
         """It loses its name."""
@@ -260,10 +262,12 @@ class BlockNames:
         target = self._sketches.by_place.get((new.ino, new_name))
         async with nullcontext() if target is None else target.lock:
             with memoryview(data) as content:
-                await self.files.put(source, new.ino, new_name, content)
+                block = await self.files.put(source, new.ino, new_name, content)
             if target is not None:
                 self._sketches.unlink(target)
         self._engine.drop_entry(source.table, source.row, source.sequence)
+        if block is not None:
+            self.files.open_blocks.written.note(source.ino, block)
         return True
 
     async def _move_sketch(self, sketch: Sketch, before: tuple[int, bytes], new: Node, new_name: bytes) -> bool:
@@ -291,7 +295,7 @@ class BlockNames:
                 self._engine.drop_entry(*block)
             if target is not None:
                 self._sketches.unlink(target)
-            if sketch.ino < FILE_COOKIE:
+            if not is_block(sketch.ino):
                 self._core.places.set(sketch.ino, new.ino, new_name)
             return True
 

@@ -1,7 +1,8 @@
 """Numbers by which the file door knows blocks, which have no inodes: of files, and of places in a listing.
 
 A block's inode number names the place of its table, its row, and a part of its sequence: the block that replaces it has
-another one, so what a kernel cached by a number never becomes untrue. Nothing is kept for a number that was given.
+another one, so what a kernel cached by a number never becomes untrue. Nothing is kept for a number that was given
+(`WrittenNumbers` has a bounded number of others).
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 The content of an open block stays as it is, whatever happens to its name: its arena is pinned or, where too many are,
 or the block is not in memory, there is a copy of it. Where copies have no room the block is read as long as it exists.
+Who writes to the file by the kernel changes it for all who have it open by that number: they share the kernel's pages.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field, replace
 from stat import S_IFREG
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from kvfuse import errors
 from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import Caller
 from kvfuse.volume.blocks.block_engine import BlockEngine
-from kvfuse.volume.blocks.block_numbers import inode_of, split_inode, tag_of
+from kvfuse.volume.blocks.block_numbers import inode_of, is_block, split_inode, tag_of
 from kvfuse.volume.blocks.block_tables import BlockTable
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
 
@@ -25,6 +26,7 @@ PINNED_SHARE = 4
 """one arena in so many may be pinned by open blocks"""
 SECOND = 1_000_000_000
 TORN_READS = 8
+WRITTEN_MAX = 8192
 
 
 class Row(NamedTuple):
@@ -134,6 +136,45 @@ class NameSearch:
         return best
 
 
+class WrittenNumbers:
+    """Numbers by which the kernel wrote what are blocks now: as long as they are known, it uses its pages of them.
+
+    Of the last ``count_max`` blocks that the file door stored. Event loop only.
+    """
+
+    def __init__(self, count_max: int = WRITTEN_MAX) -> None:
+        self._count_max = count_max
+        self._blocks: OrderedDict[int, tuple[BlockTable, int, int]] = OrderedDict()
+        self._numbers: dict[tuple[int, int, int], int] = {}
+
+    def __contains__(self, ino: int) -> bool:
+        return ino in self._blocks
+
+    def note(self, ino: int, entry: BlockEntry) -> None:
+        """The kernel has the bytes of a block as the content of an inode."""
+        self.forget(ino)
+        self._blocks[ino] = entry.table, entry.row, entry.sequence
+        self._numbers[entry.table.place, entry.row, entry.sequence] = ino
+        if len(self._blocks) > self._count_max:
+            self.forget(next(iter(self._blocks)))
+
+    def forget(self, ino: int) -> None:
+        """The inode gets another content."""
+        if (known := self._blocks.pop(ino, None)) is not None:
+            table, row, sequence = known
+            self._numbers.pop((table.place, row, sequence), None)
+
+    def show(self, entry: BlockEntry) -> BlockEntry:
+        """The block, under the number by which the kernel knows it."""
+        entry.ino = self._numbers.get((entry.table.place, entry.row, entry.sequence), entry.ino)
+        return entry
+
+    def find(self, ino: int) -> BlockEntry | None:
+        known = self._blocks.get(ino)
+        entry = read_entry(known[0], known[1]) if known is not None else None
+        return self.show(entry) if entry is not None and known is not None and entry.sequence == known[2] else None
+
+
 @dataclass
 class CopyMemory:
     """Memory for bytes of files that have no other place. Event loop only."""
@@ -165,6 +206,7 @@ class OpenBlock:
     def __init__(self, entry: BlockEntry, caller: Caller, *, direct: bool) -> None:
         self.id = next_handle()
         self.entry = entry
+        self.number = inode_of(entry.table.place, entry.row, entry.sequence)
         self.caller = caller
         self.direct = direct
         self.content: memoryview | None = None
@@ -183,15 +225,21 @@ class OpenBlocks:
 
     engine: BlockEngine
     memory: CopyMemory
+    written: WrittenNumbers = field(default_factory=WrittenNumbers)
     by_ino: dict[int, list[OpenBlock]] = field(default_factory=dict)
     _pins: Counter[int] = field(default_factory=Counter)
 
     def entry_of(self, ino: int) -> BlockEntry:
         """The block of an inode number. Stale: it was removed or replaced, and is not open."""
-        place, number, tag = split_inode(ino)
-        table = self.engine.tables.all.get(place)
-        entry = read_entry(table, number) if table is not None else None
-        if entry is not None and tag_of(entry.sequence) == tag and not self._has_expired(entry):
+        entry = self.written.find(ino)
+        if entry is None and is_block(ino):
+            place, number, tag = split_inode(ino)
+            table = self.engine.tables.all.get(place)
+            entry = read_entry(table, number) if table is not None else None
+            if entry is not None and tag_of(entry.sequence) != tag:
+                entry = None
+        if entry is not None and not self._has_expired(entry):
+            entry.ino = ino
             return entry
         if (known := self.by_ino.get(ino)) is not None:
             known[0].entry.nlink = 0
@@ -227,6 +275,8 @@ class OpenBlocks:
     def share(self, handle: OpenBlock) -> bool:
         """Keep the content with another handle that does. False: there is none."""
         for other in self.by_ino[handle.entry.ino]:
+            if other.entry.sequence != handle.entry.sequence:
+                continue
             if other.pinned and self._pin(other.pinned):
                 handle.content, handle.pinned = other.content, other.pinned
                 return True
@@ -241,12 +291,24 @@ class OpenBlocks:
             content = memoryview(await self.read_whole(handle.entry))
         return content[offset : offset + size]
 
-    def release(self, handle: OpenBlock) -> None:
-        ino = handle.entry.ino
+    def rewrite(self, ino: int, data: bytes) -> None:
+        """Whoever has an inode open reads these bytes from now on, as its kernel does: they were written there."""
+        for handle in self.by_ino.get(ino, ()):
+            self._let_go(handle)
+            handle.entry = replace(handle.entry, size=len(data), sequence=0)
+            if self.memory.take(len(data)):
+                handle.content, handle.copied = memoryview(data), len(data)
+
+    def _let_go(self, handle: OpenBlock) -> None:
         handle.content = None
         if handle.pinned:
             self._unpin(handle.pinned)
         self.memory.give(handle.copied)
+        handle.pinned = handle.copied = 0
+
+    def release(self, handle: OpenBlock) -> None:
+        ino = handle.entry.ino
+        self._let_go(handle)
         self.by_ino[ino].remove(handle)
         if not self.by_ino[ino]:
             del self.by_ino[ino]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.volume.api import Caller
-from kvfuse.volume.blocks.open_blocks import CopyMemory
+from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views import clock
@@ -44,8 +44,12 @@ class Sketch:
         """bytes of the memory that it has"""
         self.is_changed = False
         """the block of its name does not have these bytes, or other readers"""
+        self.block: BlockEntry | None = None
+        """the block that has these bytes, unless `is_changed`"""
         self.expires, self.priority = 0, 128
         """of the block"""
+        self.is_rewritten = False
+        """it has other bytes than those that it began with"""
         self.handles: dict[SketchHandle, None] = {}
         self.node: Node | None = None
         """the ordinary file that it has become"""
@@ -88,7 +92,7 @@ class Sketch:
         self.touch()
 
     def touch(self) -> None:
-        self.is_changed = True
+        self.is_changed = self.is_rewritten = True
         self.mtime = self.ctime = clock.now()
 
 
@@ -97,6 +101,7 @@ class SketchHandle:
 
     cache_valid = True
     is_new = True
+    number = 0
 
     def __init__(self, sketch: Sketch, flags: int, caller: Caller) -> None:
         self.id = next_handle()

@@ -16,6 +16,8 @@ next_handle = itertools.count(1).__next__
 class FileHandle:
     """An open file; see `api.Handle`. Its node counts it from the beginning."""
 
+    number = 0
+
     __slots__ = (
         "appends",
         "cache_valid",

@@ -16,7 +16,6 @@ from volume_lab import MIB, Disk, check, lab_options, opened
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, ROW_TERMS, Attributes, Caller, Changes
-from kvfuse.volume.blocks.block_numbers import is_block
 from kvfuse.volume.volume import Volume
 
 KERNEL = Caller(0, 0)
@@ -51,6 +50,10 @@ class Door:
         found = await self.volume.tree.lookup(self.folder, name)
         self.volume.tree.forget(found.ino, 1)
         return found
+
+    async def kind(self, name: bytes) -> str:
+        """sketch, block or file"""
+        return str((await self.volume.inodes.info((await self.look(name)).ino)).get("kind", "file"))
 
     async def is_there(self, name: bytes) -> bool:
         try:
@@ -126,12 +129,14 @@ async def test_a_file_becomes_a_block_at_its_close(disk: Disk, options: Options)
         assert await door.get(b"one") is None
         assert bytes(await door.volume.files.read(handle, 0, 100)) == b"first second"
         assert await door.names() == [b"one"]
+        number = (await door.look(b"one")).ino
         await door.volume.files.flush(handle)
         assert await door.get(b"one") == b"first second"
         assert (await door.look(b"one")).size == 12
         await door.volume.files.release(handle)
         found = await door.look(b"one")
-        assert is_block(found.ino)
+        assert await door.kind(b"one") == "block"
+        assert found.ino == number, "the kernel keeps its pages"
         assert (found.mode, found.size, found.nlink, found.blocks) == (0o100644, 12, 1, 8)
         assert await door.read(b"one") == b"first second"
         assert await door.names() == [b"one"]
@@ -241,7 +246,7 @@ async def test_what_cannot_be_a_block_is_an_ordinary_file(disk: Disk, options: O
         assert await door.names() == expected
         for name in expected:
             assert await door.get(name) is None, name
-            assert not is_block((await door.look(name)).ino), name
+            assert await door.kind(name) == "file", name
         assert await door.read(b"large") == large
         assert await door.read(b"far") == bytes(3 * MIB) + b"far"
         assert await door.read(b"second") == b"linked"
@@ -290,6 +295,8 @@ async def test_a_block_is_written_again(disk: Disk, options: Options) -> None:
         await door.volume.files.fsync(handle)
         assert await door.get(b"one") == b"0123456789ab"
         await door.close(handle)
+        assert await door.read(b"one") == b"0123456789ab"
+        await door.put(b"one", b"by a ring")
         assert (await door.look(b"one")).ino != number
         handle = await door.open(b"one", os.O_WRONLY | os.O_TRUNC)
         await door.volume.tree.unlink(door.folder, b"one")
@@ -297,3 +304,55 @@ async def test_a_block_is_written_again(disk: Disk, options: Options) -> None:
         await door.close(handle)
         assert await door.names() == []
         assert not await door.is_there(b"one")
+
+
+async def loaded(door: Door) -> None:
+    """All heads were read."""
+    await inside.lookups(door.volume).is_empty(door.folder)
+
+
+async def test_what_survives_a_crash(disk: Disk) -> None:
+    strict, relaxed = [lab_options(capacity=64 * MIB, staging_size=16 * MIB, strict=is_strict) for is_strict in (1, 0)]
+    async with door_of(disk, strict) as door:
+        await door.store(b"closed", b"closed")
+        await door.store(b"tmp", b"renamed")
+        await door.rename(b"tmp", b"renamed")
+        await door.store(b"gone", b"gone")
+        await door.volume.tree.unlink(door.folder, b"gone")
+        await door.volume.inodes.fsync_directory(ROOT_INODE)
+        handle = await door.create(b"lost")
+        await door.volume.files.write(handle, 0, b"lost", by_kernel=True)
+        crashed = disk.copy()
+        await door.close(handle)
+    async with door_of(crashed, relaxed) as door:
+        await loaded(door)
+        assert await door.names() == [b"closed", b"renamed"]
+        assert await door.read(b"renamed") == b"renamed"
+        handle = await door.create(b"synced")
+        await door.volume.files.write(handle, 0, b"synced", by_kernel=True)
+        await door.volume.files.fsync(handle)
+        empty = await door.create(b"empty")
+        await door.volume.files.fsync(empty)
+        crashed = crashed.copy()
+        await door.close(handle)
+        await door.close(empty)
+    async with door_of(crashed, relaxed) as door:
+        await loaded(door)
+        assert await door.names() == [b"closed", b"empty", b"renamed", b"synced"]
+        assert await door.read(b"synced") == b"synced"
+
+
+async def test_memory_is_bounded(disk: Disk) -> None:
+    options = lab_options(capacity=64 * MIB, staging_size=MIB, tier_size=16 * MIB)
+    async with door_of(disk, options) as door:
+        handles = [await door.create(b"%d" % number) for number in range(6)]
+        for handle in handles:
+            await door.volume.files.write(handle, 0, bytes(300_000), by_kernel=True)
+        used = inside.parts(door.volume).block_names.files.statistics()["copied_bytes"]  # type: ignore[union-attr]
+        assert 600_000 <= used <= MIB
+        for handle in handles:
+            await door.close(handle)
+        kinds = sorted([await door.kind(b"%d" % number) for number in range(6)])
+        assert kinds == ["block"] * 3 + ["file"] * 3
+        for number in range(6):
+            assert await door.read(b"%d" % number) == bytes(300_000)

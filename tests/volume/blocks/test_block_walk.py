@@ -34,7 +34,22 @@ class Walk:
 
     def __init__(self, door: Door, seed: random.Random, model: dict[bytes, bytes]) -> None:
         self.door, self.random, self.model = door, seed, model
-        self.readers: list[tuple[object, bytes]] = []
+        self.readers: list[tuple[object, list[bytes]]] = []
+        """handles, and the content of their files"""
+        self.files: dict[bytes, list[bytes]] = {name: [data] for name, data in model.items()}
+        """of each name: its content is in a list of one item, which calls for the same file change"""
+
+    def fill(self, name: bytes, data: bytes) -> None:
+        """The file of a name has other bytes."""
+        self.model[name] = self.files[name][0] = data
+
+    def replace(self, name: bytes, data: bytes) -> None:
+        """Another file has the name."""
+        self.model[name], self.files[name] = data, [data]
+
+    def move(self, name: bytes, other: bytes) -> None:
+        if name != other:
+            self.model[other], self.files[other] = self.model.pop(name), self.files.pop(name)
 
     def data(self) -> bytes:
         size = self.random.choice([1, 100, 4096, 70_000, 300_000])
@@ -54,20 +69,21 @@ class Walk:
             handle = await self.door.open(name, os.O_WRONLY | os.O_TRUNC)
         else:
             assert name not in self.model
+            self.replace(name, b"")
         cut = self.random.randrange(len(data))
         await self.door.volume.files.write(handle, 0, data[:cut], by_kernel=True)
         if self.random.random() < 0.3:
             await trio.lowlevel.checkpoint()
         await self.door.volume.files.write(handle, cut, data[cut:], by_kernel=True)
         await self.door.close(handle)
-        self.model[name] = data
+        self.fill(name, data)
 
     async def put(self, name: bytes) -> None:
         data = self.data()
         await self.door.put(name, data, uid=self.random.randrange(2), mode=self.random.choice([0o644, 0o600]))
         if await self.door.volume.blocks.has_files(self.door.folder):  # as the ring door does
             await self.door.volume.blocks.delete(self.door.folder, [name])
-        self.model[name] = data
+        self.replace(name, data)
 
     async def delete(self, name: bytes) -> None:
         gone = self.door.volume.rows.drop(self.door.folder, [name])  # type: ignore[union-attr]
@@ -90,7 +106,7 @@ class Walk:
         except errors.NotFound:
             assert name not in self.model
         else:
-            self.model[other] = self.model.pop(name) if name != other else self.model[name]
+            self.move(name, other)
 
     async def rewrite(self, name: bytes) -> None:
         if name in self.model:
@@ -99,18 +115,18 @@ class Walk:
             await self.door.volume.files.write(handle, 10, data, by_kernel=True)
             if self.random.random() < 0.3:
                 await self.door.rename(name, other)
-                self.model[other] = self.model.pop(name) if name != other else self.model[name]
+                self.move(name, other)
                 name = other
             await self.door.close(handle)
             old = self.model[name].ljust(10, b"\0")
-            self.model[name] = old[:10] + data + old[10 + len(data) :]
+            self.fill(name, old[:10] + data + old[10 + len(data) :])
 
     async def append(self, name: bytes) -> None:
         if name in self.model:
             handle = await self.door.open(name, os.O_WRONLY | os.O_APPEND)
             await self.door.volume.files.write(handle, handle.size, b"more", by_kernel=True)
             await self.door.close(handle)
-            self.model[name] += b"more"
+            self.fill(name, self.model[name] + b"more")
 
     async def truncate(self, name: bytes) -> None:
         if name in self.model:
@@ -118,7 +134,7 @@ class Walk:
             await self.door.volume.inodes.set_attributes(
                 (await self.door.look(name)).ino, Changes(size=size), inside_caller()
             )
-            self.model[name] = self.model[name][:size].ljust(size, b"\0")
+            self.fill(name, self.model[name][:size].ljust(size, b"\0"))
 
     async def spread(self, name: bytes) -> None:
         if name in self.model and self.random.random() < 0.3:
@@ -126,12 +142,12 @@ class Walk:
             await self.door.volume.files.write(handle, FAR, b"far", by_kernel=True)
             await self.door.close(handle)
             old = self.model[name].ljust(FAR, b"\0")
-            self.model[name] = old[:FAR] + b"far" + old[FAR + 3 :]
+            self.fill(name, old[:FAR] + b"far" + old[FAR + 3 :])
 
     async def empty(self, name: bytes) -> None:
         if name not in self.model and self.random.random() < 0.3:
             await self.door.close(await self.door.create(name))
-            self.model[name] = b""
+            self.replace(name, b"")
 
     async def chmod(self, name: bytes) -> None:
         if name in self.model:
@@ -143,14 +159,12 @@ class Walk:
 
     async def open(self, name: bytes) -> None:
         if name in self.model and len(self.readers) < 5:
-            found = await self.door.look(name)
-            if found.ino >= 1 << 62:  # an ordinary file changes under its readers
-                self.readers.append((await self.door.open(name), self.model[name]))
+            self.readers.append((await self.door.open(name), self.files[name]))
 
     async def close(self, name: bytes) -> None:
         if self.readers:
-            handle, data = self.readers.pop(self.random.randrange(len(self.readers)))
-            assert bytes(await self.door.volume.files.read(handle, 0, 1 << 30)) == data
+            handle, file = self.readers.pop(self.random.randrange(len(self.readers)))
+            assert bytes(await self.door.volume.files.read(handle, 0, 1 << 30)) == file[0]
             await self.door.close(handle)
 
     async def check(self) -> None:
