@@ -29,7 +29,7 @@ TOKEN_SIZE = 16
 """random bytes of a token that is made"""
 
 MEANINGS = {
-    "kind": "files: no file ever goes by itself. cache: files make room for new ones. blocks: so do blocks, which are no files",
+    "kind": "files: no file ever goes by itself. cache: files make room for new ones. blocks: so do blocks, as rows",
     "capacity": "bytes that its files may take, those of namespaces in it included",
     "blocks": "files that it may hold",
     "eviction": "the order in which files of a cache go",

@@ -33,7 +33,8 @@ class Core:
         """Free slabs, whose heads on the medium say so: they are the core's no more."""
     def load_slab(self, number: int, token: int, heads: Any) -> int:
         """Take over a slab by its heads, at a mount. How many blocks it has. Tables and spaces are there before."""
-    def set_loading(self, loading: bool) -> None: ...
+    def set_loading(self, loading: bool) -> None:
+        """While slabs are loaded, names that are dropped are remembered: older blocks of theirs do not come."""
     def restore(self) -> None:
         """Go on with states, tables and arenas of the former daemon: all of them were added."""
     def put(

@@ -24,7 +24,7 @@
 #include "crc32c.h"
 
 enum { HEAD = 96, NAME_ROOM = 256, HEAD_MAGIC = 0x4B56, HEAD_VERSION = 1, STATE_FREE = 0, STATE_BLOCK = 1, STATE_SLAB = 2 };
-enum { DIRTY = 1, WRITING = 2, HOT = 4 };
+enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8 }; /* LOADED: as a head said */
 enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7 };
 enum { ABSENT = -1, NOT_RESIDENT = -2, NOT_MAPPED = -3, NO_ROOM = -4, CHANGED = -8 };
 enum { SLOT_FREE = 0, SLOT_STALE = 1, SLOT_HELD = 2, SLOT_OWNED = 16 };
@@ -145,7 +145,7 @@ typedef struct Core {
     int loading;
     struct Removed {
         Fingerprint fingerprint;
-        uint64_t sequence; /* 0: a free place */
+        int is_known;
     } *removed; /* names that were dropped while slabs are loaded: see load_head */
     uint64_t removed_count, removed_room;
 } Core;
@@ -644,13 +644,13 @@ static void release_row(Core *core, Table *table, Row *row)
 static struct Removed *removed_place(struct Removed *all, uint64_t room, Fingerprint wanted)
 {
     uint64_t place = wanted.low & (room - 1);
-    while (all[place].sequence && !is_same(all[place].fingerprint, wanted))
+    while (all[place].is_known && !is_same(all[place].fingerprint, wanted))
         place = (place + 1) & (room - 1);
     return all + place;
 }
 
 /* A slab that is not loaded yet may have an older block of this name. */
-static void note_removed(Core *core, const Row *row)
+static void note_removed(Core *core, Fingerprint fingerprint)
 {
     if (!core->loading)
         return;
@@ -660,14 +660,14 @@ static void note_removed(Core *core, const Row *row)
         if (!all)
             abort(); /* as in `push` */
         for (uint64_t i = 0; i < core->removed_room; i++)
-            if (core->removed[i].sequence)
+            if (core->removed[i].is_known)
                 *removed_place(all, room, core->removed[i].fingerprint) = core->removed[i];
         free(core->removed);
         core->removed = all, core->removed_room = room;
     }
-    struct Removed *place = removed_place(core->removed, core->removed_room, row->fingerprint);
-    core->removed_count += !place->sequence;
-    *place = (struct Removed){row->fingerprint, core->sequence};
+    struct Removed *place = removed_place(core->removed, core->removed_room, fingerprint);
+    core->removed_count += !place->is_known;
+    *place = (struct Removed){fingerprint, 1};
 }
 
 /* A block is no more. ``heir``: the row of the one that replaces it, or NO_ROW. That its slot's head is stale is said
@@ -689,7 +689,7 @@ static void end_row(Core *core, Table *table, uint32_t number, int64_t heir)
 
 static void drop_row(Core *core, Table *table, uint32_t number)
 {
-    note_removed(core, table->index.rows + number);
+    note_removed(core, table->index.rows[number].fingerprint);
     end_row(core, table, number, NO_ROW);
 }
 
@@ -975,6 +975,8 @@ static void find_all(Core *core, Table *table, uint64_t directory, const Names *
             sequences[first + i] = found < 0 ? 0 : table->index.rows[found].sequence;
             if (drops && found >= 0)
                 drop_row(core, table, (uint32_t)found);
+            else if (drops && found == ABSENT)
+                note_removed(core, group.wanted[i]);
         }
         unlock(core);
     }
@@ -1360,11 +1362,12 @@ static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
         return 0;
     if (head->sequence > core->sequence)
         core->sequence = head->sequence;
-    if (core->removed_count && removed_place(core->removed, core->removed_room, head->fingerprint)->sequence >= head->sequence)
+    if (core->removed_count && removed_place(core->removed, core->removed_room, head->fingerprint)->is_known)
         return 0;
     int64_t place = find_row(&table->index, head->fingerprint);
     if (place >= 0) {
-        if (table->index.rows[place].sequence >= head->sequence)
+        const Row *other = table->index.rows + place; /* one that was put since is newer, whatever clocks said */
+        if (!(other->flags & LOADED) || other->sequence >= head->sequence)
             return 0;
         end_row(core, table, (uint32_t)place, NO_ROW);
     }
@@ -1378,7 +1381,7 @@ static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
         give_row(table, (uint32_t)place);
         return 0;
     }
-    row->arena = row->page = row->note = row->flags = 0;
+    row->arena = row->page = row->note = 0, row->flags = LOADED;
     row->length = head->length, row->checksum = head->checksum;
     row->slab = number, row->slot = (uint16_t)slot, row->spare_slot = 0;
     row->sequence = head->sequence, row->directory = head->directory;

@@ -20,8 +20,8 @@ from kvfuse.volume.api import Attributes, Caller, Changes, DirEntry, Numbers, Sl
 from kvfuse.volume.blocks.block_files import BlockFiles, BlockHandle
 from kvfuse.volume.blocks.block_names import BlockNames
 from kvfuse.volume.blocks.block_numbers import is_block
-from kvfuse.volume.blocks.drafts import DraftHandle
 from kvfuse.volume.blocks.open_blocks import OpenBlock
+from kvfuse.volume.blocks.sketches import SketchHandle
 from kvfuse.volume.content.holes import Holes
 from kvfuse.volume.content.in_place import has_unsealed
 from kvfuse.volume.content.refresh import is_quiet
@@ -57,7 +57,7 @@ class Inodes:
         self._blocks = parts.block_names.files if parts.block_names is not None else None
 
     def _blocks_of(self, ino: int) -> BlockFiles | None:
-        """Who knows the number, if it is one of a block or draft."""
+        """Who knows the number, if it is one of a block or sketch."""
         return self._blocks if self._blocks is not None and self._blocks.has(ino) else None
 
     def may_keep_attributes(self, ino: int) -> bool:
@@ -280,7 +280,7 @@ class Files:
 
     async def read(self, handle: FileHandle | BlockHandle, offset: int, size: int) -> bytes | bytearray | memoryview:
         began = perf_counter()
-        if isinstance(handle, OpenBlock | DraftHandle):
+        if isinstance(handle, OpenBlock | SketchHandle):
             if handle.file is None:
                 return await self._read_block(handle, offset, size, began)
             handle = handle.file
@@ -329,8 +329,8 @@ class Files:
         self, handle: FileHandle | BlockHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False
     ) -> int:
         began = perf_counter()
-        if isinstance(handle, OpenBlock | DraftHandle):
-            if handle.file is None and (count := await self._write_draft(handle, offset, data, began)) is not None:
+        if isinstance(handle, OpenBlock | SketchHandle):
+            if handle.file is None and (count := await self._write_sketch(handle, offset, data, began)) is not None:
                 return count
             assert handle.file is not None
             handle = handle.file
@@ -357,7 +357,7 @@ class Files:
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
 
-    async def _write_draft(
+    async def _write_sketch(
         self, handle: BlockHandle, offset: int, data: bytes | memoryview, began: float
     ) -> int | None:
         assert self._blocks is not None
@@ -397,13 +397,13 @@ class Files:
             self._journal.pending.touch(node, forced=True)
 
     def is_close_awaited(self, handle: FileHandle | BlockHandle) -> bool:
-        if isinstance(handle, OpenBlock | DraftHandle):
+        if isinstance(handle, OpenBlock | SketchHandle):
             return handle.writable
         folder = self._core.nodes.get(handle.node.parent)
         return handle.writable and (folder is None or self._lookups.is_strict(folder))
 
     async def flush(self, handle: FileHandle | BlockHandle) -> None:
-        if isinstance(handle, OpenBlock | DraftHandle):
+        if isinstance(handle, OpenBlock | SketchHandle):
             if handle.file is None and self._blocks is not None:
                 await self._blocks.flush(handle)
             if handle.file is None:
@@ -421,7 +421,7 @@ class Files:
     async def fsync(self, handle: FileHandle | BlockHandle, *, data_only: bool = False) -> None:
         if self._core.read_only:
             return
-        if isinstance(handle, OpenBlock | DraftHandle):
+        if isinstance(handle, OpenBlock | SketchHandle):
             if handle.file is None and self._blocks is not None:
                 await self._blocks.fsync(handle)
             if handle.file is None:
@@ -437,7 +437,7 @@ class Files:
         await self._opened.publish(node.parent)
 
     async def release(self, handle: FileHandle | BlockHandle) -> None:
-        if isinstance(handle, OpenBlock | DraftHandle):
+        if isinstance(handle, OpenBlock | SketchHandle):
             if self._blocks is not None:
                 await self._blocks.release(handle)
             if handle.file is None:
@@ -551,11 +551,11 @@ class Tree:
 
     async def create(
         self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
-    ) -> tuple[FileHandle | DraftHandle, Attributes]:
+    ) -> tuple[FileHandle | SketchHandle, Attributes]:
         if (at := await self._block_folder(parent)) is not None:
-            draft = await _check_change(self._core, at[0]).create(at[1], name, mode, caller, flags)
-            if draft is not None:
-                return draft, draft.draft
+            sketch = await _check_change(self._core, at[0]).create(at[1], name, mode, caller, flags)
+            if sketch is not None:
+                return sketch, sketch.sketch
         directory, node = await _check_change(self._core, self._names).create(
             parent, name, stat.S_IFREG | stat.S_IMODE(mode), caller
         )

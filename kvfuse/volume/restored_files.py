@@ -30,7 +30,7 @@ class RestoredFiles:
         if is_block(ino):
             if self._blocks is None or ((before := self._handover.still_open.get(ino)) is not None and before.writers):
                 raise errors.Stale(f"block {ino:#x} was being written")
-            self._blocks.attributes(ino)
+            await self._blocks.keep_restored(ino)
             return
         node = await self._lookups.find_node(ino)
         if not node.nlink and node.handles and self._coherence is not None:
@@ -39,7 +39,7 @@ class RestoredFiles:
     def take_over(self, ino: int, flags: int, caller: Caller) -> FileHandle | OpenBlock:
         if is_block(ino) and self._blocks is not None:
             handle = self._blocks.restore(ino, flags, caller)
-            self._handover.took(ino, writable=False)
+            self._took_block(ino, writable=False)
             return handle
         node = self._core.nodes.get(ino)
         assert node is not None, f"inode {ino} is not loaded"
@@ -54,7 +54,13 @@ class RestoredFiles:
         if node is not None:
             self._uncount(node, writable=writable)
         else:
-            self._handover.took(ino, writable=writable)
+            self._took_block(ino, writable=writable)
+
+    def _took_block(self, ino: int, *, writable: bool) -> None:
+        """One handle fewer waits; also for an inode that is not in memory."""
+        self._handover.took(ino, writable=writable)
+        if self._blocks is not None and ino not in self._handover.still_open:
+            self._blocks.all_restored(ino)
 
     def _uncount(self, node: Node, *, writable: bool) -> None:
         """Uncount the handle, which the node has counted since it was loaded."""

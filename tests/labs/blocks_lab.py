@@ -317,15 +317,36 @@ class BlocksLab:
         known = dict(self.blocks)
         order = list(range(self.slabs))
         self.rng.shuffle(order)
+        during: dict[Key, bytes | None] = {}
         for slab in order:
             self.core.load_slab(slab, TOKEN, self.medium.slabs[slab])
+            if self.rng.random() < 0.3:
+                self.use_while_loading(during)
         self.core.set_loading(False)
         self.sizes = SizesModel(size for size in self.slot_sizes() if size)
         self.blocks.clear()
+        for key, data in during.items():
+            self.past(key).since.append(data)
         for key, past in self.pasts.items():
             self.look_after_cut(key, past, known.get(key))
+            block = self.blocks.get(key)
+            assert key not in during or (block and block.data) == during[key], f"{key} is older than what is known"
         for table in self.tables.values():
             assert len(table.live()) == sum(place == table.place for place, _ in self.blocks), "a row of no name"
+
+    def use_while_loading(self, during: dict[Key, bytes | None]) -> None:
+        """What is put or dropped now is newer than all that is still to be found, whatever the clock says."""
+        table = self.any_table()
+        if self.rng.random() < 0.5:
+            key = table.place, self.name()
+            self.versions += 1
+            data = content(key, self.versions, self.rng.randrange(1, PAGE))
+            if put(self.core, table.place, table.directory, [(key[1], data)])[0][0] >= 0:
+                during[key] = data
+        else:
+            names = self.names(3)
+            find(self.core.drop, table.place, table.directory, names)
+            during |= {(table.place, name): None for name in names}
 
     def look_after_cut(self, key: Key, past: Past, known: Block | None) -> None:
         table = self.tables[key[0]]
@@ -334,8 +355,7 @@ class BlocksLab:
         if row >= 0:
             length, expires = int(table.rows[row]["length"]), int(table.rows[row]["expires"])
             slot_size = self.slot_sizes()[table.rows[row]["slab"]]
-            came = self.land(key, row, sequence)
-            if came:
+            if table.rows[row]["arena"] or self.land(key, row, sequence):
                 result, (data,) = get(self.core, table.place, table.directory, [key[1]], [length])
                 assert result == [length]
                 found = data
@@ -363,7 +383,9 @@ class BlocksLab:
                 break
             assert sizes[0] == blocks.NO_MEMORY
             self.flush()
-            for place in self.arenas:  # the tables of others have them
+            for other in self.tables.values():
+                assert not other.is_ended or not self.core.sweep_table(other.place, 1 << 30)
+            for place in self.arenas:  # other tables have them
                 assert self.renew_arena(place)
         else:
             raise AssertionError("no memory though all is written")
@@ -536,6 +558,11 @@ class BlocksLab:
         del self.blocks[key]
         self.past(key).since.append(None)
 
+    def keys_by_row(self, table: TableLab) -> dict[int, Key]:
+        keys = [key for key in self.blocks if key[0] == table.place]
+        rows, _ = find(self.core.find, table.place, table.directory, [name for _, name in keys])
+        return dict(zip(rows, keys, strict=True))
+
     def step_drop_rows(self) -> None:
         table = self.any_table()
         if table.is_ended:
@@ -546,10 +573,10 @@ class BlocksLab:
         sequences = table.rows["sequence"][rows].copy()
         stale = self.rng.random() < 0.2
         sizes = np.zeros(len(rows), np.int64)
+        keys = self.keys_by_row(table)
         self.core.drop_rows(table.place, rows, sequences + np.uint64(stale), sizes)
-        by_sequence = {block.sequence: key for key, block in self.blocks.items()}
-        for sequence, size in zip(sequences.tolist(), sizes.tolist(), strict=True):
-            key = by_sequence[sequence]
+        for row, size in zip(rows.tolist(), sizes.tolist(), strict=True):
+            key = keys[row]
             assert size == (0 if stale else self.blocks[key].slot_size)
             if not stale:
                 self.forget(key)
@@ -564,15 +591,17 @@ class BlocksLab:
             for row, sequence, length, _, name, slab, slot, name_length in rows:
                 self.core.slot_places(slab, slot)
                 assert name is None or len(name) == name_length
-                found[sequence] = (row, length, name)
+                found[row] = sequence, length, name
             if after < 0:
                 break
         alive = [key[1] for key in self.blocks if key[0] == table.place and self.block(table, key[1], self.now)]
-        wanted = {self.blocks[table.place, name].sequence: name for name in alive}
+        rows_of, sequences = find(self.core.find, table.place, table.directory, alive)
+        wanted = dict(zip(rows_of, zip(alive, sequences, strict=True), strict=True))
         assert found.keys() == wanted.keys()
-        for sequence, (_, length, name) in found.items():
-            assert length == len(self.blocks[table.place, wanted[sequence]].data)
-            assert name in (None, wanted[sequence])
+        for row, (sequence, length, name) in found.items():
+            assert sequence == wanted[row][1]
+            assert length == len(self.blocks[table.place, wanted[row][0]].data)
+            assert name in (None, wanted[row][0])
 
     def step_land(self) -> None:
         table = self.any_table()
@@ -581,12 +610,12 @@ class BlocksLab:
         away = [
             int(row) for row in np.flatnonzero((table.rows["version"] & np.uint64(1) == 1) & (table.rows["arena"] == 0))
         ]
-        by_sequence = {block.sequence: key for key, block in self.blocks.items()}
+        keys = self.keys_by_row(table)
         for row in self.rng.sample(away, min(3, len(away))):
             if table.rows[row]["arena"]:
                 continue
             sequence = int(table.rows[row]["sequence"])
-            key = by_sequence[sequence]
+            key = keys[row]
             spoil = self.rng.random() < 0.2
             assert self.land(key, row, sequence, spoil) is not spoil
 
@@ -780,7 +809,7 @@ class BlocksLab:
         for table in self.tables.values():
             rows = table.live()
             if not table.is_ended:
-                mine = {block.sequence: block for (place, _), block in self.blocks.items() if place == table.place}
+                mine = [block.sequence for (place, _), block in self.blocks.items() if place == table.place]
                 assert sorted(rows["sequence"].tolist()) == sorted(mine)
             for row in rows:
                 slot = int(row["slab"]), int(row["slot"])

@@ -97,7 +97,10 @@ def _descriptors(pid: int) -> int:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
             names.append(os.readlink(link))
-    return sum(not name.startswith(("/kvfuse-tier", "/memfd:kvfuse-rows")) for name in names)
+    return sum(
+        not name.startswith(("/kvfuse-tier", "/kvfuse-blocks", "/memfd:kvfuse-rows", "/memfd:kvfuse-slabs"))
+        for name in names
+    )
 
 
 def _resident(pid: int) -> int:

@@ -65,10 +65,14 @@ def footprint(mount: KvfuseMount) -> Footprint:
             continue
         if target == "/":  # the file system of shared memory, which is made when that is needed first
             continue
-        if "kvfuse-tier" not in target and not target.startswith(f"{mount.volume}/"):
+        if not any(name in target for name in ("kvfuse-tier", "kvfuse-blocks")) and not target.startswith(
+            f"{mount.volume}/"
+        ):
             descriptors[re.sub(r"\[\d+\]| \(deleted\)|psm_\w+", "", target)] += 1
     lines = Path(f"/proc/{mount.pid}/maps").read_text().splitlines()
-    mapped = sum(bool(re.search(r"/memfd:|/dev/shm/", line)) and "kvfuse-tier" not in line for line in lines)
+    own = "kvfuse-tier", "kvfuse-slabs", "kvfuse-blocks"
+    shared = [line for line in lines if re.search(r"/memfd:|/dev/shm/", line)]
+    mapped = sum(not any(name in line for name in own) for line in shared)
     return Footprint(registered_things(mount), dict(descriptors), mapped)
 
 

@@ -18,13 +18,13 @@ from kvfuse.native.blocks import HEAD, PAGE
 
 
 def test_as_the_model(seed: int) -> None:
-    counts = play(seed, 2500)
+    counts = play(seed, 1200)
     assert counts["kills"] > 5
     assert counts["cuts"] > 5
 
 
 def test_daemons_that_are_killed_lose_nothing(seed: int) -> None:
-    program = [sys.executable, str(Path(blocks_killed.__file__)), str(seed), "60"]
+    program = [sys.executable, str(Path(blocks_killed.__file__)), str(seed), "32"]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 

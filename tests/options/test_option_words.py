@@ -142,7 +142,8 @@ def test_a_mount_may_say_what_a_namespace_may_be() -> None:
     hints = get_type_hints(NamespaceOptions)
     choices = {name: set(get_args(get_args(hints[name])[0])) for name in ("kind", "eviction", "admission")}
     assert choices == {"kind": set(get_args(Kind)), "eviction": {*POLICIES}, "admission": {*ADMISSIONS}}
-    assert {*NamespaceOptions.__struct_fields__} == {*Settings.__struct_fields__} - {"capacity", "token", "descriptor", "epoch"}
+    not_of_mounts = {"capacity", "token", "descriptor", "epoch"}
+    assert {*NamespaceOptions.__struct_fields__} == {*Settings.__struct_fields__} - not_of_mounts
 
 
 @pytest.mark.parametrize(

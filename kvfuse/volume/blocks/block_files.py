@@ -1,6 +1,6 @@
-"""Files of block directories by their inode numbers: blocks that are read, drafts that are written.
+"""Files of block directories by their inode numbers: blocks that are read, sketches that are written.
 
-A draft becomes the block of its name when a descriptor of it is closed and nobody else is in the middle of writing it.
+A sketch becomes the block of its name when a descriptor of it is closed and nobody else is in the middle of writing it.
 What cannot be a block becomes an ordinary file under the same number: what is larger than a block may be, has far
 holes, other bits of a mode than permissions, a second name or attributes of its own; and what is empty, at the last
 close. An ordinary file of a block directory stays one.
@@ -22,8 +22,8 @@ from kvfuse import errors
 from kvfuse.volume.api import Caller, Changes, RowTerms
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import is_block
-from kvfuse.volume.blocks.drafts import FLOOR, HOLE_MAX, Draft, DraftHandle, Drafts
-from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, OpenBlock, OpenBlocks, find_entry
+from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, NameSearch, OpenBlock, OpenBlocks
+from kvfuse.volume.blocks.sketches import FLOOR, HOLE_MAX, Sketch, Sketches, SketchHandle
 from kvfuse.volume.content.cutting import Cutter
 from kvfuse.volume.content.writer import Writer
 from kvfuse.volume.inodes.core import Core
@@ -37,10 +37,11 @@ log = logging.getLogger(__name__)
 
 PERMISSIONS = 0o777
 """bits of a mode that a block has"""
+NOBODY = Caller(0, 0)
 ROOM_SECONDS = 1.0
-"""for which a write waits for memory before its draft becomes an ordinary file"""
+"""for which a write waits for memory before its sketch becomes an ordinary file"""
 
-BlockHandle = OpenBlock | DraftHandle
+BlockHandle = OpenBlock | SketchHandle
 
 
 @dataclass
@@ -57,33 +58,36 @@ class BlockFiles:
 
     def __post_init__(self) -> None:
         memory = CopyMemory(self.engine.staging_size)
-        self.drafts = Drafts(memory, self.engine.names_held)
+        self.sketches = Sketches(memory, self.engine.names_held)
         self.open_blocks = OpenBlocks(self.engine, memory)
+        self.search = NameSearch(self.engine)
+        self._restored: dict[int, OpenBlock] = {}
+        """blocks that were open in the former daemon, and whose handles were not asked for yet"""
 
     # -- numbers ---------------------------------------------------------------------------------------
 
     def has(self, ino: int) -> bool:
-        """The number is one of a block, or of a draft."""
-        return is_block(ino) or ino in self.drafts.by_ino
+        """The number is one of a block, or of a sketch."""
+        return is_block(ino) or ino in self.sketches.by_ino
 
-    def attributes(self, ino: int) -> BlockEntry | Draft | Node:
+    def attributes(self, ino: int) -> BlockEntry | Sketch | Node:
         """Stale: it was removed."""
-        draft = self.drafts.by_ino.get(ino)
-        if draft is not None:
-            return draft if draft.node is None else draft.node
+        sketch = self.sketches.by_ino.get(ino)
+        if sketch is not None:
+            return sketch if sketch.node is None else sketch.node
         return self.open_blocks.entry_of(ino)
 
     def namespace_of(self, ino: int) -> int:
-        draft = self.drafts.by_ino.get(ino)
-        return draft.namespace if draft is not None else self.open_blocks.entry_of(ino).table.namespace
+        sketch = self.sketches.by_ino.get(ino)
+        return sketch.namespace if sketch is not None else self.open_blocks.entry_of(ino).table.namespace
 
     @staticmethod
     def namespace_of_handle(handle: BlockHandle) -> int:
-        return handle.entry.table.namespace if isinstance(handle, OpenBlock) else handle.draft.namespace
+        return handle.entry.table.namespace if isinstance(handle, OpenBlock) else handle.sketch.namespace
 
-    def find(self, directory: int, name: bytes) -> Draft | BlockEntry | None:
+    def find(self, directory: int, name: bytes) -> Sketch | BlockEntry | None:
         """What a name means, if it is no ordinary file."""
-        return self.drafts.by_place.get((directory, name)) or find_entry(self.engine, directory, name)
+        return self.sketches.by_place.get((directory, name)) or self.search.find(directory, name)
 
     async def name_of(self, entry: BlockEntry) -> bytes:
         """Stale: the block was removed."""
@@ -94,25 +98,25 @@ class BlockFiles:
         name = rows[0][4]
         return name if name is not None else (await self.engine.slabs.read_names([rows[0][5:]]))[0]
 
-    # -- opening and reading ---------------------------------------------------------------------------
+    # -- opening ---------------------------------------------------------------------------------------
 
     async def open(self, ino: int, flags: int, caller: Caller) -> BlockHandle | Node:
-        """Open a block or a draft. A node: it is an ordinary file by now. Stale, EngineError."""
+        """Open a block or a sketch. A node: it is an ordinary file by now. Stale, EngineError."""
         if not caller.is_kernel:  # rings know files by their inodes
             return await self.make_ordinary(ino)
-        draft: Draft | Node | None = self.drafts.by_ino.get(ino)
-        if draft is None and not flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
+        sketch: Sketch | Node | None = self.sketches.by_ino.get(ino)
+        if sketch is None and not flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
             return await self._open_block(ino, flags, caller)
-        if draft is None:
-            draft = await self._copy_to_draft(ino, is_empty=bool(flags & os.O_TRUNC))
-        if isinstance(draft, Draft):
-            await self._is_draft(draft)
-            draft = draft.node or draft
-        if isinstance(draft, Node):
-            return draft
-        handle = DraftHandle(draft, flags, caller)
-        if handle.writable and draft.nlink:
-            self.drafts.enter(draft)
+        if sketch is None:
+            sketch = await self._copy_to_sketch(ino, is_empty=bool(flags & os.O_TRUNC))
+        if isinstance(sketch, Sketch):
+            await self._is_sketch(sketch)
+            sketch = sketch.node or sketch
+        if isinstance(sketch, Node):
+            return sketch
+        handle = SketchHandle(sketch, flags, caller)
+        if handle.writable and sketch.nlink:
+            self.sketches.enter(sketch)
         if flags & os.O_TRUNC:
             await self.truncate(handle, 0)
         return handle
@@ -126,13 +130,13 @@ class BlockFiles:
             raise
         return handle
 
-    async def _copy_to_draft(self, ino: int, *, is_empty: bool) -> Draft | Node:
-        """A draft under the number of a block. A node: there is no memory for one. Stale."""
+    async def _copy_to_sketch(self, ino: int, *, is_empty: bool) -> Sketch | Node:
+        """A sketch under the number of a block. A node: there is no memory for one. Stale."""
         entry = self.open_blocks.entry_of(ino)
         name = await self.name_of(entry)
         size = 0 if is_empty else entry.size
-        draft = Draft(ino, entry.directory, entry.table.namespace, name, entry.mode, entry.uid, entry.gid)
-        if not self.drafts.resize(draft, max(FLOOR, size)):
+        sketch = Sketch(ino, entry.directory, entry.table.namespace, name, entry.mode, entry.uid, entry.gid)
+        if not self.sketches.resize(sketch, max(FLOOR, size)):
             return await self._make_block_ordinary(entry, name)
         try:
             data = b"" if is_empty else await self.open_blocks.read_whole(entry)
@@ -140,26 +144,48 @@ class BlockFiles:
             if other is None or other.ino != ino:
                 raise errors.Stale(f"block {ino:#x} was replaced")
         except BaseException:
-            self.drafts.resize(draft, 0)
+            self.sketches.resize(sketch, 0)
             raise
-        if isinstance(other, Draft):  # somebody was faster
-            self.drafts.resize(draft, 0)
+        if isinstance(other, Sketch):  # somebody was faster
+            self.sketches.resize(sketch, 0)
             return other
-        draft.data += data
-        draft.is_changed = is_empty
-        draft.expires, draft.priority = entry.expires, entry.priority
-        draft.atime = draft.mtime = draft.ctime = entry.mtime
-        self.drafts.add(draft)
-        return draft
+        sketch.data += data
+        sketch.is_changed = is_empty
+        sketch.expires, sketch.priority = entry.expires, entry.priority
+        sketch.atime = sketch.mtime = sketch.ctime = entry.mtime
+        self.sketches.add(sketch)
+        return sketch
+
+    # -- from the former daemon ------------------------------------------------------------------------
+
+    async def keep_restored(self, ino: int) -> None:
+        """Keep the content of a block that was open in the former daemon, until `all_restored`. Stale, EngineError."""
+        if ino not in self._restored:
+            self._restored[ino] = handle = self.open_blocks.open(self.open_blocks.entry_of(ino), NOBODY, direct=False)
+            try:
+                await self.open_blocks.keep(handle)
+            except BaseException:
+                self.all_restored(ino)
+                raise
 
     def restore(self, ino: int, flags: int, caller: Caller) -> OpenBlock:
         """Open a block again that was open for reading in the former daemon. Stale."""
-        return self.open_blocks.open(self.open_blocks.entry_of(ino), caller, direct=bool(flags & os.O_DIRECT))
+        handle = self.open_blocks.open(self.open_blocks.entry_of(ino), caller, direct=bool(flags & os.O_DIRECT))
+        self.open_blocks.share(handle)
+        return handle
+
+    def all_restored(self, ino: int) -> None:
+        """No other handle of the former daemon is to come."""
+        handle = self._restored.pop(ino, None)
+        if handle is not None:
+            self.open_blocks.release(handle)
+
+    # -- reading ---------------------------------------------------------------------------------------
 
     async def read(self, handle: BlockHandle, offset: int, size: int) -> bytes | memoryview:
         if isinstance(handle, OpenBlock):
             return await self.open_blocks.read(handle, offset, size)
-        return bytes(memoryview(handle.draft.data)[offset : offset + size])
+        return bytes(memoryview(handle.sketch.data)[offset : offset + size])
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -167,47 +193,47 @@ class BlockFiles:
         """How much was taken. None: it has become an ordinary file, which takes it. The errors of `Writer.write`."""
         if isinstance(handle, OpenBlock):
             raise errors.BadHandle("the block is open for reading")
-        draft = handle.draft
-        while await self._is_draft(draft):
-            start = len(draft.data) if handle.appends else offset
-            if await self._has_room(draft, start, start + len(data)):
-                draft.put_bytes(start, data)
+        sketch = handle.sketch
+        while await self._is_sketch(sketch):
+            start = len(sketch.data) if handle.appends else offset
+            if await self._has_room(sketch, start, start + len(data)):
+                sketch.put_bytes(start, data)
                 handle.has_written = True
                 return len(data)
         return None
 
-    async def truncate(self, handle: DraftHandle, size: int) -> None:
-        """Set the size of a draft, or of the ordinary file that it becomes or has become."""
-        draft = handle.draft
-        while await self._is_draft(draft):
-            if await self._has_room(draft, size, size):
-                draft.set_size(size)
-                self.drafts.resize(draft, max(FLOOR, size))
+    async def truncate(self, handle: SketchHandle, size: int) -> None:
+        """Set the size of a sketch, or of the ordinary file that it becomes or has become."""
+        sketch = handle.sketch
+        while await self._is_sketch(sketch):
+            if await self._has_room(sketch, size, size):
+                sketch.set_size(size)
+                self.sketches.resize(sketch, max(FLOOR, size))
                 handle.has_written = True
                 return
-        await self.cutter.truncate(self._node_of(draft), size)
+        await self.cutter.truncate(self._node_of(sketch), size)
 
-    async def _is_draft(self, draft: Draft) -> bool:
+    async def _is_sketch(self, sketch: Sketch) -> bool:
         """Whether it is one, once nobody is about to change that. True: its bytes may change until the next await."""
-        while draft.lock.locked():
-            async with draft.lock:
+        if sketch.lock.locked():
+            async with sketch.lock:  # who has it next begins later
                 pass
-        return draft.node is None
+        return sketch.node is None
 
-    async def _has_room(self, draft: Draft, start: int, end: int) -> bool:
-        """Whether a draft has memory for bytes up to ``end``. False: the caller looks at it again, as it has waited, or
-        the draft has become an ordinary file."""
-        size = len(draft.data)
+    async def _has_room(self, sketch: Sketch, start: int, end: int) -> bool:
+        """Whether a sketch has memory for bytes up to ``end``. False: the caller looks at it again, as it has waited,
+        or the sketch has become an ordinary file."""
+        size = len(sketch.data)
         if end <= self.engine.block_max and start - size <= HOLE_MAX:
-            if self.drafts.resize(draft, max(draft.reserved, FLOOR, end)):
+            if self.sketches.resize(sketch, max(sketch.reserved, FLOOR, end)):
                 return True
-            if self.drafts.memory.used > draft.reserved:
-                await self.drafts.wait_for_room(ROOM_SECONDS)
-                if self.drafts.resize(draft, max(draft.reserved, FLOOR, end)):
+            if self.sketches.memory.used > sketch.reserved:
+                await self.sketches.wait_for_room(ROOM_SECONDS)
+                if self.sketches.resize(sketch, max(sketch.reserved, FLOOR, end)):
                     return False
-        async with draft.lock:
-            if draft.node is None:
-                await self._become_ordinary(draft)
+        async with sketch.lock:
+            if sketch.node is None:
+                await self._become_ordinary(sketch)
         return False
 
     # -- publishing ------------------------------------------------------------------------------------
@@ -216,49 +242,57 @@ class BlockFiles:
         """A descriptor was closed: the name means the block when this returns, unless others still write it."""
         if isinstance(handle, OpenBlock) or not handle.writable:
             return
-        draft = handle.draft
+        sketch = handle.sketch
         handle.has_written = False
-        if draft.nlink and not draft.is_being_written:
-            async with draft.lock:
-                await self.publish(draft)
-            if draft.node is None and self.lookups.is_strict(await self.lookups.find_directory(draft.directory)):
+        if sketch.nlink and not sketch.is_being_written:
+            try:
+                sketch.lock.acquire_nowait()
+            except trio.WouldBlock:
+                await sketch.lock.acquire()
+            try:
+                await self.publish(sketch)
+            finally:
+                sketch.lock.release()
+            if sketch.node is None and self.lookups.is_strict(await self.lookups.find_directory(sketch.directory)):
                 await self.engine.writer.flush()
 
     async def fsync(self, handle: BlockHandle) -> None:
         """What is in the file now survives a loss of power."""
-        if isinstance(handle, DraftHandle) and handle.draft.nlink:
-            async with handle.draft.lock:
-                if handle.draft.data:
-                    await self.publish(handle.draft)
-                elif handle.draft.node is None:
-                    await self._become_ordinary(handle.draft)
+        if isinstance(handle, SketchHandle) and handle.sketch.nlink:
+            async with handle.sketch.lock:
+                if handle.sketch.data:
+                    await self.publish(handle.sketch)
+                elif handle.sketch.node is None:
+                    await self._become_ordinary(handle.sketch)
         if handle.file is None:
             await self.engine.writer.flush()
 
-    async def publish(self, draft: Draft) -> None:
-        """Have the name of a draft mean a block with its bytes, or an ordinary file. Under the draft's lock.
+    async def publish(self, sketch: Sketch) -> None:
+        """Have the name of a sketch mean a block with its bytes, or an ordinary file. Under the sketch's lock.
 
         NoSpace, QuotaExceeded, EngineError: the name means what it meant.
         """
-        if draft.node is not None or not draft.is_changed or not draft.data:
+        if sketch.node is not None or not sketch.is_changed or not sketch.data:
             return
-        if draft.mode & 0o7777 & ~PERMISSIONS or len(draft.data) > self.engine.block_max:
-            await self._become_ordinary(draft)
+        if sketch.mode & 0o7777 & ~PERMISSIONS or len(sketch.data) > self.engine.block_max:
+            await self._become_ordinary(sketch)
             return
         try:
-            with memoryview(draft.data) as content:
-                await self.put(draft, draft.directory, draft.name, content)
+            with memoryview(sketch.data) as content:
+                await self.put(sketch, sketch.directory, sketch.name, content)
         except errors.FileTooLarge:
-            await self._become_ordinary(draft)
+            await self._become_ordinary(sketch)
         else:
-            draft.is_changed = False
+            sketch.is_changed = False
 
-    async def put(self, like: Draft | BlockEntry, directory: int, name: bytes, content: memoryview) -> None:
+    async def put(self, like: Sketch | BlockEntry, directory: int, name: bytes, content: memoryview) -> None:
         """Store a block with owner, mode and terms of another one, in the place of whatever has the name.
 
         FileTooLarge: it cannot be a block. NoSpace, QuotaExceeded, EngineError.
         """
         folder = await self.lookups.find_directory(directory)
+        if folder.nlink == 0:
+            raise errors.NotFound(f"directory {directory} was removed")
         for is_last in (False, True):
             try:
                 table = self.engine.table(directory, folder.namespace, like.uid, like.gid, S_IMODE(like.mode))
@@ -288,36 +322,37 @@ class BlockFiles:
         if isinstance(handle, OpenBlock):
             self.open_blocks.release(handle)
             return
-        draft = handle.draft
-        if handle.writable and draft.writers == 1 and draft.nlink and draft.node is None:
-            await self._settle(draft, handle)
-        del draft.handles[handle]
-        if not draft.handles:
-            self.drafts.end(draft)
-        elif not draft.writers:
-            self.drafts.leave(draft)
+        sketch = handle.sketch
+        is_settled = not sketch.is_changed and sketch.data and not sketch.lock.locked()
+        if handle.writable and sketch.writers == 1 and sketch.nlink and sketch.node is None and not is_settled:
+            await self._settle(sketch, handle)
+        del sketch.handles[handle]
+        if not sketch.handles:
+            self.sketches.end(sketch)
+        elif not sketch.writers:
+            self.sketches.leave(sketch)
 
-    async def _settle(self, draft: Draft, last: DraftHandle) -> None:
-        """The last writer has closed a draft: what the kernel wrote since, as of a mapping, becomes the block's."""
+    async def _settle(self, sketch: Sketch, last: SketchHandle) -> None:
+        """The last writer has closed a sketch: what the kernel wrote since, as of a mapping, becomes the block's."""
         last.has_written = False
         try:
-            async with draft.lock:
-                if draft.writers == 1 and draft.nlink and draft.node is None:
-                    await (self.publish(draft) if draft.data else self._become_ordinary(draft))
+            async with sketch.lock:
+                if sketch.writers == 1 and sketch.nlink and sketch.node is None:
+                    await (self.publish(sketch) if sketch.data else self._become_ordinary(sketch))
         except errors.OperationError as error:
-            log.warning("file %r of directory %d is lost: %s", draft.name, draft.directory, error)
-            self.lookups.refresher.news.content(draft.ino)
+            log.warning("file %r of directory %d is lost: %s", sketch.name, sketch.directory, error)
+            self.lookups.refresher.news.content(sketch.ino)
 
     # -- ordinary files --------------------------------------------------------------------------------
 
     async def make_ordinary(self, ino: int) -> Node:
-        """Make a block or draft an ordinary file. Stale, NoSpace, QuotaExceeded, EngineError."""
-        draft = self.drafts.by_ino.get(ino)
-        if draft is None:
+        """Make a block or sketch an ordinary file. Stale, NoSpace, QuotaExceeded, EngineError."""
+        sketch = self.sketches.by_ino.get(ino)
+        if sketch is None:
             entry = self.open_blocks.entry_of(ino)
             return await self._make_block_ordinary(entry, await self.name_of(entry))
-        async with draft.lock:
-            return draft.node or await self._become_ordinary(draft)
+        async with sketch.lock:
+            return sketch.node or await self._become_ordinary(sketch)
 
     async def _make_block_ordinary(self, entry: BlockEntry, name: bytes) -> Node:
         data = await self.open_blocks.read_whole(entry)
@@ -325,27 +360,27 @@ class BlockFiles:
         self.engine.drop_entry(entry.table, entry.row, entry.sequence)
         return node
 
-    async def _become_ordinary(self, draft: Draft) -> Node:
-        """Under the lock of the draft."""
-        data, ino = bytes(draft.data), 0 if is_block(draft.ino) else draft.ino
-        name = draft.name if draft.nlink else b".kvfuse-%x" % draft.ino
-        node = await self._make_file(draft, draft.directory, name, data, ino)
-        for handle in draft.handles:
+    async def _become_ordinary(self, sketch: Sketch) -> Node:
+        """Under the lock of the sketch."""
+        data, ino = bytes(sketch.data), 0 if is_block(sketch.ino) else sketch.ino
+        name = sketch.name if sketch.nlink else b".kvfuse-%x" % sketch.ino
+        node = await self._make_file(sketch, sketch.directory, name, data, ino)
+        for handle in sketch.handles:
             handle.file = FileHandle(node, handle.flags, handle.caller)
             handle.file.heard = self.core.doubt.epoch
-        draft.node = node
-        self.drafts.leave(draft)
-        draft.data = bytearray()
-        self.drafts.resize(draft, 0)
+        sketch.node = node
+        self.sketches.leave(sketch)
+        sketch.data = bytearray()
+        self.sketches.resize(sketch, 0)
         if ino:
-            self.drafts.by_ino.pop(ino, None)
-        if draft.nlink:
-            self.engine.drop(draft.directory, [name])
+            self.sketches.by_ino.pop(ino, None)
+        if sketch.nlink:
+            self.engine.drop(sketch.directory, [name])
         else:
-            await self.names.unlink(draft.directory, name)
+            await self.names.unlink(sketch.directory, name)
         return node
 
-    async def _make_file(self, like: Draft | BlockEntry, directory: int, name: bytes, data: bytes, ino: int) -> Node:
+    async def _make_file(self, like: Sketch | BlockEntry, directory: int, name: bytes, data: bytes, ino: int) -> Node:
         """A new ordinary file with these bytes. ``ino``: its number; 0: any."""
         caller = Caller(like.uid, like.gid)
         if directory in self.engine.with_files:
@@ -368,13 +403,13 @@ class BlockFiles:
         return node
 
     @staticmethod
-    def _node_of(draft: Draft) -> Node:
-        assert draft.node is not None, "a draft that has become a file"
-        return draft.node
+    def _node_of(sketch: Sketch) -> Node:
+        assert sketch.node is not None, "a sketch that has become a file"
+        return sketch.node
 
     # -- attributes ------------------------------------------------------------------------------------
 
-    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Draft | BlockEntry | Node:
+    async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Sketch | BlockEntry | Node:
         """As `api.InodeApi.set_attributes`. A node: the caller sets them, but for the size. Times of a block stay."""
         if changes.size is not None:
             found = await self._set_size(ino, changes.size, caller)
@@ -383,14 +418,14 @@ class BlockFiles:
             ino = found.ino
         if changes.mode is not None and changes.mode & 0o7777 & ~PERMISSIONS:
             return await self.make_ordinary(ino)
-        if (draft := self.drafts.by_ino.get(ino)) is not None:
-            await self._is_draft(draft)
+        if (sketch := self.sketches.by_ino.get(ino)) is not None:
+            await self._is_sketch(sketch)
         found = self.attributes(ino)
         mode = found.mode if changes.mode is None else S_IFREG | S_IMODE(changes.mode)
         uid = found.uid if changes.uid is None else changes.uid
         gid = found.gid if changes.gid is None else changes.gid
         is_other = (mode, uid, gid) != (found.mode, found.uid, found.gid)
-        if isinstance(found, Draft):
+        if isinstance(found, Sketch):
             found.mode, found.uid, found.gid = mode, uid, gid
             found.is_changed |= is_other
             found.atime = found.atime if changes.atime is None else clock.storable(changes.atime)
@@ -400,16 +435,16 @@ class BlockFiles:
             return await self._move_to_readers(found, mode, uid, gid)
         return found
 
-    async def _set_size(self, ino: int, size: int, caller: Caller) -> Draft | BlockEntry | Node:
+    async def _set_size(self, ino: int, size: int, caller: Caller) -> Sketch | BlockEntry | Node:
         """truncate(2), which needs no descriptor. What the file is then."""
         handle = await self.open(ino, os.O_WRONLY, caller if caller.is_kernel else Caller(caller.uid, caller.gid))
         if isinstance(handle, Node):
             await self.cutter.truncate(handle, size)
             return handle
-        assert isinstance(handle, DraftHandle)
+        assert isinstance(handle, SketchHandle)
         try:
             await self.truncate(handle, size)
-            if handle.file is None and handle.draft.writers == 1:
+            if handle.file is None and handle.sketch.writers == 1:
                 await self.flush(handle)
             handle.has_written = False
         finally:
@@ -417,8 +452,8 @@ class BlockFiles:
                 await self.release(handle)
                 if handle.file is not None:
                     await self.release_file(handle.file)
-        draft = handle.draft
-        return draft.node or (draft if draft.handles else self.find(*draft.place) or draft)
+        sketch = handle.sketch
+        return sketch.node or (sketch if sketch.handles else self.find(*sketch.place) or sketch)
 
     async def _move_to_readers(self, entry: BlockEntry, mode: int, uid: int, gid: int) -> BlockEntry:
         """Give a block another owner or mode: it moves to another table, and has another number."""
@@ -429,15 +464,15 @@ class BlockFiles:
             await self.put(entry, entry.directory, name, content)
         for handle in self.open_blocks.by_ino.get(entry.ino, ()):
             handle.entry.mode, handle.entry.uid, handle.entry.gid = mode, uid, gid
-        return find_entry(self.engine, entry.directory, name) or entry
+        return self.search.find(entry.directory, name) or entry
 
     def describe(self, ino: int) -> dict[str, Any]:
         found = self.attributes(ino)
-        kind = "draft" if isinstance(found, Draft) else "block"
+        kind = "sketch" if isinstance(found, Sketch) else "block"
         facts = {"ino": found.ino, "kind": kind, "size": found.size, "blocks": found.blocks, "nlink": found.nlink}
         if isinstance(found, BlockEntry):
             facts |= {"in_memory": found.arena != 0, "expires": found.expires, "priority": found.priority}
         return facts
 
     def statistics(self) -> dict[str, int]:
-        return {"drafts": len(self.drafts.by_ino), **self.open_blocks.statistics()}
+        return {"sketches": len(self.sketches.by_ino), **self.open_blocks.statistics()}

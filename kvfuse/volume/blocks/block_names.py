@@ -1,4 +1,4 @@
-"""Names in directories of blocks, for the file door: a name means a block, a draft or an ordinary file.
+"""Names in directories of blocks, for the file door: a name means a block, a sketch or an ordinary file.
 
 Rows are looked at before the dentries of files. Where a name gets another meaning, the new one is there before the
 former one goes: who looks the name up finds the one or the other.
@@ -25,8 +25,8 @@ from kvfuse.volume.blocks.block_numbers import (
     split_row_cookie,
 )
 from kvfuse.volume.blocks.block_tables import BlockTable
-from kvfuse.volume.blocks.drafts import FLOOR, Draft, DraftHandle
 from kvfuse.volume.blocks.open_blocks import BlockEntry, read_entry
+from kvfuse.volume.blocks.sketches import FLOOR, Sketch, SketchHandle
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.listing import Listing
@@ -45,9 +45,9 @@ class BlockNames:
     def __post_init__(self) -> None:
         files = self.files
         self._core, self._engine, self._lookups, self._names = files.core, files.engine, files.lookups, files.names
-        self._drafts = files.drafts
+        self._sketches = files.sketches
         self._moving = trio.Lock()
-        """of whoever needs the locks of two drafts"""
+        """of whoever needs the locks of two sketches"""
 
     def is_known_block_directory(self, ino: int) -> bool:
         """Whether it is one, as far as memory knows; of one that is not there: whether it may be."""
@@ -65,22 +65,22 @@ class BlockNames:
 
     # -- looking ---------------------------------------------------------------------------------------
 
-    def look_up(self, folder: Node, name: bytes) -> Draft | BlockEntry | None:
+    def look_up(self, folder: Node, name: bytes) -> Sketch | BlockEntry | None:
         """What a name means, if it is no ordinary file; counted as known to the kernel."""
         found = self.files.find(folder.ino, name)
-        if isinstance(found, Draft):
+        if isinstance(found, Sketch):
             self._count_lookup(found)
         return found
 
-    def _count_lookup(self, draft: Draft) -> None:
-        if draft.ino < FILE_COOKIE:
-            self._core.places.add(draft.ino, *draft.place)
+    def _count_lookup(self, sketch: Sketch) -> None:
+        if sketch.ino < FILE_COOKIE:
+            self._core.places.add(sketch.ino, *sketch.place)
 
     async def list_entries(self, folder: Node, after: int, limit: int) -> list[DirEntry]:
-        """As `api.TreeApi.list_directory`. A new draft that becomes a block between two calls may be listed twice."""
+        """As `api.TreeApi.list_directory`. A new sketch that becomes a block between two calls may be listed twice."""
         found: list[DirEntry] = []
         if after < FIRST_ROW_COOKIE:
-            found += self._list_drafts(folder.ino, after)[:limit]
+            found += self._list_sketches(folder.ino, after)[:limit]
             after = FIRST_ROW_COOKIE
         seen = {entry.name for entry in found}
         while after < FILE_COOKIE and len(found) < limit:
@@ -92,12 +92,12 @@ class BlockNames:
                 found.append(DirEntry(name, file_cookie(cookie), node))
         return found
 
-    def _list_drafts(self, directory: int, after: int) -> list[DirEntry]:
+    def _list_sketches(self, directory: int, after: int) -> list[DirEntry]:
         """Those whose names mean no block yet."""
         found = [
-            DirEntry(draft.name, _draft_cookie(draft), draft)
-            for draft in self._drafts.in_directory(directory)
-            if self._engine.find(directory, draft.name) is None
+            DirEntry(sketch.name, _sketch_cookie(sketch), sketch)
+            for sketch in self._sketches.in_directory(directory)
+            if self._engine.find(directory, sketch.name) is None
         ]
         return sorted([entry for entry in found if entry.cookie > after], key=lambda entry: entry.cookie)
 
@@ -118,7 +118,7 @@ class BlockNames:
         for name, (number, sequence, *_) in zip(names, rows, strict=True):
             entry = read_entry(table, number) if name else None
             if entry is not None and entry.sequence == sequence:
-                meant = self._drafts.by_place.get((directory, name), entry)
+                meant = self._sketches.by_place.get((directory, name), entry)
                 entries.append(DirEntry(name, row_cookie(table.place, number), meant))
         return entries, end
 
@@ -136,12 +136,12 @@ class BlockNames:
     # -- making ----------------------------------------------------------------------------------------
 
     def check_free(self, folder: Node, name: bytes) -> None:
-        """Exists: a block or a draft has the name."""
+        """Exists: a block or a sketch has the name."""
         if self.files.find(folder.ino, name) is not None:
             raise errors.Exists(f"{name!r} exists in directory {folder.ino}")
 
-    async def create(self, folder: Node, name: bytes, mode: int, caller: Caller, flags: int) -> DraftHandle | None:
-        """A new draft, open. None: it has to be an ordinary file. Exists, NotFound, NameTooLong."""
+    async def create(self, folder: Node, name: bytes, mode: int, caller: Caller, flags: int) -> SketchHandle | None:
+        """A new sketch, open. None: it has to be an ordinary file. Exists, NotFound, NameTooLong."""
         self.check_free(folder, name)
         mode = privileges.mode_of_new(folder, S_IFREG | S_IMODE(mode), caller)
         if (await self._lookups.find_name(folder.ino, name)).node is not None:
@@ -152,30 +152,35 @@ class BlockNames:
         if S_IMODE(mode) & ~PERMISSIONS:
             return None
         gid = folder.gid if folder.mode & S_ISGID else caller.gid
-        draft = Draft(self._core.inodes.next(), folder.ino, folder.namespace, name, mode, caller.uid, gid)
-        if not self._drafts.resize(draft, FLOOR):
+        sketch = Sketch(self._core.inodes.next(), folder.ino, folder.namespace, name, mode, caller.uid, gid)
+        if not self._sketches.resize(sketch, FLOOR):
             return None
         if (decided := DECIDED.get()) is not None:
-            decided(draft.ino, 0)
-        self._drafts.add(draft)
-        self._count_lookup(draft)
-        return DraftHandle(draft, flags, caller)
+            decided(sketch.ino, 0)
+        self._sketches.add(sketch)
+        self._count_lookup(sketch)
+        return SketchHandle(sketch, flags, caller)
 
     # -- removing --------------------------------------------------------------------------------------
 
     async def unlink(self, folder: Node, name: bytes) -> bool:
-        """Remove a block or draft. False: the name means an ordinary file, or nothing."""
+        """Remove a block or sketch. False: the name means an ordinary file, or nothing."""
         found = self.files.find(folder.ino, name)
         if found is None:
             return False
         if (decided := DECIDED.get()) is not None:
-            decided(found.ino, 0)
+            decided(self._lasting_number(found), 0)
         await self._detach(found)
         if self._lookups.is_strict(folder):
             await self._engine.writer.flush()
         return True
 
-    async def _detach(self, found: Draft | BlockEntry) -> None:
+    def _lasting_number(self, found: Sketch | BlockEntry) -> int:
+        """The number that the name has for the next daemon, which knows no sketches."""
+        entry = self.files.search.find(*found.place) if isinstance(found, Sketch) else found
+        return entry.ino if entry is not None else found.ino
+
+    async def _detach(self, found: Sketch | BlockEntry) -> None:
         """It loses its name."""
         if isinstance(found, BlockEntry):
             self._engine.drop_entry(found.table, found.row, found.sequence)
@@ -183,7 +188,7 @@ class BlockNames:
         async with found.lock:
             if found.node is None and found.nlink:
                 self._engine.drop(found.directory, [found.name])
-                self._drafts.unlink(found)
+                self._sketches.unlink(found)
 
     # -- renaming --------------------------------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class BlockNames:
             if target_node is not None and target_node.is_directory:
                 raise errors.IsADirectory(f"{new_name!r} is a directory")
             if (decided := DECIDED.get()) is not None:
-                decided(source.ino, target.ino if target is not None else 0)
+                decided(self._lasting_number(source), target.ino if target is not None else 0)
             if await self._move(source, name, new, new_name):
                 break
         if target_node is not None:
@@ -232,7 +237,7 @@ class BlockNames:
             raise errors.InvalidArgument("a block cannot be exchanged with another file")
 
     async def _take_name(self, old: Node, name: bytes, new: Node, new_name: bytes) -> None:
-        """An ordinary file takes the name of a block or draft."""
+        """An ordinary file takes the name of a block or sketch."""
         node = (await self._lookups.find_name(old.ino, name)).node
         if node is not None and node.is_directory:
             raise errors.NotADirectory(f"{new_name!r} is not a directory")
@@ -242,52 +247,52 @@ class BlockNames:
             await self._detach(target)
         await self._names.publish(directory, moved)
 
-    async def _move(self, source: Draft | BlockEntry, name: bytes, new: Node, new_name: bytes) -> bool:
-        """Give a block or draft another name, and take it from whoever has it. False: the name means another one by
+    async def _move(self, source: Sketch | BlockEntry, name: bytes, new: Node, new_name: bytes) -> bool:
+        """Give a block or sketch another name, and take it from whoever has it. False: the name means another one by
         now. NoSpace, QuotaExceeded, EngineError."""
-        if isinstance(source, Draft):
+        if isinstance(source, Sketch):
             async with self._moving:
-                return await self._move_draft(source, (source.directory, name), new, new_name)
+                return await self._move_sketch(source, (source.directory, name), new, new_name)
         try:
             data = await self.files.open_blocks.read_whole(source)
         except errors.Stale:
             return False
-        target = self._drafts.by_place.get((new.ino, new_name))
+        target = self._sketches.by_place.get((new.ino, new_name))
         async with nullcontext() if target is None else target.lock:
             with memoryview(data) as content:
                 await self.files.put(source, new.ino, new_name, content)
             if target is not None:
-                self._drafts.unlink(target)
+                self._sketches.unlink(target)
         self._engine.drop_entry(source.table, source.row, source.sequence)
         return True
 
-    async def _move_draft(self, draft: Draft, before: tuple[int, bytes], new: Node, new_name: bytes) -> bool:
+    async def _move_sketch(self, sketch: Sketch, before: tuple[int, bytes], new: Node, new_name: bytes) -> bool:
         """Where the former name means a block, the new one does before that goes."""
-        target = self._drafts.by_place.get((new.ino, new_name))
-        async with draft.lock, nullcontext() if target is None else target.lock:
-            if self._drafts.by_place.get(before) is not draft:
+        target = self._sketches.by_place.get((new.ino, new_name))
+        async with sketch.lock, nullcontext() if target is None else target.lock:
+            if self._sketches.by_place.get(before) is not sketch:
                 return False
-            was_changed = draft.is_changed
+            was_changed = sketch.is_changed
             block = self._engine.find(*before)
             if target is not None:
-                self._drafts.leave(target)
-            self._drafts.move(draft, new.ino, new_name)
-            draft.is_changed = was_changed or block is not None
+                self._sketches.leave(target)
+            self._sketches.move(sketch, new.ino, new_name)
+            sketch.is_changed = was_changed or block is not None
             try:
                 if block is not None:
-                    await self.files.publish(draft)
+                    await self.files.publish(sketch)
             except BaseException:
-                self._drafts.move(draft, *before)
-                draft.is_changed = was_changed
+                self._sketches.move(sketch, *before)
+                sketch.is_changed = was_changed
                 if target is not None:
-                    self._drafts.enter(target)
+                    self._sketches.enter(target)
                 raise
             if block is not None:
                 self._engine.drop_entry(*block)
             if target is not None:
-                self._drafts.unlink(target)
-            if draft.ino < FILE_COOKIE:
-                self._core.places.set(draft.ino, new.ino, new_name)
+                self._sketches.unlink(target)
+            if sketch.ino < FILE_COOKIE:
+                self._core.places.set(sketch.ino, new.ino, new_name)
             return True
 
 
@@ -299,5 +304,5 @@ def _check_directories(old: Node, new: Node, name: bytes) -> None:
         raise errors.CrossesNamespaces(f"{name!r} would be in another namespace: copy it there")
 
 
-def _draft_cookie(draft: Draft) -> int:
-    return 3 + draft.ino % (FIRST_ROW_COOKIE - 8)
+def _sketch_cookie(sketch: Sketch) -> int:
+    return 3 + sketch.ino % (FIRST_ROW_COOKIE - 8)

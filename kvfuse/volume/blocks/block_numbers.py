@@ -13,7 +13,7 @@ _ROW_MASK, _TAG_MASK = (1 << ROW_BITS) - 1, (1 << _TAG_BITS) - 1
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 FIRST_ROW_COOKIE = 1 << ROW_BITS
-"""cookies of drafts are smaller"""
+"""cookies of sketches are smaller"""
 FILE_COOKIE = 1 << 62
 """mark of cookies of files, which are listed last"""
 
@@ -36,7 +36,7 @@ def split_inode(ino: int) -> tuple[int, int, int]:
     return ino >> ROW_BITS + _TAG_BITS & (1 << _TABLE_BITS) - 1, ino >> _TAG_BITS & _ROW_MASK, ino & _TAG_MASK
 
 
-# -- cookies: drafts, then rows of one table after the other, then files ---------------------------------
+# -- cookies: sketches, then rows of one table after the other, then files ---------------------------------
 
 
 def row_cookie(table: int, row: int) -> int:

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,11 @@ class BlockTable:
     @property
     def has_ended(self) -> bool:
         return bool(self.words[STATE] != forms.TABLE_LIVE)
+
+    @cached_property
+    def room(self) -> npt.NDArray[np.void]:
+        """All rows that there may be, as they are now."""
+        return forms.rows_of(self.memory, int(self.memory[:64].view(np.uint32)[3]))
 
     @property
     def rows(self) -> npt.NDArray[np.void]:

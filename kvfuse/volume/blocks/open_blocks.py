@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from stat import S_IFREG
 from typing import NamedTuple
 
+import numpy as np
+
 from kvfuse import errors
 from kvfuse.native import blocks as forms
 from kvfuse.volume.api import Caller
@@ -91,7 +93,7 @@ class BlockEntry:
 
 def read_entry(table: BlockTable, number: int) -> BlockEntry | None:
     """The block of a row; None: it has none."""
-    rows = table.rows
+    rows = table.room
     for _ in range(TORN_READS):
         if table.has_ended or number >= len(rows):
             return None
@@ -108,15 +110,28 @@ def read_entry(table: BlockTable, number: int) -> BlockEntry | None:
     return None
 
 
-def find_entry(engine: BlockEngine, directory: int, name: bytes) -> BlockEntry | None:
-    """The block of a name; the newest, if several tables have one."""
-    best: BlockEntry | None = None
-    for table in engine.tables_of(directory):
-        rows, _ = table.find([name], engine.now(table.namespace))
-        entry = read_entry(table, int(rows[0])) if rows[0] >= 0 else None
-        if entry is not None and (best is None or entry.sequence > best.sequence):
-            best = entry
-    return best
+class NameSearch:
+    """Finds single names, with arrays that are made once. Event loop only."""
+
+    def __init__(self, engine: BlockEngine) -> None:
+        self._engine = engine
+        self._start = np.zeros(1, np.uint64)
+        self._lengths = [np.array([length], np.uint32) for length in range(forms.NAME_MAX + 1)]
+        self._row, self._sequence = np.empty(1, np.int64), np.empty(1, np.uint64)
+
+    def find(self, directory: int, name: bytes) -> BlockEntry | None:
+        """The block of a name; the newest, if several tables have one."""
+        best: BlockEntry | None = None
+        for table in self._engine.tables_of(directory) if len(name) <= forms.NAME_MAX else ():
+            self._engine.native.find(
+                table.place, directory, name, self._start, self._lengths[len(name)], False,
+                self._engine.now(table.namespace), self._row, self._sequence,
+            )  # fmt: skip
+            number = int(self._row[0])
+            entry = read_entry(table, number) if number >= 0 else None
+            if entry is not None and (best is None or entry.sequence > best.sequence):
+                best = entry
+        return best
 
 
 @dataclass
@@ -195,9 +210,8 @@ class OpenBlocks:
     async def keep(self, handle: OpenBlock) -> None:
         """Keep the content as long as the block is open, if there is room for that. Stale, EngineError."""
         entry = handle.entry
-        other = next((one for one in self.by_ino[entry.ino] if one.content is not None), None)
-        if other is not None and other.content is not None and other.pinned and self._pin(other.pinned):
-            handle.content, handle.pinned = other.content, other.pinned
+        entry.table.room["used"][entry.row] = self.engine.now(entry.table.namespace)
+        if self.share(handle):
             return
         if (found := self._pin_content(entry)) is not None:
             handle.content, handle.pinned = found
@@ -209,11 +223,19 @@ class OpenBlocks:
                 self.memory.give(handle.copied)
                 handle.copied = 0
                 raise
-        entry.table.rows["used"][entry.row] = self.engine.now(entry.table.namespace)
+
+    def share(self, handle: OpenBlock) -> bool:
+        """Keep the content with another handle that does. False: there is none."""
+        for other in self.by_ino[handle.entry.ino]:
+            if other.pinned and self._pin(other.pinned):
+                handle.content, handle.pinned = other.content, other.pinned
+                return True
+            if other.copied and other.content is not None and self.memory.take(other.copied):
+                handle.content, handle.copied = other.content, other.copied
+                return True
+        return False
 
     async def read(self, handle: OpenBlock, offset: int, size: int) -> memoryview | bytes:
-        if handle.content is None:
-            await self.keep(handle)
         content = handle.content
         if content is None:
             content = memoryview(await self.read_whole(handle.entry))

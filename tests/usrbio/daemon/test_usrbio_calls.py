@@ -104,6 +104,8 @@ class PuttingVolume:
 
     seal = None
 
+    rows = None
+
     def __init__(self, *stuck: bytes) -> None:
         self.blocks = self.inodes = self.search = self
         self.gates = Gates()

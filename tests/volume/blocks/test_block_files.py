@@ -1,4 +1,4 @@
-"""Blocks that are rows, as files: names, drafts that become blocks, and what stays an ordinary file."""
+"""Blocks that are rows, as files: names, sketches that become blocks, and what stays an ordinary file."""
 
 from __future__ import annotations
 

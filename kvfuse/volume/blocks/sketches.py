@@ -1,6 +1,6 @@
-"""Drafts: files in directories of blocks that somebody writes, with their bytes in memory alone.
+"""Sketches: files in directories of blocks that somebody writes, with their bytes in memory alone.
 
-A draft has the number of an inode that does not exist yet, so that it can become an ordinary file under the eyes of
+A sketch has the number of an inode that does not exist yet, so that it can become an ordinary file under the eyes of
 the kernel; or the number of the block of which it is a copy. Nothing here waits.
 """
 
@@ -19,12 +19,12 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views import clock
 
 HOLE_MAX = 1 << 20
-"""bytes of a hole that a write, or a longer size, may leave in a draft"""
+"""bytes of a hole that a write, or a longer size, may leave in a sketch"""
 FLOOR = 4096
-"""bytes that a draft counts at least"""
+"""bytes that a sketch counts at least"""
 
 
-class Draft:
+class Sketch:
     """A file that is being written; as `api.Attributes`, too. ``lock``: of whoever publishes, moves or ends it."""
 
     rdev = 0
@@ -46,7 +46,7 @@ class Draft:
         """the block of its name does not have these bytes, or other readers"""
         self.expires, self.priority = 0, 128
         """of the block"""
-        self.handles: dict[DraftHandle, None] = {}
+        self.handles: dict[SketchHandle, None] = {}
         self.node: Node | None = None
         """the ordinary file that it has become"""
         self.lock = trio.Lock()
@@ -92,15 +92,15 @@ class Draft:
         self.mtime = self.ctime = clock.now()
 
 
-class DraftHandle:
-    """A draft that is open; see `api.Handle`. ``file``: the ordinary file's, once it has become one."""
+class SketchHandle:
+    """A sketch that is open; see `api.Handle`. ``file``: the ordinary file's, once it has become one."""
 
     cache_valid = True
     is_new = True
 
-    def __init__(self, draft: Draft, flags: int, caller: Caller) -> None:
+    def __init__(self, sketch: Sketch, flags: int, caller: Caller) -> None:
         self.id = next_handle()
-        self.draft = draft
+        self.sketch = sketch
         self.flags = flags
         self.caller = caller
         self.file: FileHandle | None = None
@@ -110,79 +110,79 @@ class DraftHandle:
         self.direct = bool(flags & os.O_DIRECT)
         self.has_written = False
         """since the last close of a descriptor"""
-        draft.handles[self] = None
+        sketch.handles[self] = None
 
     @property
     def size(self) -> int:
-        return self.draft.size if self.file is None else self.file.size
+        return self.sketch.size if self.file is None else self.file.size
 
     @property
     def place(self) -> tuple[int, bytes]:
-        return self.draft.place
+        return self.sketch.place
 
 
 @dataclass
-class Drafts:
-    """All drafts of a volume. Event loop only.
+class Sketches:
+    """All sketches of a volume. Event loop only.
 
-    ``names_held``: directory -> names in it that drafts have.
+    ``names_held``: directory -> names in it that sketches have.
     """
 
     memory: CopyMemory
     names_held: Counter[int]
-    by_ino: dict[int, Draft] = field(default_factory=dict)
-    by_place: dict[tuple[int, bytes], Draft] = field(default_factory=dict)
+    by_ino: dict[int, Sketch] = field(default_factory=dict)
+    by_place: dict[tuple[int, bytes], Sketch] = field(default_factory=dict)
     _room: trio.Event = field(default_factory=trio.Event)
 
-    def add(self, draft: Draft) -> None:
-        """A new draft. Its name is free."""
-        self.by_ino[draft.ino] = draft
-        self.enter(draft)
+    def add(self, sketch: Sketch) -> None:
+        """A new sketch. Its name is free."""
+        self.by_ino[sketch.ino] = sketch
+        self.enter(sketch)
 
-    def enter(self, draft: Draft) -> None:
-        """The name of the draft means it from now on, if it means no other one."""
-        if self.by_place.setdefault(draft.place, draft) is draft:
-            self.names_held[draft.directory] += 1
+    def enter(self, sketch: Sketch) -> None:
+        """The name of the sketch means it from now on, if it means no other one."""
+        if self.by_place.setdefault(sketch.place, sketch) is sketch:
+            self.names_held[sketch.directory] += 1
 
-    def leave(self, draft: Draft) -> None:
-        """The name means the draft no longer."""
-        if self.by_place.get(draft.place) is draft:
-            del self.by_place[draft.place]
-            self.names_held[draft.directory] -= 1
-            if not self.names_held[draft.directory]:
-                del self.names_held[draft.directory]
+    def leave(self, sketch: Sketch) -> None:
+        """The name means the sketch no longer."""
+        if self.by_place.get(sketch.place) is sketch:
+            del self.by_place[sketch.place]
+            self.names_held[sketch.directory] -= 1
+            if not self.names_held[sketch.directory]:
+                del self.names_held[sketch.directory]
 
-    def move(self, draft: Draft, directory: int, name: bytes) -> None:
-        self.leave(draft)
-        draft.directory, draft.name = directory, name
-        self.enter(draft)
+    def move(self, sketch: Sketch, directory: int, name: bytes) -> None:
+        self.leave(sketch)
+        sketch.directory, sketch.name = directory, name
+        self.enter(sketch)
 
-    def unlink(self, draft: Draft) -> None:
-        """The draft has no name any more, and is as long as it is open."""
-        self.leave(draft)
-        draft.nlink = 0
-        draft.ctime = clock.now()
+    def unlink(self, sketch: Sketch) -> None:
+        """The sketch has no name any more, and is as long as it is open."""
+        self.leave(sketch)
+        sketch.nlink = 0
+        sketch.ctime = clock.now()
 
-    def end(self, draft: Draft) -> None:
+    def end(self, sketch: Sketch) -> None:
         """Nobody has it open."""
-        self.leave(draft)
-        self.by_ino.pop(draft.ino, None)
-        draft.data = bytearray()
-        self.resize(draft, 0)
+        self.leave(sketch)
+        self.by_ino.pop(sketch.ino, None)
+        sketch.data = bytearray()
+        self.resize(sketch, 0)
 
-    def in_directory(self, directory: int) -> list[Draft]:
+    def in_directory(self, directory: int) -> list[Sketch]:
         if directory not in self.names_held:
             return []
-        return [draft for draft in self.by_place.values() if draft.directory == directory]
+        return [sketch for sketch in self.by_place.values() if sketch.directory == directory]
 
     # -- memory ----------------------------------------------------------------------------------------
 
-    def resize(self, draft: Draft, size: int) -> bool:
-        """Count so many bytes for a draft. False: there is no memory for them."""
-        more = size - draft.reserved
+    def resize(self, sketch: Sketch, size: int) -> bool:
+        """Count so many bytes for a sketch. False: there is no memory for them."""
+        more = size - sketch.reserved
         if more > 0 and not self.memory.take(more):
             return False
-        draft.reserved = size
+        sketch.reserved = size
         if more < 0:
             self.memory.give(-more)
             self._room.set()
