@@ -33,6 +33,8 @@ ARENA_SIZE = 64 << 20
 ARENAS_MAX = 256
 SPARES = 3
 """arenas that wait to be filled, once blocks are stored"""
+FREED_AT_ONCE = 2
+"""arenas of a table that has ended: some 20 ms each"""
 ARENA_PREFIX = "blocks/arena/"
 STEP = 8 << 20
 """bytes that are populated at once"""
@@ -189,11 +191,13 @@ class BlockArenas:
         self._tier.take_back(arena.size)
         return True
 
-    def forget(self, table: int) -> bool:
-        """Free the arenas of a table that has ended. True: it has none any more."""
+    def forget(self, table: int) -> tuple[int, int]:
+        """Free some arenas of a table that has ended: how many, and how many are left."""
         own = [place for place in self._places if place in self._known and self._core.arena_facts(place)[1] == table]
-        freed = [self._free(place) for place in own]
-        return all(freed)
+        freed = 0
+        for place in own:
+            freed += freed < FREED_AT_ONCE and self._free(place)
+        return freed, len(own) - freed
 
     @property
     def _known(self) -> set[int]:

@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -177,15 +177,18 @@ class BlockTables:
         self.ended.append(table)
         self._keeper.drop(f"{TABLE_PREFIX}{table.serial}")
 
-    def sweep(self, rows: int, forget_arenas: Any) -> bool:
-        """Give back slots and memory of so many rows of tables that have ended. True: there are more.
+    def sweep(self, rows: int, forget_arenas: Callable[[int], tuple[int, int]]) -> bool:
+        """Give back slots and memory of so many rows of tables that have ended. True: there are more, at once.
 
-        ``forget_arenas``: takes the place of a table, whose arenas nobody needs; whether it has none any more.
+        ``forget_arenas``: takes the place of a table, whose arenas nobody needs; how many went, and are left.
         """
         for table in list(self.ended):
             if self._core.sweep_table(table.place, rows):
                 return True
-            if forget_arenas(table.place) and self._core.remove_table(table.place):
+            freed, left = forget_arenas(table.place)
+            if freed and left:
+                return True
+            if not left and self._core.remove_table(table.place):
                 del self.all[table.place]
                 table.piece.take_back(forms.PAGE, table.size)
                 self.ended.remove(table)
