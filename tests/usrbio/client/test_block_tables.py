@@ -282,6 +282,38 @@ def test_a_table_grows_while_it_is_read(mount: KvfuseMount, name: str, seed: int
         assert other.get_many_into(asked, [np.empty(size, np.uint8) for _ in asked]).tolist() == [size] * len(asked)
 
 
+def test_what_was_acknowledged_is_never_absent(mount: KvfuseMount, name: str, seed: int) -> None:
+    """While a table grows, and blocks are replaced, a client that answers itself what is absent misses none."""
+    keys = [b"%08d" % number for number in range(30_000)]
+    acknowledged = [0]
+    is_over = threading.Event()
+
+    def put() -> None:
+        rng = np.random.default_rng(seed)
+        with BlockStore(mount.point, name) as store:
+            for start in range(0, len(keys), 100):
+                part = keys[start : start + 100]
+                assert store.put_many(part, part).all()
+                acknowledged[0] = start + 100
+                again = [keys[number] for number in rng.integers(0, acknowledged[0], 50).tolist()]
+                assert store.put_many(again, again).all()
+        is_over.set()
+
+    with BlockStore(mount.point, name) as other:
+        writer = threading.Thread(target=put)
+        writer.start()
+        rng, looked = np.random.default_rng(seed + 1), 0
+        while not is_over.is_set():
+            if count := acknowledged[0]:
+                asked = [keys[number] for number in rng.integers(0, count, 300).tolist()]
+                missing = [key for key, one in zip(asked, found(other, asked, 8), strict=True) if one == -ENOENT]
+                assert not missing
+                assert other.exists(asked).all()
+                looked += 1
+        writer.join()
+        assert looked > 100
+
+
 # -- the next daemon -------------------------------------------------------------------------------------
 
 
