@@ -40,7 +40,7 @@ Addresses = npt.NDArray[np.uint64]
 Spots = npt.NDArray[np.void]
 
 
-class RowTable:
+class MappedTable:
     """``memory``: all of it. EngineError where it is no table of this version, or the native part is not there."""
 
     def __init__(self, memory: Bytes) -> None:
