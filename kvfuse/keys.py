@@ -35,9 +35,8 @@ def file_name(key: bytes) -> bytes:
 
 def file_names(keys: list[bytes]) -> list[bytes]:
     """`file_name` of many keys of legal length; at once where all are names themselves."""
-    together = b"".join(keys)
-    has_dots = b"." in together and (b"." in keys or b".." in keys)
-    if has_dots or b"/" in together or b"\0" in together or ESCAPE in together:
+    text = b"".join(keys)
+    if b"/" in text or b"\0" in text or ESCAPE in text or (b"." in text and (b"." in keys or b".." in keys)):
         return [file_name(key) for key in keys]
     return keys
 

@@ -34,7 +34,7 @@ from attacker_kit import (
 )
 
 from kvfuse.blockindex import Table, fingerprints_of
-from kvfuse.usrbio.client.row_table import MAGIC, RowTable
+from kvfuse.usrbio.client.mapped_table import MAGIC, MappedTable
 
 MAP_INDEX = 14
 ROOM = 1 << 20
@@ -60,7 +60,7 @@ class User:
         self.arenas: dict[int, int] = {}
         """number -> descriptor: nothing is mapped, as to look at a hole in a mapping would fill it"""
         self.tables: list[Table] = []
-        self.row_tables: list[RowTable] = []
+        self.row_tables: list[MappedTable] = []
         self.handles: dict[str, int] = {}
         self.held: dict[str, int] = {}
         """descriptors of folders"""
@@ -164,7 +164,7 @@ class User:
 
     def _note_table(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         if memory[: len(MAGIC)].tobytes() == MAGIC:
-            rows = RowTable(memory)
+            rows = MappedTable(memory)
             if rows.serial not in [other.serial for other in self.row_tables]:
                 self.row_tables.append(rows)
             return

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from kvfuse.blockindex import ABSENT, UNMAPPED, Numbers, Table
 from kvfuse.errors import Disconnected, EngineError
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 from kvfuse.usrbio.client.client import Client
 from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.iov import address_of
 from kvfuse.usrbio.client.mapped_arenas import MappedArenas
-from kvfuse.usrbio.client.row_table import MAGIC, RowTable
+from kvfuse.usrbio.client.mapped_table import MAGIC, MappedTable
 from kvfuse.usrbio.client.session import Bytes, Session, close_all
-from kvfuse.usrbio.client.touch_page import TouchPage
+from kvfuse.usrbio.client.touch_notes import TouchNotes
 from kvfuse.usrbio.protocol.wire import Request
 
 Found = npt.NDArray[np.bool_]
@@ -52,9 +52,9 @@ class Mapped(Protocol):
     """An index, or a table, that is mapped with the arenas of its blocks."""
 
     @property
-    def table(self) -> Table | RowTable: ...
+    def table(self) -> Table | MappedTable: ...
     @property
-    def touches(self) -> TouchPage: ...
+    def touches(self) -> TouchNotes: ...
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         """The length of each block that was copied, `NOWHERE` for those that there certainly are not, `NOT_HERE` for
@@ -70,7 +70,7 @@ class Mapped(Protocol):
 class _MappedFiles:
     """The index of blocks that are files, as far as they are resident."""
 
-    def __init__(self, table: Table, touches: TouchPage, arenas: MappedArenas) -> None:
+    def __init__(self, table: Table, touches: TouchNotes, arenas: MappedArenas) -> None:
         self.table = table
         self.touches = touches
         self._arenas = arenas
@@ -103,7 +103,7 @@ class _MappedFiles:
 class _MappedRows:
     """A table of blocks that are rows."""
 
-    def __init__(self, table: RowTable, touches: TouchPage, arenas: MappedArenas) -> None:
+    def __init__(self, table: MappedTable, touches: TouchNotes, arenas: MappedArenas) -> None:
         self.table = table
         self.touches = touches
         self._arenas = arenas
@@ -147,7 +147,7 @@ class _MappedRows:
 
 
 def _copy_spots(
-    table: Table | RowTable, arenas: MappedArenas, spots: npt.NDArray[np.void], here: Found, rooms: Numbers,
+    table: Table | MappedTable, arenas: MappedArenas, spots: npt.NDArray[np.void], here: Found, rooms: Numbers,
     begin: Begin,
 ) -> Numbers:  # fmt: skip
     """Copy blocks from their spots, by copies that the caller begins: the length of each, `NOT_HERE` for others."""
@@ -175,12 +175,12 @@ def _open(session: Session, namespace: Namespace, number: int, former: Sequence[
     reply, descriptors = session.request(Request.MAP_INDEX, namespace.handle, number)
     try:
         memory = np.frombuffer(mmap(descriptors[0], reply.values[0], prot=PROT_READ), np.uint8)
-        touches = TouchPage(descriptors[1])
+        touches = TouchNotes(descriptors[1])
     finally:
         close_all(descriptors)
     if memory[: len(MAGIC)].tobytes() != MAGIC:
         return _MappedFiles(Table(memory), touches, MappedArenas(session))
-    table, arenas = RowTable(memory), MappedArenas(session)
+    table, arenas = MappedTable(memory), MappedArenas(session)
     for other in former:
         if isinstance(other, _MappedRows) and other.table.serial == table.serial:
             table, arenas = other.table, other._arenas

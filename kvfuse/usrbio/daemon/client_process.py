@@ -17,7 +17,7 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import trio
 
@@ -39,14 +39,6 @@ class Owned(Protocol):
     def gid(self) -> int: ...
     @property
     def mode(self) -> int: ...
-
-
-class OwnedBy(NamedTuple):
-    """What is no inode and has an owner all the same."""
-
-    uid: int
-    gid: int
-    mode: int
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class EntryServer:
     def serve_one(self, packed: bytearray, taken_at: float) -> bool:
         """Take an entry that is alone in the queue, and serve it as `serve`. False: it has to wait for memory."""
         entry = Entry._make(SQE_STRUCT.unpack(packed))
-        if entry.op in (Op.GET, Op.PUT) and self._rows.is_wanted(entry.handle):
+        if entry.op in (Op.GET, Op.PUT) and not entry.flags and self._rows.is_wanted(entry.handle):
             self._completions.take(packed, taken_at)
             return not len(self.serve(np.frombuffer(packed, SQE), taken_at))
         calls: list[Call] = []

@@ -7,21 +7,19 @@ block store's (`volume/blocks/shown_tables`). A client sees by the first bytes w
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
 from kvfuse import errors, failing
-from kvfuse.usrbio.daemon.client_process import OwnedBy
 from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.daemon.row_calls import RowCalls
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
-from kvfuse.volume.api import RingApi, RowApi, RowReaders, RowTable
+from kvfuse.volume.api import RingApi, RowApi, RowTable
 from kvfuse.volume.tier.resident_indexes import Touches
 from kvfuse.volume.tier.shared_tier import ReadClass
 
@@ -87,7 +85,7 @@ class Indexes:
         tables = [
             table
             for table in (door.readable if door is not None else ())
-            if not table.has_ended and (namespace.has_token or self._may_read(table.readers))
+            if not table.has_ended and (namespace.has_token or self.peer.may_access(table.readers, 4))
         ]
         tables.sort(key=lambda table: door is None or table is not door.own)
         if number >= len(tables):
@@ -134,7 +132,7 @@ class Indexes:
     def _may_map(self, namespace: NamespaceHandle, readers: ReadClass, is_retired: bool, *, is_viewed: bool) -> bool:
         touches = self._opened.get(readers)
         has_index = touches is not None and not touches.index.has_ended and not is_retired
-        return (is_viewed or has_index) and (namespace.has_token or self._may_read(readers))
+        return (is_viewed or has_index) and (namespace.has_token or self.peer.may_access(readers, 4))
 
     async def _map_arena_of_rows(
         self, store: RowApi, arena: int, namespaces: list[NamespaceHandle], *, is_viewed: bool
@@ -149,7 +147,7 @@ class Indexes:
                 table = store.shown.table_of(arena)
                 if table is None or (table.has_ended and not is_viewed):
                     break
-                if namespace.has_token or self._may_read(table.readers):
+                if namespace.has_token or self.peer.may_access(table.readers, 4):
                     is_unlimited = self.peer.is_unlimited
                     return store.shown.arena_descriptor(arena, namespace.ancestors, is_unlimited=is_unlimited)
         raise errors.PermissionDenied(f"the client may not read the blocks in arena {arena}, or it is no more")
@@ -176,10 +174,7 @@ class Indexes:
         else:
             found = dict.fromkeys(self.volume.tier.read_classes().values())
             readers = [own, *(other for other in found if other.directory == namespace.ino and other != own)]
-        readers = [other for other in readers if namespace.has_token or self._may_read(other)]
+        readers = [other for other in readers if namespace.has_token or self.peer.may_access(other, 4)]
         if number >= len(readers):
             raise errors.NotFound("the folder has no more indexes of blocks")
         return readers[number]
-
-    def _may_read(self, readers: ReadClass | RowReaders) -> bool:
-        return self.peer.may_access(OwnedBy(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)

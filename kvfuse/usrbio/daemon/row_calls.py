@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.call import Call, Completion
-from kvfuse.usrbio.daemon.client_process import ClientProcess, OwnedBy
+from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.volume.api import RingApi, RowTable, RowTerms
 from kvfuse.volume.tier.shared_tier import TierBlock
@@ -40,16 +39,12 @@ class RowCalls:
         has_files = await self.volume.blocks.has_files(namespace.ino)
         store.shown.end_look(namespace.ino, has_files=has_files, knows_all=store.knows_all)
         tables = store.tables_of(namespace.ino)
-        readable = tuple([table for table in tables if namespace.has_token or self._may_read(table)])
+        readable = tuple([table for table in tables if namespace.has_token or self.peer.may_access(table.readers, 4)])
         namespace.blocks = BlockDoor(
             store, namespace.ino, number, own, tables, readable, has_files=has_files,
             sees_all=len(readable) == len(tables),
             terms=RowTerms(is_strict=self.volume.blocks.waits(namespace.ino)),
         )  # fmt: skip
-
-    def _may_read(self, table: RowTable) -> bool:
-        readers = table.readers
-        return self.peer.may_access(OwnedBy(readers.uid, readers.gid, stat.S_IFREG | readers.mode), 4)
 
     async def get(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
         """Answer a GET. False: the directory has no such block; a file may have its name. PermissionDenied."""
@@ -59,7 +54,7 @@ class RowCalls:
             if found is None:
                 return False
             table, row, sequence = found
-            if not (namespace.has_token or self._may_read(table)):
+            if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
                 raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")
             if namespace.measures.limiters:
                 await namespace.measures.throttle(min(int(table.rows["length"][row]), call.entry.length))
@@ -100,7 +95,7 @@ class RowCalls:
         """Bring blocks into memory. Which are there then."""
         loaded = np.zeros(len(names), np.bool_)
         for table in door.store.tables_of(door.directory):
-            if not (namespace.has_token or self._may_read(table)):
+            if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
                 continue
             rows, sequences = table.find(names, door.store.now(table.namespace))
             here = np.flatnonzero(rows >= 0)

@@ -52,6 +52,9 @@ class RowOps:
         """Serve what needs no wait. Returns the others, in their order."""
         if not self._op_mask or not any(one.blocks is not None for one in list(self._registered.namespaces.values())):
             return rows
+        ops = rows["op"]
+        if not (((ops == Op.GET) | (ops == Op.PUT)) & (rows["flags"] == 0)).any():
+            return rows
         words = as_words(rows)
         kinds = words[:, 0], words[:, 1] & np.uint64(0xFFFFFFFF)
         if len(rows) == 1 or (bool((kinds[0] == kinds[0][0]).all()) and bool((kinds[1] == kinds[1][0]).all())):

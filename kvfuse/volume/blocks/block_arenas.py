@@ -23,6 +23,7 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables, take_all
+from kvfuse.volume.tier.placement import Placement
 from kvfuse.volume.tier.revocable import RevocableMemory
 from kvfuse.volume.tier.shared_tier import SharedTier
 
@@ -32,6 +33,8 @@ ARENA_SIZE = 64 << 20
 ARENAS_MAX = 256
 SPARES = 3
 """arenas that wait to be filled, once blocks are stored"""
+FREED_AT_ONCE = 2
+"""arenas of a table that has ended: some 20 ms each"""
 ARENA_PREFIX = "blocks/arena/"
 STEP = 8 << 20
 """bytes that are populated at once"""
@@ -47,13 +50,14 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class BlockArena:
     """One piece of memory."""
 
-    def __init__(self, place: int, number: int, piece: RevocableMemory) -> None:
+    def __init__(self, place: int, number: int, piece: RevocableMemory, placement: Placement) -> None:
         self.place = place
         self.number = number
         self.piece = piece
         memory = mmap.mmap(piece.descriptor, os.fstat(piece.descriptor).st_size)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address = int(self.bytes.ctypes.data)
+        placement.apply(memory, self.address)
 
     @property
     def size(self) -> int:
@@ -159,9 +163,9 @@ class BlockArenas:
             self._tier.take_back(self.arena_size)
             return None
         place = next(place for place in range(ARENAS_MAX) if place not in self._places)
-        arena = self._places[place] = BlockArena(
-            place, number, self._tier.supply.make("kvfuse-blocks", self.arena_size)
-        )
+        supply = self._tier.supply
+        piece = supply.make("kvfuse-blocks", self.arena_size)
+        arena = self._places[place] = BlockArena(place, number, piece, supply.placement)
         return arena
 
     def make_first(self) -> None:
@@ -187,11 +191,13 @@ class BlockArenas:
         self._tier.take_back(arena.size)
         return True
 
-    def forget(self, table: int) -> bool:
-        """Free the arenas of a table that has ended. True: it has none any more."""
+    def forget(self, table: int) -> tuple[int, int]:
+        """Free some arenas of a table that has ended: how many, and how many are left."""
         own = [place for place in self._places if place in self._known and self._core.arena_facts(place)[1] == table]
-        freed = [self._free(place) for place in own]
-        return all(freed)
+        freed = 0
+        for place in own:
+            freed += freed < FREED_AT_ONCE and self._free(place)
+        return freed, len(own) - freed
 
     @property
     def _known(self) -> set[int]:
@@ -216,11 +222,11 @@ class BlockArenas:
 
     def hold(self, table: BlockTable, row: int, sequence: int) -> HeldRow | None:
         """Hold a block, if it is in memory. None: it is not, or is another one by now. Any thread."""
-        arena = self.by_number.get(int(table.rows["arena"][row]))
+        rows = table.all_rows
+        arena = self.by_number.get(int(rows["arena"][row]))
         if arena is None or not self._core.pin_arena(arena.number, 1):
             return None
-        rows = table.rows  # from here on, what is in this arena stays
-        version = int(rows["version"][row])
+        version = int(rows["version"][row])  # from here on, what is in this arena stays
         fence()
         found = rows[row].copy()
         fence()
@@ -253,7 +259,7 @@ class BlockArenas:
                 form, volume_id, place, number, size = _FACTS.unpack(kept.content)
                 is_ours = form == _FORM and volume_id == self._volume_id and place not in self._places
                 if is_ours and os.fstat(piece.descriptor).st_size == size and size > forms.PAGE:
-                    arena = BlockArena(place, number, piece)
+                    arena = BlockArena(place, number, piece, self._tier.supply.placement)
             if arena is None or arena.serial not in places:
                 self._keeper.drop(name)
                 if arena is not None:

@@ -543,8 +543,7 @@ class BlockEngine:
         while True:
             before = self.native.statistics()["puts"]
             self.update_quotas()
-            self.tables.sweep(SWEPT_AT_ONCE, self.arenas.forget)
-            is_busy = bool(self.tables.ended)
+            is_busy = self.tables.sweep(SWEPT_AT_ONCE, self.arenas.forget)
             if any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()
             if self.tables.all:

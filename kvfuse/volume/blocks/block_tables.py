@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,10 @@ class BlockTable:
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(piece.descriptor, size), np.uint8)
         self.words = self.memory[forms.STATE_OFFSET : forms.STATE_OFFSET + 48].view(np.uint64).data
         """state, valid until, complete, neighbours, (buckets, rows), live rows"""
+        self._counts = self.memory[104:112].view(np.uint32).data
+        """buckets in use, rows that were ever in use"""
+        self.all_rows = forms.rows_of(self.memory, int(self.memory[12:16].view(np.uint32)[0]))
+        """also those that were never in use: what looks at these has them made"""
         self._shown = self.memory[_SHOWN_OFFSET : forms.PAGE].view(np.uint64).data
         self.ancestors: object = None
         """of its directory, if it is shown, see `views.ancestors`; None: not known yet"""
@@ -95,9 +99,7 @@ class BlockTable:
     @property
     def rows(self) -> npt.NDArray[np.void]:
         """All rows that were ever in use, as they are now."""
-        head = self.memory[:64].view(np.uint32)
-        buckets_max, end = int(head[3]), int(self.memory[108:112].view(np.uint32)[0])
-        return forms.rows_of(self.memory, buckets_max)[:end]
+        return self.all_rows[: self._counts[1]]
 
     def find(self, names: Sequence[bytes], now: int) -> tuple[npt.NDArray[np.int64], Words]:
         """(row, sequence) of each; a row below 0: there is no such block."""
@@ -175,15 +177,18 @@ class BlockTables:
         self.ended.append(table)
         self._keeper.drop(f"{TABLE_PREFIX}{table.serial}")
 
-    def sweep(self, rows: int, forget_arenas: Any) -> bool:
-        """Give back slots and memory of so many rows of tables that have ended. True: there are more.
+    def sweep(self, rows: int, forget_arenas: Callable[[int], tuple[int, int]]) -> bool:
+        """Give back slots and memory of so many rows of tables that have ended. True: there are more, at once.
 
-        ``forget_arenas``: takes the place of a table, whose arenas nobody needs; whether it has none any more.
+        ``forget_arenas``: takes the place of a table, whose arenas nobody needs; how many went, and are left.
         """
         for table in list(self.ended):
             if self._core.sweep_table(table.place, rows):
                 return True
-            if forget_arenas(table.place) and self._core.remove_table(table.place):
+            freed, left = forget_arenas(table.place)
+            if freed and left:
+                return True
+            if not left and self._core.remove_table(table.place):
                 del self.all[table.place]
                 table.piece.take_back(forms.PAGE, table.size)
                 self.ended.remove(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import ENOENT
 from pathlib import Path
@@ -18,6 +18,7 @@ from ring_lab import stats
 
 from kvfuse.usrbio.client import BlockStore
 from kvfuse.usrbio.client.resident import NOT_HERE
+from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.protocol.wire import Op
 
 NAMESPACE, CLEAR = "user.kvfuse.namespace", "user.kvfuse.clear"
@@ -60,6 +61,28 @@ def found(store: BlockStore, keys: list[bytes], size: int = SIZE) -> list[bytes 
     return [memory[row, :one].tobytes() if one >= 0 else None if one == NOT_HERE else one for row, one in rows]
 
 
+class Done:
+    """A copy that has ended."""
+
+    def finish(self) -> None:
+        return None
+
+
+def copied(store: BlockStore, keys: list[bytes], size: int = SIZE) -> list[bytes | int | None]:
+    """As `found`, by copies that the caller makes, as for memory of a GPU."""
+    memory = np.zeros((len(keys), size), np.uint8)
+
+    def begin(row: int, arena: Bytes, offset: int, length: int) -> Done:
+        memory[row, :length] = arena[offset : offset + length]
+        return Done()
+
+    results = store._resident.copy(keys, np.full(len(keys), size, np.int64), begin)
+    if results is None:
+        return [None] * len(keys)
+    rows = enumerate(results.tolist())
+    return [memory[row, :one].tobytes() if one >= 0 else None if one == NOT_HERE else one for row, one in rows]
+
+
 def wait_for_table(store: BlockStore, key: bytes) -> None:
     """Tables that ended are mapped again soon."""
     wait_until(lambda: isinstance(found(store, [key], 1 << 20)[0], bytes), f"{key!r} to be found")
@@ -75,6 +98,7 @@ def test_any_key_is_found_and_others_are_certainly_absent(mount: KvfuseMount, na
         assert store.put_many(KEYS, data).all()
         assert found(store, KEYS) == data
         assert found(store, others) == [-ENOENT] * 5
+        assert copied(store, [*KEYS, *others]) == [*data, *[-ENOENT] * 5]
         with stopped(stats(mount)["pid"]):  # nobody else answers
             assert store.exists([*KEYS, *others]).tolist() == [True] * len(KEYS) + [False] * 5
             assert store.longest_prefix([*KEYS, b"b", b"a"]) == len(KEYS)
@@ -177,7 +201,9 @@ def is_whole(key: bytes, data: bytes, size: int) -> bool:
 
 
 @contextmanager
-def reading(store: BlockStore, keys: list[bytes], size: int, seed: int, threads: int = 2) -> Iterator[list[int]]:
+def reading(
+    store: BlockStore, keys: list[bytes], size: int, seed: int, get: Callable[..., list[bytes | int | None]] = found
+) -> Iterator[list[int]]:
     """Threads that read any of these keys in a loop. How many blocks were found, and how many not; none is wrong."""
     is_over = threading.Event()
     wrong: list[bytes] = []
@@ -187,12 +213,12 @@ def reading(store: BlockStore, keys: list[bytes], size: int, seed: int, threads:
         rng = np.random.default_rng([seed, place])
         while not is_over.is_set():
             asked = [keys[number] for number in rng.integers(0, len(keys), 16).tolist()]
-            for key, data in zip(asked, found(store, asked, size), strict=True):
+            for key, data in zip(asked, get(store, asked, size), strict=True):
                 if isinstance(data, bytes) and not is_whole(key, data, size):
                     wrong.append(key)
                 counts[0 if isinstance(data, bytes) else 1] += 1
 
-    readers = [threading.Thread(target=read, args=(place,)) for place in range(threads)]
+    readers = [threading.Thread(target=read, args=(place,)) for place in range(2)]
     for reader in readers:
         reader.start()
     try:
@@ -204,13 +230,16 @@ def reading(store: BlockStore, keys: list[bytes], size: int, seed: int, threads:
     assert not wrong, wrong[:10]
 
 
-def test_blocks_that_go_while_they_are_read_are_never_mixed_up(seed: int) -> None:
+@pytest.mark.parametrize("get", [found, copied])
+def test_blocks_that_go_while_they_are_read_are_never_mixed_up(
+    seed: int, get: Callable[..., list[bytes | int | None]]
+) -> None:
     """Many times the memory goes through it, and the volume evicts. A copy that counts is whole and of its key."""
     with temporary_mount(["capacity=96MiB,cache.tier_size=16MiB,cache.staging_size=16MiB"]) as mount:
         make_namespace(mount, "blocks")
         with BlockStore(mount.point, "blocks") as store, BlockStore(mount.point, "blocks") as other:
             size, keys = 64 << 10, [b"%08d" % number for number in range(2000)]
-            with reading(other, keys, size, seed) as counts:
+            with reading(other, keys, size, seed, get) as counts:
                 for turn in range(3):
                     for start in range(0, len(keys), 40):
                         part = keys[start : start + 40]
@@ -253,6 +282,38 @@ def test_a_table_grows_while_it_is_read(mount: KvfuseMount, name: str, seed: int
         assert other.get_many_into(asked, [np.empty(size, np.uint8) for _ in asked]).tolist() == [size] * len(asked)
 
 
+def test_what_was_acknowledged_is_never_absent(mount: KvfuseMount, name: str, seed: int) -> None:
+    """While a table grows, and blocks are replaced, a client that answers itself what is absent misses none."""
+    keys = [b"%08d" % number for number in range(30_000)]
+    acknowledged = [0]
+    is_over = threading.Event()
+
+    def put() -> None:
+        rng = np.random.default_rng(seed)
+        with BlockStore(mount.point, name) as store:
+            for start in range(0, len(keys), 100):
+                part = keys[start : start + 100]
+                assert store.put_many(part, part).all()
+                acknowledged[0] = start + 100
+                again = [keys[number] for number in rng.integers(0, acknowledged[0], 50).tolist()]
+                assert store.put_many(again, again).all()
+        is_over.set()
+
+    with BlockStore(mount.point, name) as other:
+        writer = threading.Thread(target=put)
+        writer.start()
+        rng, looked = np.random.default_rng(seed + 1), 0
+        while not is_over.is_set():
+            if count := acknowledged[0]:
+                asked = [keys[number] for number in rng.integers(0, count, 300).tolist()]
+                missing = [key for key, one in zip(asked, found(other, asked, 8), strict=True) if one == -ENOENT]
+                assert not missing
+                assert other.exists(asked).all()
+                looked += 1
+        writer.join()
+        assert looked > 100
+
+
 # -- the next daemon -------------------------------------------------------------------------------------
 
 
@@ -283,6 +344,24 @@ def test_reads_go_on_when_the_daemon_is_killed(seed: int) -> None:
             assert other._resident._mapped[1][0].table is table, "it is the same memory"
             assert not table.has_ended
             assert other.exists([*keys, b"none"]).tolist() == [True] * len(keys) + [False]
+
+
+def test_changes_elsewhere_end_no_table_of_the_former_daemon() -> None:
+    with temporary_mount(["capacity=512MiB,cache.tier_size=64MiB,outlive=true,allow_other"]) as mount:
+        make_namespace(mount, "blocks")
+        (mount.point / "elsewhere").mkdir()
+        with as_user():
+            other = BlockStore(mount.point, "blocks", create=False)
+        with other, BlockStore(mount.point, "blocks") as store:
+            store.put(b"a", b"1")
+            wait_for_table(other, b"a")
+            kill_daemon(mount)
+            wait_for_table(other, b"a")
+            (mount.point / "elsewhere").chmod(0o700)
+            wait_for_table(other, b"a")
+            assert bytes(store.get(b"a") or b"") == b"1"
+            mount.point.chmod(0o711)
+            assert store.get(b"a") is None, "a folder above it has changed"
 
 
 # -- views -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvfuse.blockindex import ASKED_MAX, ASKED_OFFSET, ASKED_SIZE, HEADER_SIZE, TOUCHES_MAX, TOUCHES_SIZE, Numbers
 
 
-class TouchPage:
+class TouchNotes:
     """Of one index, or table; for any number of threads. ``descriptor`` stays the caller's."""
 
     def __init__(self, descriptor: int) -> None:

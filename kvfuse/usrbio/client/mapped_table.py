@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvfuse.blockindex import fence
 from kvfuse.errors import EngineError
 from kvfuse.keys import file_names
-from kvfuse.native import blocks as forms
+from kvfuse.native import blockforms as forms
 
 native: Any
 try:
@@ -40,7 +40,7 @@ Addresses = npt.NDArray[np.uint64]
 Spots = npt.NDArray[np.void]
 
 
-class RowTable:
+class MappedTable:
     """``memory``: all of it. EngineError where it is no table of this version, or the native part is not there."""
 
     def __init__(self, memory: Bytes) -> None:
