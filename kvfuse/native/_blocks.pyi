@@ -1,4 +1,4 @@
-"""The block store (blocks.c); `kvfuse.native.blockforms` has the forms and results. Buffers are numpy arrays, contiguous.
+"""The block store (blocks.c); `kvfuse.native.blockforms` has the forms and results. Buffers are contiguous arrays.
 
 Columns of a batch: ``text``, ``offsets`` (u64) and ``lengths`` (u32) are names, as `name_columns` makes them; they may
 be memory that a client changes meanwhile. All other columns have 8 bytes an item, unless it is said. ``now`` is in

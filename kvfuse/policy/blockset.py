@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvfuse.policy.blockrows import DEAD, HELD, LEAVING, NORMAL, UNTOLD, Mask, Numbers, Places, Rows, PolicyRows
+from kvfuse.policy.blockrows import DEAD, HELD, LEAVING, NORMAL, UNTOLD, Mask, Numbers, Places, PolicyRows, Rows
 from kvfuse.policy.candidates import CHUNK, DUE, ROW_OF, SEQUENCE, CandidateQueue, Scan, by_table, make_candidates
 
 MICROSECONDS = 1_000_000

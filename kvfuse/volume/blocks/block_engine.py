@@ -274,7 +274,7 @@ class BlockEngine:
         self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms,
         *, is_admitted: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Store blocks, and wait for room where there is none. Their sequences. ``is_admitted``: the policy is not asked.
+        """Store blocks, wait for room where there is none. Sequences. ``is_admitted``: the policy is not asked.
 
         NoSpace, QuotaExceeded, FileTooLarge; Stale: the table has ended. EngineError: the medium takes nothing.
         """

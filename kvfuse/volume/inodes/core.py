@@ -255,10 +255,10 @@ class Core:
             await self.segments.create(segment, self.geometry.segment_size(segment))
             header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
             await self.segments.write([Transfer(segment, 0, header)])
-        if new:
+        if new and not self.segments.limits.durable:
             with self.doubt.syncing():
                 await self.segments.sync()
-            self.made_segments.update(new)
+        self.made_segments.update(new)
 
     def discard(self, node: Node, extent: Extent) -> None:
         """Give up an extent of ``node``: its slot is free when neither a record nor a header refers to it."""
