@@ -12,7 +12,8 @@ The background task skips files of caches: no caller was promised that they pers
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,11 +125,12 @@ class Rewriter:
             return
         doubted, inodes = doubt.all, 0
         await self._rewrite_headers()
-        async for parent, name in self._find_doubtful_names():
-            node = (await self.lookup.find_name(parent, name)).node
-            if node is not None and node.namespace not in self.core.caches:
-                await self.rewrite_file(node)
-                inodes += 1
+        async with aclosing(self._find_doubtful_names()) as names:
+            async for parent, name in names:
+                node = (await self.lookup.find_name(parent, name)).node
+                if node is not None and node.namespace not in self.core.caches:
+                    await self.rewrite_file(node)
+                    inodes += 1
         for node in list(self.core.nodes):
             if node.nlink and node.namespace not in self.core.caches:
                 await self.rewrite_file(node)
@@ -144,7 +146,7 @@ class Rewriter:
         self.core.made_segments -= made
         await self.core.make_segments(made)
 
-    async def _find_doubtful_names(self) -> AsyncIterator[tuple[int, bytes]]:
+    async def _find_doubtful_names(self) -> AsyncGenerator[tuple[int, bytes], None]:
         """Yield (directory, name) of stored files that may have bytes in doubt."""
         references: dict[int, tuple[int, bytes]] = {}
         async for rows, _ in ScanPages(self.core.records, b"d"):

@@ -27,7 +27,7 @@ NAMESPACE = b"user.kvfuse.namespace"
 REFUSED = NAMESPACE + b".refused"
 ADVANCE = NAMESPACE + b".advance"
 CLEAR = b"user.kvfuse.clear"
-SINGLE = {NAMESPACE + b"." + name.encode(): name for name in Settings.__struct_fields__}
+SINGLE = {NAMESPACE + b"." + name.encode(): name for name in Settings().shown}
 """attribute of one setting -> its name"""
 REFUSALS_MAX = 100
 
