@@ -106,8 +106,9 @@ class NamespaceEditor:
             former = namespace.stored if namespace is not None else Settings()
             settings = former.changed(others)
             is_cleared = self._is_cleared(number, former.descriptor, settings.descriptor, asked=CLEAR in changes)
+            self._check_kind(number, former, settings, is_cleared=is_cleared)
             self._check_limits(number, above, settings)
-            return settings.cleared() if is_cleared and settings.is_blocks else settings
+            return settings.cleared() if is_cleared and former.is_blocks else settings
 
         async with self._turn:
             try:
@@ -119,6 +120,27 @@ class NamespaceEditor:
             await self._forget_in_kernel(node)
         else:
             await self._tell_kernel()
+
+    def _check_kind(self, number: int, former: Settings, settings: Settings, *, is_cleared: bool) -> None:
+        """NotEmpty: blocks do not become files, nor files that are evicted ones that stay among blocks."""
+        if settings.kind == former.kind or not (settings.is_blocks or former.is_blocks):
+            return
+        blocks, count, remedy = self.names.core.blocks, 0, ""
+        if former.is_blocks and blocks is not None and not is_cleared:
+            count, remedy = (
+                blocks.use(number)[1],
+                f"'kvfuse namespace set PATH kind={settings.kind} --clear' clears them",
+            )
+        elif former.kind == "cache":
+            count, remedy = (
+                self.names.core.namespaces.accounts.use(number).files,
+                "'kvfuse namespace clear PATH' goes first",
+            )
+        if count:
+            change = f"from kind={former.kind} to kind={settings.kind}"
+            raise errors.NotEmpty(
+                f"the namespace, or one in it, has {count} blocks, which cannot go {change}: {remedy}"
+            )
 
     def _is_cleared(self, number: int, pinned: str, wanted: str, *, asked: bool) -> bool:
         """A change of the descriptor clears the namespace. Exists: it may not; InvalidArgument: it is no cache."""

@@ -356,3 +356,21 @@ async def test_memory_is_bounded(disk: Disk) -> None:
         assert kinds == ["block"] * 3 + ["file"] * 3
         for number in range(6):
             assert await door.read(b"%d" % number) == bytes(300_000)
+
+
+@pytest.mark.parametrize("other", ["files", "cache"])
+async def test_blocks_do_not_become_files_by_a_setting(disk: Disk, options: Options, other: str) -> None:
+    async with door_of(disk, options) as door:
+        await door.store(b"one", b"first")
+        kind = b"user.kvfuse.namespace.kind"
+        with pytest.raises(errors.NotEmpty, match="has 1 blocks"):
+            await door.volume.inodes.set_xattr(door.folder, kind, other.encode())
+        assert await door.get(b"one") == b"first"
+        changes = f"kind={other} clear=now".encode()
+        await door.volume.inodes.set_xattr(door.folder, b"user.kvfuse.namespace", changes)
+        assert await door.get(b"one") is None
+        await door.store(b"one", b"file")
+        assert await door.kind(b"one") == "file"
+        if other == "cache":
+            with pytest.raises(errors.NotEmpty, match="has 1 blocks"):
+                await door.volume.inodes.set_xattr(door.folder, kind, b"blocks")
