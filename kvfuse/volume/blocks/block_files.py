@@ -204,9 +204,8 @@ class BlockFiles:
             raise errors.BadHandle("the block is open for reading")
         sketch = handle.sketch
         while await self._is_sketch(sketch):
-            start = len(sketch.data) if handle.appends else offset
-            if await self._has_room(sketch, start, start + len(data)):
-                sketch.put_bytes(start, data)
+            if await self._has_room(sketch, offset, offset + len(data)):
+                sketch.put_bytes(offset, data)
                 handle.has_written = True
                 return len(data)
         return None

@@ -167,12 +167,13 @@ class BlockNames:
 
     async def unlink(self, folder: Node, name: bytes) -> bool:
         """Remove a block or sketch. False: the name means an ordinary file, or nothing."""
-        found = self.files.find(folder.ino, name)
-        if found is None:
+        while (found := self.files.find(folder.ino, name)) is not None:
+            if (decided := DECIDED.get()) is not None:
+                decided(self._lasting_number(found), 0)
+            if await self._detach(found):
+                break
+        else:
             return False
-        if (decided := DECIDED.get()) is not None:
-            decided(self._lasting_number(found), 0)
-        await self._detach(found)
         if self._lookups.is_strict(folder):
             await self._engine.writer.flush()
         return True
@@ -182,15 +183,16 @@ class BlockNames:
         entry = self.files.search.find(*found.place) if isinstance(found, Sketch) else found
         return inode_of(entry.table.place, entry.row, entry.sequence) if entry is not None else found.ino
 
-    async def _detach(self, found: Sketch | BlockEntry) -> None:
-        """It loses its name."""
+    async def _detach(self, found: Sketch | BlockEntry) -> bool:
+        """It loses its name. False: it did not have it any more."""
         if isinstance(found, BlockEntry):
-            self._engine.drop_entry(found.table, found.row, found.sequence)
-            return
+            return self._engine.drop_entry(found.table, found.row, found.sequence)
         async with found.lock:
-            if found.node is None and found.nlink:
-                self._engine.drop(found.directory, [found.name])
-                self._sketches.unlink(found)
+            if self._sketches.by_place.get(found.place) is not found:
+                return False
+            self._engine.drop(found.directory, [found.name])
+            self._sketches.unlink(found)
+            return True
 
     # -- renaming --------------------------------------------------------------------------------------
 

@@ -146,7 +146,8 @@ class Sketches:
 
     def enter(self, sketch: Sketch) -> None:
         """The name of the sketch means it from now on, if it means no other one."""
-        if self.by_place.setdefault(sketch.place, sketch) is sketch:
+        if sketch.place not in self.by_place:
+            self.by_place[sketch.place] = sketch
             self.names_held[sketch.directory] += 1
 
     def leave(self, sketch: Sketch) -> None:

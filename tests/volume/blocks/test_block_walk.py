@@ -203,3 +203,4 @@ async def test_both_doors_against_a_model(disk: Disk, options: Options, part: in
             await walk.end()
             files = inside.parts(door.volume).block_names.files.statistics()  # type: ignore[union-attr]
             assert set(files.values()) == {0}, "nothing is kept for what is closed"
+            assert not inside.parts(door.volume).engine.names_held  # type: ignore[union-attr]
