@@ -125,22 +125,16 @@ class NamespaceEditor:
         """NotEmpty: blocks do not become files, nor files that are evicted ones that stay among blocks."""
         if settings.kind == former.kind or not (settings.is_blocks or former.is_blocks):
             return
-        blocks, count, remedy = self.names.core.blocks, 0, ""
-        if former.is_blocks and blocks is not None and not is_cleared:
-            count, remedy = (
-                blocks.use(number)[1],
-                f"'kvfuse namespace set PATH kind={settings.kind} --clear' clears them",
-            )
+        core, count, remedy = self.names.core, 0, ""
+        if former.is_blocks and core.blocks is not None and not is_cleared:
+            count = core.blocks.use(number)[1]
+            remedy = f"'kvfuse namespace set PATH kind={settings.kind} --clear' clears them"
         elif former.kind == "cache":
-            count, remedy = (
-                self.names.core.namespaces.accounts.use(number).files,
-                "'kvfuse namespace clear PATH' goes first",
-            )
+            count = core.namespaces.accounts.use(number).files
+            remedy = "'kvfuse namespace clear PATH' goes first"
         if count:
             change = f"from kind={former.kind} to kind={settings.kind}"
-            raise errors.NotEmpty(
-                f"the namespace, or one in it, has {count} blocks, which cannot go {change}: {remedy}"
-            )
+            raise errors.NotEmpty(f"it, or a namespace in it, has {count} blocks, which do not go {change}: {remedy}")
 
     def _is_cleared(self, number: int, pinned: str, wanted: str, *, asked: bool) -> bool:
         """A change of the descriptor clears the namespace. Exists: it may not; InvalidArgument: it is no cache."""
