@@ -213,7 +213,8 @@ class BlockEngine:
         self.arenas.make_first()
         space, epoch = self._space(namespace), self._epoch(namespace)
         readers = RowReaders(directory, uid, gid, mode & 0o777)
-        table = next((table for table in self.tables.of(directory) if table.readers == readers), None)
+        found = (other for other in self.tables.of(directory) if other.readers == readers)
+        table = next((other for other in found if other.namespace == namespace), None)
         if table is None:
             table = self.tables.open(namespace, space, epoch, readers)
             self.wake()

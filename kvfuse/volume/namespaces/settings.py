@@ -9,6 +9,7 @@ one of kind "cache" is evicted: files go when their room is needed, in the order
 from __future__ import annotations
 
 import difflib
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,6 +26,7 @@ SHOWN_TOKENS = "none", "set"
 """what is shown of a token: there is none, or there is one, which is not told"""
 ROOT = 0
 """the number of the root's namespace"""
+EPOCHS = 1 << 32
 
 Kind = Literal["files", "cache", "blocks"]
 Tiers = Literal["all", "dram", "disk", "remote"]
@@ -76,7 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     descriptor: str = ""
     """what its blocks are (`descriptors`); "": anything"""
     epoch: Size = 0
-    """how often its blocks were cleared: those of a former epoch are none any more. Nobody sets it"""
+    """32 bits, of its blocks: those of another epoch are none any more. Nobody sets it"""
 
     @property
     def is_cache(self) -> bool:
@@ -100,7 +102,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     def cleared(self) -> Settings:
         """These settings, in the next epoch."""
-        return msgspec.structs.replace(self, epoch=self.epoch + 1)
+        return msgspec.structs.replace(self, epoch=(self.epoch + 1) % EPOCHS)
+
+    def begun(self) -> Settings:
+        """Those of a namespace that is new: blocks of an earlier one of the folder may still be on the medium."""
+        return msgspec.structs.replace(self, epoch=secrets.randbelow(EPOCHS))
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """These settings with ``changes``, whose values may be text. InvalidArgument says what is allowed."""

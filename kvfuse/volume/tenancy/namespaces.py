@@ -7,7 +7,8 @@ becomes a namespace, or ceases to be one. So the limits of a namespace are check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -58,11 +59,12 @@ class NamespaceEditor:
         settings = Settings().changed(changes)
 
         def decide(above: int) -> Settings:
+            self._check_kind(node.ino, Settings(), settings, is_cleared=False)
             self._check_limits(node.ino, above, settings)
             self._check_count(node.uid)
-            return settings
+            return settings.begun() if settings.is_blocks else settings
 
-        async with self._turn:
+        async with self._turn, self._clearing_blocks(node.ino, lambda: settings.is_blocks):
             await self.records.create(node, decide)
         await self._tell_kernel()
 
@@ -98,34 +100,45 @@ class NamespaceEditor:
 
     async def _change(self, node: Node, number: int, changes: Mapping[str, Any]) -> None:
         others = {name: value for name, value in changes.items() if name != CLEAR}
-        is_cleared = False
+        is_cleared = begins = False
 
         def decide(above: int) -> Settings:
-            nonlocal is_cleared
+            nonlocal is_cleared, begins
             namespace = self.names.core.namespaces.all.get(number)  # None: its record is damaged
             former = namespace.stored if namespace is not None else Settings()
             settings = former.changed(others)
             is_cleared = self._is_cleared(number, former.descriptor, settings.descriptor, asked=CLEAR in changes)
             self._check_kind(number, former, settings, is_cleared=is_cleared)
             self._check_limits(number, above, settings)
+            begins = settings.is_blocks and not former.is_blocks
+            if begins:
+                return settings.begun()
             return settings.cleared() if is_cleared and former.is_blocks else settings
 
-        async with self._turn:
-            try:
-                await self.records.change(node, decide, lambda: is_cleared and number in self.names.core.caches)
-            finally:  # after an error the next epoch is, or will be, stored
-                if is_cleared and self.names.core.blocks is not None:
-                    self.names.core.blocks.clear(number)
+        async with self._turn, self._clearing_blocks(number, lambda: is_cleared or begins):
+            await self.records.change(node, decide, lambda: is_cleared and number in self.names.core.caches)
         if is_cleared:
             await self._forget_in_kernel(node)
         else:
             await self._tell_kernel()
 
+    @asynccontextmanager
+    async def _clearing_blocks(self, number: int, is_cleared: Callable[[], bool]) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:  # after an error the next epoch is, or will be, stored
+            if self.names.core.blocks is not None and is_cleared():
+                self.names.core.blocks.clear(number)
+
     def _check_kind(self, number: int, former: Settings, settings: Settings, *, is_cleared: bool) -> None:
-        """NotEmpty: blocks do not become files, nor files that are evicted ones that stay among blocks."""
+        """NotEmpty: blocks do not become files, nor evicted files ones that stay. InvalidArgument: hosts share them."""
         if settings.kind == former.kind or not (settings.is_blocks or former.is_blocks):
             return
         core, count, remedy = self.names.core, 0, ""
+        if settings.is_blocks and core.blocks is None:
+            raise errors.InvalidArgument(
+                "kind=blocks is not offered for a volume that several hosts share: use kind=cache"
+            )
         if former.is_blocks and core.blocks is not None and not is_cleared:
             count = core.blocks.use(number)[1]
             remedy = f"'kvfuse namespace set PATH kind={settings.kind} --clear' clears them"

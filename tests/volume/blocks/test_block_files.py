@@ -16,6 +16,7 @@ from volume_lab import MIB, Disk, check, lab_options, opened
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, ROW_TERMS, Attributes, Caller, Changes
+from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
 KERNEL = Caller(0, 0)
@@ -362,15 +363,30 @@ async def test_memory_is_bounded(disk: Disk) -> None:
 async def test_blocks_do_not_become_files_by_a_setting(disk: Disk, options: Options, other: str) -> None:
     async with door_of(disk, options) as door:
         await door.store(b"one", b"first")
-        kind = b"user.kvfuse.namespace.kind"
+        kind = NAMESPACE + b".kind"
         with pytest.raises(errors.NotEmpty, match="has 1 blocks"):
             await door.volume.inodes.set_xattr(door.folder, kind, other.encode())
         assert await door.get(b"one") == b"first"
         changes = f"kind={other} clear=now".encode()
-        await door.volume.inodes.set_xattr(door.folder, b"user.kvfuse.namespace", changes)
+        await door.volume.inodes.set_xattr(door.folder, NAMESPACE, changes)
         assert await door.get(b"one") is None
         await door.store(b"one", b"file")
         assert await door.kind(b"one") == "file"
         if other == "cache":
             with pytest.raises(errors.NotEmpty, match="has 1 blocks"):
                 await door.volume.inodes.set_xattr(door.folder, kind, b"blocks")
+
+
+async def test_no_block_comes_back_in_the_next_namespace_of_its_folder(disk: Disk, options: Options) -> None:
+    async with door_of(disk, options) as door:
+        await door.put(b"one", b"first")
+        await door.volume.sync()
+        await door.volume.inodes.set_xattr(door.folder, b"user.kvfuse.clear", b"")
+        await door.volume.inodes.remove_xattr(door.folder, NAMESPACE)
+        await door.volume.inodes.set_xattr(door.folder, NAMESPACE, b"kind=blocks")
+        await door.put(b"other", b"second")
+        assert await door.names() == [b"other"]
+    async with door_of(disk, options) as door:
+        await loaded(door)
+        assert await door.names() == [b"other"]
+        assert await door.get(b"one") is None
