@@ -252,7 +252,7 @@ class Running:
                 await _retry(parts.engine.close)
             await _store_all(parts)
             if self._held.member is None:
-                await _retry(parts.rewriter.rewrite_all)
+                await _rewrite_all(parts)
             await _free_removed(parts)
             await parts.leave()
 
@@ -307,6 +307,13 @@ async def _store_all(parts: Parts) -> None:
     parts.names.nameless.reap_unnamed()
     parts.mapper.access.store_all()
     await _retry(parts.journal.sync)
+
+
+async def _rewrite_all(parts: Parts) -> None:
+    try:
+        await _retry(parts.rewriter.rewrite_all)
+    except errors.NoSpace as error:
+        log.error("bytes that a failed sync left in doubt were not all written again, and may be lost: %s", error)
 
 
 async def _retry(store: Callable[[], Awaitable[None]]) -> None:

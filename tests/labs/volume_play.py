@@ -301,7 +301,11 @@ class Editor(Actor):
             self.becomes(await self.read_all(self.ino))
 
     async def fsync(self) -> None:
-        if await self.tolerant(self.volume.files.fsync(self.handle)):
+        try:
+            is_durable = await self.tolerant(self.volume.files.fsync(self.handle))
+        except NoSpace:  # a sync failed before, and a full quota has no room for its bytes again
+            is_durable = False
+        if is_durable:
             del self.states[:-1]
 
     async def reopen(self) -> None:

@@ -81,7 +81,7 @@ class SlabStates:
 class BlockSlabs:
     """The slabs that the block store has. Event loop only.
 
-    ``store_records``: commits what is pending. ``make_segments``: makes segments that do not exist yet.
+    ``store_records``: commits what is pending. ``make_segments``: makes segments, durably.
     """
 
     core: Core

@@ -123,18 +123,26 @@ class Rewriter:
         doubt = self.core.doubt
         if not doubt.is_any:
             return
-        doubted, inodes = doubt.all, 0
+        doubted, inodes, refusal = doubt.all, 0, None
+
+        async def rewrite(node: Node | None) -> bool:
+            nonlocal refusal
+            try:
+                if is_wanted := node is not None and node.nlink > 0 and node.namespace not in self.core.caches:
+                    await self.rewrite_file(node)
+            except errors.NoSpace as error:  # other files are not to wait for this one's room
+                refusal = error
+            return is_wanted
+
         await self._rewrite_headers()
         async with aclosing(self._find_doubtful_names()) as names:
             async for parent, name in names:
-                node = (await self.lookup.find_name(parent, name)).node
-                if node is not None and node.namespace not in self.core.caches:
-                    await self.rewrite_file(node)
-                    inodes += 1
+                inodes += await rewrite((await self.lookup.find_name(parent, name)).node)
         for node in list(self.core.nodes):
-            if node.nlink and node.namespace not in self.core.caches:
-                await self.rewrite_file(node)
+            await rewrite(node)
         await self.journal.sync()
+        if refusal is not None:
+            raise refusal
         if doubt.settled(doubted, are_kept=bool(self.core.caches)):
             self.core.health.worked(SYNC)
             self.core.segments.drop_cache()
@@ -144,6 +152,7 @@ class Rewriter:
         """Rewrite headers of segments that may have been made since the last good sync: a mount needs them."""
         made = {info.segment for info in await self.core.segments.list()} & set(range(self.core.geometry.segment_count))
         self.core.made_segments -= made
+        self.core.durable_segments -= made
         await self.core.make_segments(made)
 
     async def _find_doubtful_names(self) -> AsyncGenerator[tuple[int, bytes], None]:
