@@ -80,9 +80,7 @@ class BlockEngine:
         self.tables = BlockTables(self.native, core.tier.supply, self.keeper, volume_id, rows_max)
         self.arenas = BlockArenas(self.native, self.tables, core.tier, self.keeper, volume_id, self.staging_size)
         self.native.set_dirty_max(int(self.arenas.capacity * DIRTY_SHARE))
-        self.slabs = BlockSlabs(
-            self.native, geometry, core.slabs, core.segments, core.make_durable_segments, self.commit
-        )
+        self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, core.make_segments, self.commit)
         self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
         self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use)
         self._epochs: dict[int, int] = {}

@@ -189,8 +189,6 @@ class Core:
     """where what is not stored is kept for the next daemon; None: it is not"""
     health: Health = field(default_factory=Health)
     made_segments: set[int] = field(default_factory=set, init=False)
-    durable_segments: set[int] = field(default_factory=set, init=False)
-    """those with headers that were synced, as far as that was asked for"""
     blocks: BlockStoreView | None = field(default=None, init=False)
     """the block store; None: this volume has none"""
 
@@ -247,20 +245,20 @@ class Core:
         return segment, self._data_starts[segment] + offset
 
     async def make_segments(self, segments: set[int]) -> None:
-        """Make those of these segments that do not exist yet, preallocated. EngineError."""
-        for segment in sorted(segments - self.made_segments):
+        """Make those of these segments that do not exist yet, preallocated. EngineError.
+
+        Their headers are durable before any record can say that a segment has something: else a loss of power may
+        leave a volume that cannot be mounted.
+        """
+        new = sorted(segments - self.made_segments)
+        for segment in new:
             await self.segments.create(segment, self.geometry.segment_size(segment))
             header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
             await self.segments.write([Transfer(segment, 0, header)])
-            self.made_segments.add(segment)
-
-    async def make_durable_segments(self, segments: set[int]) -> None:
-        """Likewise, and their headers survive a loss of power: records say next that the segments have something."""
-        await self.make_segments(segments)
-        if segments - self.durable_segments and not self.segments.limits.durable:
+        if new and not self.segments.limits.durable:
             with self.doubt.syncing():
                 await self.segments.sync()
-        self.durable_segments |= segments
+        self.made_segments.update(new)
 
     def discard(self, node: Node, extent: Extent) -> None:
         """Give up an extent of ``node``: its slot is free when neither a record nor a header refers to it."""
