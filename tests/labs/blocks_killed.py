@@ -200,8 +200,8 @@ class Killed:
                 os._exit(1)
         while not self.numbers[8]:
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
-            time.sleep(0.0005)
-        time.sleep(self.rng.random() * 0.01)
+            time.sleep(0.0005)  # it shares memory only, and tells nobody
+        time.sleep(self.rng.random() * 0.01)  # the kill comes at any instant
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         self.rng.random()

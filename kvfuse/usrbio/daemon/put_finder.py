@@ -7,23 +7,22 @@ import time
 import numpy as np
 
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
-from kvfuse.keys import KEY_SIZE_MAX, file_names
+from kvfuse.keys import file_names
 from kvfuse.native.rowcopier import copy_rows
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
 from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
-from kvfuse.usrbio.daemon.columns import TIMEOUT_US_MAX, as_words
+from kvfuse.usrbio.daemon.columns import are_plain, as_words
 from kvfuse.usrbio.daemon.put_batches import CALL_SIZE, PutBatch
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Priority
+from kvfuse.usrbio.protocol.wire import SQE_STRUCT, Priority
 from kvfuse.volume.tier.shared_tier import TierBlock
 
 PUTS_SIZE = 4 << 20
 """Bytes of puts that the event loop gets at once: to begin with the first ones wins more than to do all together."""
 PUTS_MAX = 64
 """Puts of a batch: the event loop takes one or two milliseconds for them."""
-_HIGH_HALF = np.uint64(32)
 
 
 class PutFinder:
@@ -46,7 +45,7 @@ class PutFinder:
             return 0
         if namespace.read_only or not namespace.may_copy or namespace.waits or namespace.measures.limiters:
             return 0
-        if not self._are_plain(rows, iov):
+        if not are_plain(as_words(rows), iov.size, len(self._aux)):
             return 0
         lengths = rows["length"].tolist()
         batches: list[PutBatch] = []
@@ -75,28 +74,6 @@ class PutFinder:
             self._registered.start_puts(batch)
         batches.clear()
         return 0
-
-    def _are_plain(self, rows: Entries, iov: MappedIov) -> bool:
-        """Whether all their ranges lie in the iov and the aux area, and none is empty."""
-        words = as_words(rows)
-        key_lengths, iov_offsets, lengths, key_offsets = (
-            words[:, 1] >> _HIGH_HALF,
-            words[:, 3],
-            words[:, 4],
-            words[:, 5],
-        )
-        aux_size = len(self._aux)
-        return (
-            int(lengths.min()) > 0
-            and int(lengths.max()) <= min(iov.size, LENGTH_MAX)
-            and int(iov_offsets.max()) <= iov.size  # or the sum may have wrapped
-            and int((iov_offsets + lengths).max()) <= iov.size
-            and int(key_lengths.min()) >= 1
-            and int(key_lengths.max()) <= KEY_SIZE_MAX
-            and int(key_offsets.max()) <= aux_size
-            and int((key_offsets + key_lengths).max()) <= aux_size
-            and int(words[:, 7].max()) <= TIMEOUT_US_MAX
-        )
 
     def _make_batch(
         self,

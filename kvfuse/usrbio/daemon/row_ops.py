@@ -13,17 +13,15 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.keys import KEY_SIZE_MAX
 from kvfuse.native import blockforms as forms
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
 from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
-from kvfuse.usrbio.daemon.columns import TIMEOUT_US_MAX, as_words
+from kvfuse.usrbio.daemon.columns import HIGH_HALF, are_plain, as_words
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Op, Priority
+from kvfuse.usrbio.protocol.wire import SQE_STRUCT, Op, Priority
 
-_HIGH_HALF = np.uint64(32)
 _KINDS = 1 << Op.GET | 1 << Op.PUT
 
 Numbers = npt.NDArray[np.int64]
@@ -81,7 +79,7 @@ class RowOps:
             return None
         if not namespace.is_checked or namespace.is_absent or namespace.is_cut_off or not door.is_current:
             return None
-        if not _are_plain(words, iov, len(self._aux)) or _is_late(words, taken_at):
+        if not are_plain(words, iov.size, len(self._aux)) or _is_late(words, taken_at):
             return None
         if not iov.is_sealed or not iov.is_present(int(words[:, 4].sum())):
             return None
@@ -89,7 +87,7 @@ class RowOps:
         return serve(namespace, door, iov, words)
 
     def _names(self, words: Words) -> tuple[Bytes, Words, npt.NDArray[np.uint32]]:
-        return self._aux, np.ascontiguousarray(words[:, 5]), (words[:, 1] >> _HIGH_HALF).astype(np.uint32)
+        return self._aux, np.ascontiguousarray(words[:, 5]), (words[:, 1] >> HIGH_HALF).astype(np.uint32)
 
     def _put(
         self, namespace: NamespaceHandle, door: BlockDoor, iov: MappedIov, words: Words
@@ -161,20 +159,3 @@ def _is_late(words: Words, taken_at: float) -> bool:
         return False
     waited = (time.monotonic() - taken_at) * 1e6
     return bool(((timeouts > 0) & (timeouts < waited)).any())
-
-
-def _are_plain(words: Words, iov: MappedIov, aux_size: int) -> bool:
-    """All ranges lie in the iov and the aux area, and none is empty."""
-    key_lengths, key_offsets = words[:, 1] >> _HIGH_HALF, words[:, 5]
-    iov_offsets, lengths = words[:, 3], words[:, 4]
-    return (
-        int(lengths.min()) > 0
-        and int(lengths.max()) <= min(iov.size, LENGTH_MAX)
-        and int(iov_offsets.max()) <= iov.size  # or the sum may have wrapped
-        and int((iov_offsets + lengths).max()) <= iov.size
-        and int(key_lengths.min()) >= 1
-        and int(key_lengths.max()) <= KEY_SIZE_MAX
-        and int(key_offsets.max()) <= aux_size
-        and int((key_offsets + key_lengths).max()) <= aux_size
-        and int(words[:, 7].max()) <= TIMEOUT_US_MAX
-    )
