@@ -159,7 +159,8 @@ class BlockEngine:
     def room(self) -> tuple[int, int]:
         """(blocks, bytes that are free in the slabs that the store has) of the volume."""
         found = self.native.statistics()
-        return found["blocks"], found["free_slabs"] * self.core.geometry.slab_size + found["free_slots_bytes"]
+        free_slabs = found["free_slabs"] + self.slabs.arriving
+        return found["blocks"], free_slabs * self.core.geometry.slab_size + found["free_slots_bytes"]
 
     @property
     def block_max(self) -> int:

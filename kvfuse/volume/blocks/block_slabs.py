@@ -97,6 +97,8 @@ class BlockSlabs:
     """set once all heads were read"""
     loans: int = 0
     """how often slabs were lent"""
+    arriving: int = 0
+    """slabs that the volume lent, and the core has not yet: nothing is in them"""
     _lending: trio.Lock = field(default_factory=trio.Lock)
 
     # -- places ----------------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ class BlockSlabs:
         lent = self.allocator.lend(count, token)
         if not lent:
             return False
+        self.arriving = len(lent)
         try:
             await self.make_segments({self.geometry.locate_head(slab)[0] for slab in lent})
             await self.store_records()
@@ -140,6 +143,8 @@ class BlockSlabs:
             for slab in lent:
                 self.allocator.take_lent(slab)
             raise
+        finally:
+            self.arriving = 0
         self.loans += 1
         self.core.add_slabs(np.array(lent, np.uint32), int.from_bytes(token, "little"))
         return True
