@@ -20,6 +20,7 @@ from kvfuse.options.config import Options
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_files import BlockFiles
 from kvfuse.volume.blocks.block_names import BlockNames
+from kvfuse.volume.blocks.block_room import BlockRoom
 from kvfuse.volume.blocks.blocks import Blocks
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
@@ -165,6 +166,7 @@ class Parts:
         if self.engine is not None:
             files = BlockFiles(core, self.engine, self.lookups, self.names, self.writer, self.cutter)
             self.block_names = BlockNames(files)
+            self.space.elsewhere = [*self.space.elsewhere, BlockRoom(self.engine).make_room]
         self.life = Lifetime()
 
     def _is_caller_coming(self) -> bool:

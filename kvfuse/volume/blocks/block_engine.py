@@ -34,6 +34,7 @@ from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
+from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class BlockEngine:
         self.names_held: Counter[int] = Counter()
         """directory -> names in it of files that become blocks"""
         self._restore()
+        core.namespaces.accounts.blocks = self
 
     @property
     def _spare_slabs(self) -> int:
@@ -131,25 +133,37 @@ class BlockEngine:
             self._put_space(number, place, above)
         return place
 
-    def _put_space(self, number: int, place: int, above: int) -> None:
-        """The quotas of a namespace, less what files have of them."""
+    def _put_space(self, number: int, place: int, above: int, files: NamespaceUse | None = None) -> None:
+        """The quotas of a namespace, less what files have of them (None: what they have now)."""
         accounts = self.core.namespaces.accounts
         size, count = UNBOUNDED, UNBOUNDED
         account = accounts.all.get(number)
         if account is not None:
             most = account.most
-            size, count = max(0, most.size - account.size), max(0, most.files - account.files)
+            files = files or NamespaceUse(account.size, account.files)
+            size, count = max(0, most.size - files.size), max(0, most.files - files.files)
         elif number == ROOT and accounts.root_blocks > 0:
-            count = max(0, accounts.root_blocks - accounts.use_of_all().files)
+            files = files or accounts.use_of_all()
+            count = max(0, accounts.root_blocks - files.files)
         self.native.put_space(place, number, above, self._epoch(number), size, count)
+
+    def _above(self, number: int) -> int:
+        """The place of the namespace that a namespace is in; -1: it is in none that has one."""
+        chain = self.core.namespaces.accounts.chain(number) if number != ROOT else []
+        return self._spaces.get(chain[1] if len(chain) > 1 else ROOT, -1) if number != ROOT else -1
 
     def update_quotas(self) -> None:
         """Quotas, or what files have of them, changed."""
-        places = self._spaces
-        for number, place in list(places.items()):
-            chain = self.core.namespaces.accounts.chain(number) if number != ROOT else []
-            above = places.get(chain[1] if len(chain) > 1 else ROOT, -1) if number != ROOT else -1
-            self._put_space(number, place, above)
+        for number, place in list(self._spaces.items()):
+            self._put_space(number, place, self._above(number))
+
+    def claim(self, number: int, files: NamespaceUse) -> NamespaceUse:
+        """As of `BlockQuotas`."""
+        place = self._spaces.get(number)
+        if place is None:
+            return NO_USE
+        self._put_space(number, place, self._above(number), files)
+        return NamespaceUse(*self.native.space_use(place))
 
     def use(self, number: int) -> tuple[int, int]:
         """(bytes of slots, blocks) of a namespace and those in it."""
@@ -564,7 +578,7 @@ class BlockEngine:
 
     async def _keep_slabs(self) -> None:
         free = self.native.statistics()["free_slabs"]
-        if free < self._spare_slabs:
+        if free < self._spare_slabs and not self.slabs.are_wanted:
             try:
                 await self.slabs.lend(2 * self._spare_slabs)
             except errors.EngineError as error:

@@ -197,10 +197,8 @@ class BlockEviction:
         self._tell()
         self._full |= {ROOT}
         data_size = self.core.geometry.data_size
-        if self.native.statistics()["free_slots_bytes"] > SCATTERED_SHARE * data_size:
-            slabs = max(1, int(STEP_SHARE * self.core.geometry.slab_count))
-            if self._empty_slabs(slabs):
-                return True
+        if self.native.statistics()["free_slots_bytes"] > SCATTERED_SHARE * data_size and self.empty_slabs():
+            return True
         return self._evict(list(self._policies), max(size, int(STEP_SHARE * data_size))) > 0
 
     def _keep_below(self) -> None:
@@ -249,8 +247,10 @@ class BlockEviction:
                 break
         return freed
 
-    def _empty_slabs(self, count: int) -> int:
-        """Remove all blocks of the slabs that have the fewest bytes. The bytes."""
+    def empty_slabs(self) -> int:
+        """Remove all blocks of some slabs, those that have the fewest bytes. The bytes."""
+        self._tell()
+        count = max(1, int(STEP_SHARE * self.core.geometry.slab_count))
         sizes: npt.NDArray[np.int64] = np.zeros(self.core.geometry.slab_count, np.int64)
         for found in self._policies.values():
             with found.lock:

@@ -8,6 +8,7 @@ of an earlier loan counts.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 STATES = "blocks/slabs"
 LOADED_AT_ONCE = 32
+WANTED_SECONDS = 1.0
+"""for which files find the slabs that were given back for them"""
 RETRY_SECONDS = 1.0
 
 
@@ -99,6 +102,7 @@ class BlockSlabs:
     """how often slabs were lent"""
     arriving: int = 0
     """slabs that the volume lent, and the core has not yet: nothing is in them"""
+    _wanted_until: float = -math.inf
     _lending: trio.Lock = field(default_factory=trio.Lock)
 
     # -- places ----------------------------------------------------------------------------------------
@@ -128,7 +132,16 @@ class BlockSlabs:
         """Have so many slabs free, taken from the volume. EngineError. False: neither has the store, nor the volume."""
         async with self._lending:
             free = self.core.statistics()["free_slabs"]
-            return free >= wanted or await self._lend(wanted - free) or free > 0
+            return free >= wanted or (not self.are_wanted and await self._lend(wanted - free)) or free > 0
+
+    @property
+    def are_wanted(self) -> bool:
+        """Files lacked room just now: no slab is lent ahead of need."""
+        return trio.current_time() < self._wanted_until
+
+    def want(self) -> None:
+        """A file lacks room."""
+        self._wanted_until = trio.current_time() + WANTED_SECONDS
 
     async def _lend(self, count: int) -> bool:
         token = os.urandom(TOKEN_SIZE)

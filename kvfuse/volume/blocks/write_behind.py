@@ -188,6 +188,11 @@ class WriteBehind:
             if self.error is not None and self.failures > failures:
                 raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
 
+    async def await_progress(self) -> None:
+        """Return when something was written or synced, or could not be."""
+        self.wake()
+        await self._moved.wait()
+
     def statistics(self) -> dict[str, Any]:
         return {"written": self.written, "durable": self.durable, "write_failures": self.failures}
 

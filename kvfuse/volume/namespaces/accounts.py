@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvfuse.errors import QuotaExceeded
 from kvfuse.volume.measures.limiter import Limiter
@@ -74,6 +74,13 @@ class Account:
         return excess
 
 
+class BlockQuotas(Protocol):
+    """What blocks of the block store have of quotas: they are counted there, as threads store them."""
+
+    def claim(self, number: int, files: NamespaceUse) -> NamespaceUse:
+        """Files of a namespace have so much, or are about to: blocks get the rest. Returns what blocks have."""
+
+
 class Accounts:
     """The accounts of one volume: the `Ledger` of its slots. For the event loop alone."""
 
@@ -85,6 +92,7 @@ class Accounts:
         self._root = Settings()
         self.root_blocks = 0
         """files that the root may have; 0: any number"""
+        self.blocks: BlockQuotas | None = None
         self.limiters: dict[int, Limiter] = {}
         """of those namespaces that have limits a second"""
         self.records = OwnUses(self._has_records)
@@ -166,10 +174,11 @@ class Accounts:
     def check(self, owner: int, size: int) -> None:
         """QuotaExceeded where a namespace may not have so many bytes of slots more."""
         for account in self._chain(owner, meets=True):
-            lack = account.size + size - account.most.size
+            blocks = self._blocks_beside(account, size, 0).size if size > 0 else 0
+            lack = account.size + blocks + size - account.most.size
             if size > 0 and lack > 0:
                 account.lack = NamespaceUse(lack, 0)
-                used = account.size + account.size_elsewhere
+                used = account.size + blocks + account.size_elsewhere
                 what = f"{used} of {account.settings.capacity} bytes are used"
                 raise QuotaExceeded(f"namespace {account.number}: no room for {size} bytes: {what}", account.number)
 
@@ -179,20 +188,32 @@ class Accounts:
 
     def is_full(self, owner: int) -> bool:
         """A namespace may not have one more file."""
-        if 0 < self.root_blocks <= self.use_of_all().files:
+        try:
+            self.check_file(owner)
+        except QuotaExceeded:
             return True
-        return any(account.files >= account.most.files for account in self._chain(owner, meets=True))
+        return False
 
     def check_file(self, owner: int) -> None:
         """QuotaExceeded where `is_full`."""
         for account in self._chain(owner, meets=True):
-            if account.files >= account.most.files:
-                account.lack = NamespaceUse(0, account.files + 1 - account.most.files)
-                count = account.files + account.files_elsewhere
+            files = account.files + self._blocks_beside(account, 0, 1).files
+            if files >= account.most.files:
+                account.lack = NamespaceUse(0, files + 1 - account.most.files)
+                count = files + account.files_elsewhere
                 text = f"namespace {account.number} may have {account.settings.blocks} files, and has {count}"
                 raise QuotaExceeded(text, account.number)
-        if 0 < self.root_blocks <= (count := self.use_of_all().files):
-            raise QuotaExceeded(f"the volume may have {self.root_blocks} files, and has {count}")
+        if self.root_blocks > 0:
+            count = (own := self.use_of_all()).files
+            count += self.blocks.claim(ROOT, NamespaceUse(own.size, count + 1)).files if self.blocks is not None else 0
+            if count >= self.root_blocks:
+                raise QuotaExceeded(f"the volume may have {self.root_blocks} files, and has {count}", ROOT)
+
+    def _blocks_beside(self, account: Account, size: int, files: int) -> NamespaceUse:
+        """What blocks have of a namespace, if files get so much more of it."""
+        if self.blocks is None:
+            return NO_USE
+        return self.blocks.claim(account.number, NamespaceUse(account.size + size, account.files + files))
 
     def add_files(self, owner: int, count: int) -> None:
         """A namespace has so many files more, or fewer."""
@@ -249,6 +270,8 @@ class Accounts:
             account.size += size
             account.files += files
             account.returned += max(0, -size) + max(0, -files)
+            if self.blocks is not None:
+                self.blocks.claim(account.number, NamespaceUse(account.size, account.files))
             if account.is_gone:
                 self._forget_gone(account)
 

@@ -1,0 +1,109 @@
+"""Files and blocks share one room: blocks go where a file needs it, and together they never exceed a limit."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import trio
+from namespace_lab import make_namespace
+from volume_lab import CALLER, MIB, Disk, lab_options, opened
+
+from kvfuse.errors import NoSpace, QuotaExceeded
+from kvfuse.options.config import Options
+from kvfuse.volume.api import ROOT_INODE, RowTerms
+from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.blocks.block_tables import BlockTable
+from kvfuse.volume.volume import Volume
+
+BLOCK = 64 << 10
+
+
+@pytest.fixture
+def options() -> Options:
+    return lab_options(capacity=24 * MIB, tier_size=8 * MIB, staging_size=8 * MIB)
+
+
+def engine_of(volume: Volume) -> BlockEngine:
+    engine = volume.rows
+    assert isinstance(engine, BlockEngine)
+    return engine
+
+
+async def fill(engine: BlockEngine, table: BlockTable, count: int) -> None:
+    for number in range(count):
+        await engine.put(
+            table, [b"block-%d" % number], [memoryview(random.Random(number).randbytes(BLOCK))], RowTerms()
+        )
+
+
+async def write_file(volume: Volume, directory: int, name: bytes, data: bytes) -> None:
+    """An ordinary file, also where files become blocks."""
+    node = await volume.tree.make_node(directory, name, 0o100644, 0, CALLER)
+    handle = await volume.files.open(node.ino, os.O_WRONLY, CALLER)
+    try:
+        await volume.files.write(handle, 0, data)
+        await volume.files.fsync(handle)
+    finally:
+        await volume.files.release(handle)
+
+
+async def test_a_file_gets_the_slabs_of_blocks(disk: Disk, options: Options) -> None:
+    async with opened(disk, options) as volume:
+        directory = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks", admission="all")
+        engine = engine_of(volume)
+        table = engine.table(directory, directory, 0, 0, 0o644)
+        await fill(engine, table, 2 * 24 * MIB // BLOCK)
+        assert volume.space().free < 4 * MIB, "it is full of blocks"
+        data = random.Random(1).randbytes(MIB)
+        for number in range(18):
+            await write_file(volume, ROOT_INODE, b"file-%d" % number, data)
+        with pytest.raises(NoSpace):
+            for number in range(18, 30):
+                await write_file(volume, ROOT_INODE, b"file-%d" % number, data)
+
+
+@pytest.mark.parametrize("quota", ["capacity", "blocks"])
+async def test_files_and_blocks_share_a_quota(disk: Disk, options: Options, quota: str) -> None:
+    limits = {"capacity": "4MiB"} if quota == "capacity" else {"blocks": "40"}
+    async with opened(disk, options) as volume:
+        directory = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks", admission="all", **limits)
+        engine, accounts = engine_of(volume), volume.parts.core.namespaces.accounts
+        table = engine.table(directory, directory, 0, 0, 0o644)
+        is_over = False
+
+        def check_sum() -> None:
+            (size, count), files = engine.use(directory), accounts.use(directory)
+            assert size + files.size <= 4 * MIB or quota == "blocks"
+            assert count + files.files <= 40 or quota == "capacity"
+
+        async def watch() -> None:
+            while not is_over:
+                check_sum()
+                await trio.lowlevel.checkpoint()
+
+        async def store_files() -> None:
+            nonlocal is_over
+            stored = 0
+            with pytest.raises(QuotaExceeded):
+                while True:
+                    await write_file(volume, directory, b"file-%d" % stored, bytes(256 << 10))
+                    stored += 1
+            assert stored >= (15 if quota == "capacity" else 40)
+            is_over = True
+
+        await fill(engine, table, 100)
+        assert engine.use(directory)[1] > 20
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            nursery.start_soon(store_files)
+            number = 1000
+            while not is_over:
+                number += 1
+                try:
+                    await engine.put(table, [b"more-%d" % number], [memoryview(bytes(BLOCK))], RowTerms())
+                except QuotaExceeded:
+                    assert accounts.use(directory).files > 1
+                check_sum()
+                await trio.lowlevel.checkpoint()
