@@ -27,8 +27,8 @@ from kvfuse.volume.inodes.doubt import Doubt
 log = logging.getLogger(__name__)
 
 BATCH_BYTES, BATCH_BLOCKS = 32 << 20, 8192
-GATHER_SECONDS = 0.005
-"""from a put to the write, so that blocks that are put together are written together"""
+GATHER_SECONDS, GATHER_BYTES = 0.02, 8 << 20
+"""for which blocks wait for others, so that they are written together; and bytes of them that do not wait"""
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
 
 
@@ -79,6 +79,7 @@ class WriteBehind:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sync_by_and_by)
             while True:
+                await self._gather()
                 before = self.core.statistics()
                 found = self.core.take_dirty(BATCH_BYTES, BATCH_BLOCKS)
                 if isinstance(found, int):
@@ -94,8 +95,14 @@ class WriteBehind:
         if not self._is_work_left():  # put before it was idle
             await self._work.wait()
         self.is_idle = False
-        if self.written >= self._sync_wanted:
-            await trio.sleep(GATHER_SECONDS)
+
+    async def _gather(self) -> None:
+        """Let more blocks come while few wait, and nobody waits for them: a batch costs about as much as 100 puts."""
+        if self.written < self._sync_wanted or self.core.statistics()["dirty_bytes"] >= GATHER_BYTES:
+            return
+        self._work = trio.Event()
+        with trio.move_on_after(GATHER_SECONDS):
+            await self._work.wait()
 
     def _is_work_left(self) -> bool:
         found = self.core.statistics()
