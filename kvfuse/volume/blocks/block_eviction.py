@@ -30,6 +30,8 @@ STEP_SHARE = 0.005
 SCATTERED_SHARE = 0.03
 """of the volume: free slots beyond which whole slabs are emptied, where slots of another size are wanted"""
 NOTED_MAX = 1 << 14
+ROWS_AHEAD = 1 << 14
+"""rows that a policy knows before they are used, at least"""
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -151,14 +153,15 @@ class BlockEviction:
                     found.policy.used(table.place, keys, places, now)
 
     def _meet_tables(self) -> None:
-        """Have policies know all tables, and as many rows as they have now."""
+        """Have policies know all rows of all tables, and those that are used next: they look at all when it grows."""
         for table in self.tables.all.values():
             if table.has_ended:
                 continue
             found = self._policy(table.namespace)
-            rows = table.rows
+            used = len(table.rows)
             _, known = found.tables.get(table.place, (table, -1))
-            if known < len(rows) or known < 0:
+            if known < used or known < 0:
+                rows = table.all_rows[: used + max(ROWS_AHEAD, used // 4)]
                 with found.lock:
                     meet = found.policy.add_table if known < 0 else found.policy.grow_table
                     meet(table.place, rows.view(ROW))
