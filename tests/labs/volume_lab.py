@@ -57,6 +57,8 @@ from kvfuse.volume.volume import Volume
 
 CALLER = Caller(0, 0)
 MIB = 1 << 20
+SECTOR = 512
+"""what a medium writes wholly or not at all"""
 
 
 SHARED_LIMITS = dataclasses.replace(
@@ -169,7 +171,7 @@ class Chaos:
     killed: bool = False
     """the client's process is dead: nothing that it does comes to anything"""
     tears: bool = True
-    """half of a short segment write may be done, as after a power cut; not where a process is killed within it"""
+    """a short segment write may be done up to any sector, as after a power cut; not where a process is killed in it"""
     late_writes: trio.Event | None = None
     """segment writes under way when it was killed happen when this is set"""
     late_commits: trio.Event | None = None
@@ -411,6 +413,11 @@ class MemoryRecords(RecordStore):
         pass
 
 
+def torn_at(offset: int, length: int) -> int:
+    """Bytes of a write before the boundary of sectors that is next to its middle: no medium writes a part of one."""
+    return min(max(0, (offset + length // 2) // SECTOR * SECTOR - offset), length)
+
+
 class MemorySegments(SegmentStore):
     """The contract of ``segments/api.py`` over ``Disk.segments``."""
 
@@ -502,7 +509,7 @@ class MemorySegments(SegmentStore):
             if fails and self.chaos.fails(0.5):
                 continue
             target = self._range(segment, offset, len(buffer))
-            middle = len(buffer) // 2 if self.chaos.tears or len(buffer) > PAGE_SIZE else len(buffer)
+            middle = torn_at(offset, len(buffer)) if self.chaos.tears or len(buffer) > PAGE_SIZE else len(buffer)
             for part in (slice(0, middle), slice(middle, None)):
                 self._check_fence()
                 target[part] = memoryview(buffer)[part]

@@ -72,10 +72,13 @@ class Actor:
         self.known.clear()
 
     async def tolerant(self, work: Awaitable[object]) -> bool:
-        """False when an engine failed: what was asked is visible all the same, but perhaps not stored."""
+        """False when an engine failed: what was asked is visible all the same, but perhaps not stored.
+
+        So it is where bytes that a failed sync left in doubt have no room to be written again.
+        """
         try:
             await work
-        except EngineError:
+        except (EngineError, NoSpace):
             return False
         return True
 
