@@ -195,8 +195,12 @@ FEATURE_SEALED_RECORDS = 1
 """Every record ends with a checksum. Volumes that were formatted before there was this have plain records."""
 FEATURE_PACKED = 2
 """Chunks may be compressed in their slots: programs of before would take them for the file's bytes."""
-KNOWN_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
-"""Incompatible features this program knows, one bit each in the superblock's flags. New volumes have them all."""
+FEATURE_LENT = 4
+"""Slabs may be lent to the block store: programs of before take the records of these for damaged ones."""
+NEW_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
+"""Of new volumes. They get FEATURE_LENT before the first slab is lent: without blocks, older programs may use them."""
+KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT
+"""Incompatible features this program knows, one bit each in the superblock's flags."""
 
 
 class _SuperblockFields(NamedTuple):

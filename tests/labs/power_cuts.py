@@ -118,6 +118,7 @@ async def opened_on(
 ) -> AsyncIterator[Volume]:  # fmt: skip
     """The volume on a medium; flushed at the end."""
     chaos = Chaos(rng)
-    held = HeldVolume(medium.disk.superblock, CutRecords(medium, chaos), CutSegments(medium, chaos))
+    engines = CutRecords(medium, chaos), CutSegments(medium, chaos)
+    held = HeldVolume(medium.disk.superblock, *engines, store_superblock=medium.disk.store_superblock)
     async with run_volume(options, held, keeper) as volume:
         yield volume

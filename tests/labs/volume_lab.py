@@ -108,6 +108,9 @@ class Disk:
         segments = {number: bytearray(image) for number, image in self.segments.items()}
         return Disk(self.superblock, dict(self.records), self.version, segments, self.shared)
 
+    async def store_superblock(self, superblock: Superblock) -> None:
+        self.superblock = superblock
+
     def apply(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
         self.version += 1
         changes = [Change(key, value, self.version) for key, value in puts.items()]
@@ -576,7 +579,8 @@ async def opened(
     records = MemoryRecords(disk, chaos, limits)
     if not disk.shared:
         count_inodes(disk)
-    async with run_volume(options, HeldVolume(disk.superblock, records, MemorySegments(disk, chaos)), keeper) as volume:
+    held = HeldVolume(disk.superblock, records, MemorySegments(disk, chaos), store_superblock=disk.store_superblock)
+    async with run_volume(options, held, keeper) as volume:
         try:
             yield volume
         finally:

@@ -25,6 +25,7 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.slab.layout import FEATURE_LENT
 from kvfuse.volume.api import FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
@@ -81,7 +82,9 @@ class BlockEngine:
         self.tables = BlockTables(self.native, core.tier.supply, self.keeper, volume_id, rows_max)
         self.arenas = BlockArenas(self.native, self.tables, core.tier, self.keeper, volume_id, self.staging_size)
         self.native.set_dirty_max(int(self.arenas.capacity * DIRTY_SHARE))
-        self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, core.make_segments, self.commit)
+        announce = partial(core.add_feature, FEATURE_LENT)
+        stores = core.make_segments, self.commit, announce
+        self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, *stores)
         self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
         self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use)
         self._epochs: dict[int, int] = {}

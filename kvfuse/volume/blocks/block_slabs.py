@@ -22,10 +22,11 @@ from kvfuse.errors import EngineError
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core
-from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.image import TOKEN_SIZE
 from kvfuse.slab.layout import PAGE_SIZE, Geometry
+from kvfuse.volume.blocks.head_tables import HeadTables
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class SlabStates:
 class BlockSlabs:
     """The slabs that the block store has. Event loop only.
 
-    ``store_records``: commits what is pending. ``make_segments``: makes segments, durably.
+    ``store_records``: commits what is pending. ``make_segments``: makes segments, durably. ``announce``: says, durably,
+    that slabs are lent, so that programs which know none of that refuse the volume.
     """
 
     core: Core
@@ -93,6 +95,7 @@ class BlockSlabs:
     segments: SegmentStore
     make_segments: Callable[[set[int]], Awaitable[None]]
     store_records: Callable[[], Awaitable[None]]
+    announce: Callable[[], Awaitable[None]]
     to_load: list[int] = field(default_factory=list)
     """lent slabs whose heads were not read yet"""
     loaded_blocks: int = 0
@@ -105,26 +108,15 @@ class BlockSlabs:
     _wanted_until: float = -math.inf
     _lending: trio.Lock = field(default_factory=trio.Lock)
 
+    def __post_init__(self) -> None:
+        self.heads = HeadTables(self.geometry, self.segments)
+
     # -- places ----------------------------------------------------------------------------------------
 
     def data_places(self, runs: npt.NDArray[np.void]) -> list[tuple[int, int]]:
         """(segment, file offset) of runs in the data of slabs."""
         locate, size = self.geometry.locate, self.geometry.slab_size
         return [locate(slab * size + offset) for slab, offset in zip(*_columns(runs), strict=True)]
-
-    def meta_pieces(self, slab: int, offset: int, length: int) -> list[tuple[int, int, int]]:
-        """(segment, file offset, bytes) of heads and names: in the slab's head table, then in its leading slots."""
-        found = []
-        head_size = self.geometry.head_size
-        if offset < head_size:
-            segment, start = self.geometry.locate_head(slab)
-            part = min(length, head_size - offset)
-            found.append((segment, start + offset, part))
-            offset, length = offset + part, length - part
-        if length:
-            segment, start = self.geometry.locate(slab * self.geometry.slab_size + offset - head_size)
-            found.append((segment, start, length))
-        return found
 
     # -- more and fewer --------------------------------------------------------------------------------
 
@@ -144,6 +136,7 @@ class BlockSlabs:
         self._wanted_until = trio.current_time() + WANTED_SECONDS
 
     async def _lend(self, count: int) -> bool:
+        await self.announce()
         token = os.urandom(TOKEN_SIZE)
         lent = self.allocator.lend(count, token)
         if not lent:
@@ -180,7 +173,7 @@ class BlockSlabs:
         while self.to_load:
             some = self.to_load[:LOADED_AT_ONCE]
             try:
-                tables = await self._read_heads(some)
+                tables = await self.heads.read_heads(some)
             except EngineError as error:
                 log.warning("heads of blocks cannot be read yet: %s", error)
                 await trio.sleep(RETRY_SECONDS)
@@ -195,49 +188,10 @@ class BlockSlabs:
         self.core.set_loading(False)
         self.loaded.set()
 
-    async def _read_heads(self, slabs: Sequence[int]) -> list[bytes]:
-        """The heads of each slab, as many as its slot size says that it has. EngineError."""
-        firsts = await self._read_meta(slabs, [forms.PAGE] * len(slabs))
-        sizes = [self._heads_size(first) for first in firsts]
-        longer = [place for place, size in enumerate(sizes) if size > forms.PAGE]
-        if longer:
-            found = await self._read_meta([slabs[place] for place in longer], [sizes[place] for place in longer])
-            for place, table in zip(longer, found, strict=True):
-                firsts[place] = table
-        return firsts
-
-    def _heads_size(self, first: bytes) -> int:
-        head = np.frombuffer(first, forms.HEAD, 1)[0]
-        slot_size = int(head["slot_size"])
-        is_slab = head["magic"] == forms.HEAD_MAGIC and head["state"] == forms.SLAB_HEAD
-        if not is_slab or not PAGE_SIZE <= slot_size <= self.geometry.slab_size:
-            return forms.PAGE
-        size = forms.HEAD.itemsize * (self.geometry.slab_size // slot_size + 1)
-        return -(-size // forms.PAGE) * forms.PAGE
-
-    async def _read_meta(self, slabs: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
-        buffers = [bytearray(size) for size in sizes]
-        batch = []
-        for slab, buffer in zip(slabs, buffers, strict=True):
-            done = 0
-            for segment, offset, length in self.meta_pieces(slab, 0, len(buffer)):
-                batch.append(Transfer(segment, offset, memoryview(buffer)[done : done + length]))
-                done += length
-        await self.segments.read(batch)
-        return [bytes(buffer) for buffer in buffers]
-
     async def read_names(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
         """Names of blocks by (slab, slot, bytes). EngineError. One that is none any more may be any bytes."""
-        buffers = [bytearray(length) for _, _, length in places]
-        batch = []
-        for (slab, slot, length), buffer in zip(places, buffers, strict=True):
-            offset, _ = self.core.slot_places(slab, slot)
-            done = 0
-            for segment, start, part in self.meta_pieces(slab, offset, length):
-                batch.append(Transfer(segment, start, memoryview(buffer)[done : done + part]))
-                done += part
-        await self.segments.read(batch)
-        return [bytes(buffer) for buffer in buffers]
+        parts = [(slab, self.core.slot_places(slab, slot)[0], length) for slab, slot, length in places]
+        return await self.heads.read(parts)
 
 
 def _columns(runs: npt.NDArray[np.void]) -> tuple[list[int], list[int]]:

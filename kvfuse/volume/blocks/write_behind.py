@@ -136,7 +136,7 @@ class WriteBehind:
             )
         ]
         for slab, offset, address, length in heads.tolist():
-            for segment, start, part in self.slabs.meta_pieces(slab, offset, length):
+            for segment, start, part in self.slabs.heads.pieces(slab, offset, length):
                 found.append(Transfer(segment, start, memory_at(address, part)))
                 address += part
         return found

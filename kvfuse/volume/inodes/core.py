@@ -191,6 +191,8 @@ class Core:
     made_segments: set[int] = field(default_factory=set, init=False)
     blocks: BlockStoreView | None = field(default=None, init=False)
     """the block store; None: this volume has none"""
+    store_superblock: Callable[[Superblock], Awaitable[None]] | None = None
+    """see `HeldVolume`"""
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
@@ -259,6 +261,17 @@ class Core:
             with self.doubt.syncing():
                 await self.segments.sync()
         self.made_segments.update(new)
+
+    async def add_feature(self, feature: int) -> None:
+        """Say in the superblock, durably, that programs which do not know a feature cannot use the volume. EngineError.
+
+        Before anything is stored that needs it.
+        """
+        if not self.superblock.features & feature:
+            wanted = dataclasses.replace(self.superblock, features=self.superblock.features | feature)
+            if self.store_superblock is not None:
+                await self.store_superblock(wanted)
+            self.superblock = wanted
 
     def discard(self, node: Node, extent: Extent) -> None:
         """Give up an extent of ``node``: its slot is free when neither a record nor a header refers to it."""

@@ -13,6 +13,7 @@ record under a lease (``member.py``).
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -28,7 +29,9 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from kvfuse.errors import VolumeBusy, VolumeError
+import trio
+
+from kvfuse.errors import EngineError, VolumeBusy, VolumeError
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT, RecordLimits, RecordStore
@@ -208,7 +211,7 @@ async def format_volume(options: Options, *, replace: bool = False, overwrite: b
         geometry = Geometry.choose(capacity, options.volume.slab_size, options.volume.segment_size)
     except ValueError as error:
         raise VolumeError(f"{options.title} cannot be formatted: {error}") from None
-    superblock = Superblock(uuid4().bytes, geometry, time.time_ns(), features=layout.KNOWN_FEATURES)
+    superblock = Superblock(uuid4().bytes, geometry, time.time_ns(), features=layout.NEW_FEATURES)
     if options.is_shared:
         await _format_shared(options, superblock, replace, overwrite)
     else:
@@ -321,6 +324,27 @@ def write_superblock(path: Path, superblock: Superblock) -> None:
         os.fsync(file.fileno())
     temporary.rename(path / SUPERBLOCK_FILE)
     sync_directory(path)
+
+
+async def store_superblock(path: Path, superblock: Superblock) -> None:
+    """Of the volume in folder ``path``, in place of its former one. EngineError."""
+    try:
+        await trio.to_thread.run_sync(write_superblock, path, superblock)
+    except OSError as error:
+        raise EngineError(f"the superblock of {path} cannot be written: {error.strerror}") from error
+
+
+async def store_shared_features(records: RecordStore, superblock: Superblock) -> None:
+    """Add the features of ``superblock`` to those that clients of a shared volume added. EngineError, VolumeError."""
+    while True:
+        (found,) = await records.get([schema.SUPERBLOCK])
+        if found is None:
+            raise EngineError("the volume has no superblock any more")
+        present = layout.parse_superblock(found.value)
+        wanted = dataclasses.replace(present, features=present.features | superblock.features)
+        puts = {schema.SUPERBLOCK: layout.pack_superblock(wanted)}
+        if wanted == present or await records.commit(puts, (), {schema.SUPERBLOCK: found.version}, durable=True):
+            return
 
 
 def _check_folder(path: Path, replace: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ class HeldVolume(NamedTuple):
     """this client, where others may have the volume, too"""
     again: Callable[[], Awaitable[HeldVolume]] | None = None
     """has it as another client, when ``member`` lost its lease. EngineError, VolumeError where that cannot be yet"""
+    store_superblock: Callable[[Superblock], Awaitable[None]] | None = None
+    """makes a superblock with more features durable. EngineError. None: nobody needs to know"""
 
 
 @asynccontextmanager
@@ -83,7 +86,8 @@ async def _hold_folder(options: Options, mountpoint: str, read_only: bool, keepe
         segments = await stack.enter_async_context(
             engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id)
         )
-        yield HeldVolume(superblock, sealed.as_formatted(records, superblock), segments)
+        store = partial(formatting.store_superblock, path)
+        yield HeldVolume(superblock, sealed.as_formatted(records, superblock), segments, store_superblock=store)
 
 
 @asynccontextmanager
@@ -106,7 +110,10 @@ async def _hold_shared(
                 async def held(member: Member) -> HeldVolume:
                     superblock = await formatting.read_shared_superblock(records, options.title)
                     fenced = FencedRecords(records, member), FencedSegments(segments, member)
-                    return HeldVolume(superblock, *fenced) if alone else HeldVolume(superblock, *fenced, member, again)
+                    store = partial(formatting.store_shared_features, fenced[0])
+                    if alone:
+                        return HeldVolume(superblock, *fenced, store_superblock=store)
+                    return HeldVolume(superblock, *fenced, member, again, store)
 
                 async def again() -> HeldVolume:
                     await segments.renew()  # the others may have cut off the client that this one was

@@ -114,7 +114,7 @@ async def _load_values(
     options: Options, held: HeldVolume, values: list[bytes], metadata_limit: int, keeper: Keeper, handover: Handover
 ) -> Core:
     """``values``: of the counters, the root directory, the exact sizes."""
-    superblock, records, segments, member, _ = held
+    superblock, records, segments, member, _, store_superblock = held
     geometry, is_alone = superblock.geometry, member is None
     inode, generation = [schema.decode_u64(value) for value in values[:2]]
     sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
@@ -148,6 +148,7 @@ async def _load_values(
     return Core(
         unstored_log=KeptLog(kept_size) if kept_size else None,
         superblock=superblock,
+        store_superblock=store_superblock,
         geometry=geometry,
         records=records,
         segments=segments,

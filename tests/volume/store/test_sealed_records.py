@@ -278,7 +278,7 @@ async def test_a_volume_without_the_flag_is_read_and_written_as_before(tree: Tre
     raw = await stored(tree.options)
     path = tree.options.volume_path
     superblock = formatting.read_superblock(path)
-    assert superblock.features == layout.KNOWN_FEATURES
+    assert superblock.features == layout.NEW_FEATURES
     async with tree.records() as records:
         plain = {row.key: row.value for row in await records.scan(b"", limit=100_000)}
     assert seal(plain).items() <= raw.items()

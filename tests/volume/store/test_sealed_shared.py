@@ -51,7 +51,7 @@ async def two_hosts(options: Options) -> AsyncIterator[tuple[Volume, Volume]]:
 async def test_hosts_go_on_beside_a_changed_record(options: Options) -> None:
     """The change is heard of by the watch of both: neither shows it, and both follow each other as before."""
     async with two_hosts(options) as (first, second):
-        assert inside.core(first).superblock.features == layout.KNOWN_FEATURES
+        assert inside.core(first).superblock.features == layout.NEW_FEATURES
         for name in (b"victim", b"neighbour"):
             await put(first, name, CONTENT)
         assert await read(second, b"victim") == CONTENT
