@@ -66,7 +66,8 @@ def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
     verified = f", {format_size(report.verified_bytes)} verified" if verify else ""
     say(
         f"{report.files:,} files, {report.directories:,} directories, {report.extents:,} extents,"
-        f" {format_size(report.used_bytes)} stored{verified}"
+        f" {format_size(report.used_bytes)} stored,"
+        f" {report.blocks:,} blocks with {format_size(report.block_bytes)}{verified}"
     )
     if report.repaired:
         say(f"{report.repaired:,} problems were mended")

@@ -51,6 +51,9 @@ class CheckReport:
     directories: int = 0
     extents: int = 0
     used_bytes: int = 0
+    blocks: int = 0
+    """of the block store"""
+    block_bytes: int = 0
     verified_bytes: int = 0
     repaired: int = 0
 
@@ -108,6 +111,8 @@ class NamespaceEvidence:
 
     numbers: set[int] = field(default_factory=lambda: {ROOT})
     """those with settings and a folder"""
+    epochs: dict[int, int] = field(default_factory=dict)
+    """namespace of blocks -> its epoch"""
     homes: dict[int, int] = field(default_factory=dict)
     """inode -> namespace, of those that are not the root's"""
     counted: dict[int, schema.Counts] = field(default_factory=dict)

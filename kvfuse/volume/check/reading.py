@@ -15,9 +15,10 @@ from kvfuse.remote.records.api import Record
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator
-from kvfuse.slab.image import SlabState
+from kvfuse.slab.image import LENT, TOKEN_SIZE, SlabState
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume.api import FILE_SIZE_MAX, ROOT_INODE
+from kvfuse.volume.check.block_heads import parse_heads
 from kvfuse.volume.check.evidence import MALFORMED, Evidence, Inode, Named, directory_record, named_extents
 from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import weigh
@@ -140,6 +141,8 @@ class RecordReader:
             folder = self.found.inodes.get(number)
             if number == ROOT or (folder is not None and stat.S_ISDIR(folder.record.mode) and number != ROOT_INODE):
                 self.found.namespaces.numbers.add(number)
+                if settings.is_blocks:
+                    self.found.namespaces.epochs[number] = settings.epoch
             else:
                 self.found.problem(f"namespace {number} has settings, but no folder", deletes=[row.key])
 
@@ -344,6 +347,9 @@ async def state_from_heads(geometry: Geometry, segments: SegmentStore, slab: int
         await segments.read([Transfer(*geometry.locate_head(slab), table)])
     except (EngineError, ValueError):
         return None
+    blocks = parse_heads(geometry, slab, bytes(table), None)
+    if blocks.slot_size:
+        return SlabState(slab, LENT, blocks.token.to_bytes(TOKEN_SIZE, "little"))
     rows, _ = layout.find_headers(table, geometry)
     live = rows[rows["state"] != layout.STATE_FREE]
     if not len(live):

@@ -1,7 +1,7 @@
 """Check a volume that nobody has mounted: records against each other and against the slabs.
 
-The check reads every record once and keeps a few numbers per inode and slot. Each problem carries the
-records that would mend it; `mend` commits them. What cannot be trusted is removed rather than
+The check reads every record once, and the heads of lent slabs, and keeps a few numbers per inode, slot and block. Each
+problem carries the records that would mend it; `mend` commits them. What cannot be trusted is removed rather than
 guessed: a missing file is a miss, a wrong one is wrong output.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from kvfuse.options.config import Options
 from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.volume.check.block_check import BlockCheck
 from kvfuse.volume.check.compare import check_counters, check_reachable, check_segments, compare_inodes, compare_slabs
 from kvfuse.volume.check.evidence import CheckReport, Evidence, Progress
 from kvfuse.volume.check.head_check import HeadCheck
@@ -67,6 +68,7 @@ async def run_check(found: Evidence) -> None:
     compare_slabs(found)
     await check_counters(found)
     await check_segments(found)
+    await BlockCheck(found).run()
     if found.wants_verify:
         await verify_data(found)
         await HeadCheck(found).run()
