@@ -95,7 +95,12 @@ def _rebuild(options: Options, as_json: bool) -> int:
             f"{report.files:,} files recovered with {format_size(report.bytes)},"
             f" {report.nameless:,} of them in lost+found; {len(report.dropped):,} were not whole"
         )
-        say("no namespace was recovered: all files are the root's, none is evicted")
+        say("no namespace of files was recovered: all files are the root's, none is evicted")
+        if report.namespaces:
+            say(
+                f"{report.blocks:,} blocks recovered with {format_size(report.block_bytes)}, in folders that are root's"
+                f" alone: {', '.join(report.namespaces)}: give them their names, owners and settings again"
+            )
     return 0
 
 

@@ -1,13 +1,15 @@
 """Recover a volume from its segments alone: slot headers say whose bytes a slot holds.
 
-The record store is made anew. A file comes back where its description says, if all its bytes are there
-and match their checksums; one whose description had no room comes back in ``lost+found`` under its inode
-number. Empty files, links, attributes and the owners of directories are not in the segments.
+The record store is made anew. Slabs that are lent to the block store are recognised by their heads, and their blocks
+stay (`RebuiltBlocks`). A file comes back where its description says, if all its bytes are there and match their
+checksums; one whose description had no room comes back in ``lost+found`` under its inode number. Empty files, links,
+attributes, settings of namespaces and the owners of directories are not in the segments.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import stat
 import time
 from collections import Counter, defaultdict
@@ -28,9 +30,13 @@ from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.api import FIRST_INODE, ROOT_INODE
+from kvfuse.volume.blocks.head_tables import HeadTables
+from kvfuse.volume.check.block_heads import parse_heads
 from kvfuse.volume.check.evidence import Progress, directory_record
+from kvfuse.volume.check.rebuilt_blocks import RebuiltBlocks
 from kvfuse.volume.inodes.chunk import blocks_of
 from kvfuse.volume.inodes.metadata_budget import growth
+from kvfuse.volume.namespaces.settings import ROOT, Settings, decode_settings
 from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.slots.heads import Description, decode_description
 from kvfuse.volume.store import codec, schema, sealed
@@ -83,6 +89,11 @@ class RebuildReport:
     nameless: int = 0
     """files in lost+found, of those"""
     bytes: int = 0
+    blocks: int = 0
+    """of the block store"""
+    block_bytes: int = 0
+    namespaces: list[str] = field(default_factory=list)
+    """folders of namespaces of blocks"""
     dropped: list[str] = field(default_factory=list)
     """files that were not whole"""
     records_kept: str = ""
@@ -111,6 +122,7 @@ async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport
             except VolumeError as error:
                 superblock = await _find_superblock(error, segments)
             work = await _collect(superblock, segments, progress)
+        superblock = work.with_features(superblock)
         work.report.records_kept = _move_aside(options.records_path)
         formatting.write_superblock(path, superblock)
         options.records_path.mkdir(parents=True)
@@ -132,6 +144,7 @@ async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport
         async with engines.open_segments(options, read_only=True) as segments:
             superblock = await _find_superblock(VolumeError(f"{title} has no superblock"), segments)
             work = await _collect(superblock, segments, progress)
+        superblock = work.with_features(superblock)
         records = sealed.as_formatted(records, superblock)
         await records.commit(formatting.first_records(options), durable=True)
         await work.write(FencedRecords(records, member))
@@ -145,6 +158,7 @@ async def _collect(superblock: Superblock, segments: SegmentStore, progress: Pro
     for done, (ino, pieces) in enumerate(sorted(work.pieces.items()), 1):
         progress("files", done, len(work.pieces))
         await work.choose_file(ino, pieces)
+    work.blocks.choose()
     return work
 
 
@@ -183,6 +197,12 @@ class _Rebuild:
         self.files: dict[bytes, _File] = {}
         """by path"""
         self.generation_max = 0
+        self.tables = HeadTables(geometry, segments)
+        self.blocks = RebuiltBlocks()
+
+    def with_features(self, superblock: Superblock) -> Superblock:
+        features = superblock.features | (layout.FEATURE_LENT if self.blocks.lent else 0)
+        return dataclasses.replace(superblock, features=features)
 
     # -- headers -------------------------------------------------------------------------------------
 
@@ -200,6 +220,13 @@ class _Rebuild:
         table = bytearray(geometry.head_size)
         if not await self._read(*geometry.locate_head(slab), table):
             self.report.dropped.append(f"slab {slab}: the medium lost its slot headers")
+            return
+        if parse_heads(geometry, slab, bytes(table), None).slot_size:  # heads of files are what was there before
+            try:
+                (heads,) = await self.tables.read_heads([slab])
+                self.blocks.add(parse_heads(geometry, slab, heads, None))
+            except (MediumError, ValueError):
+                self.report.dropped.append(f"slab {slab}: the medium lost the heads of its blocks")
             return
         rows, offsets = layout.find_headers(table, geometry)
         live = rows["state"] != layout.STATE_FREE
@@ -287,8 +314,13 @@ class _Rebuild:
 
     async def write(self, records: RecordStore) -> None:
         """Directories, files, slabs and counters, in a fresh record store."""
-        inodes, size = count(max([FIRST_INODE, *self.pieces]) + 1), 0
+        inodes, size = count(max([FIRST_INODE, *self.pieces, *self.blocks.homes]) + 1), 0
         directories = {b"": ROOT_INODE}
+        folders = self.blocks.paths(LOST_FOUND)
+        if folders:
+            directories |= {LOST_FOUND: next(inodes), **folders}
+        self.report.namespaces = [os.fsdecode(path) for path, ino in folders.items() if ino in self.blocks.epochs]
+        self.report.blocks, self.report.block_bytes = self.blocks.count, self.blocks.size
         puts: dict[bytes, bytes] = {}
         slots: dict[int, list[int]] = defaultdict(list)
         for path, file in sorted(self.files.items()):
@@ -309,8 +341,11 @@ class _Rebuild:
                 size += growth(puts, (), {})
                 await formatting.commit_in_parts(records, puts)
                 puts = {}
-        puts.update(_directory_records(directories))
+        puts.update(_directory_records(directories, self.blocks))
         puts.update(self._slab_records(slots))
+        puts.update(self.blocks.slab_records())
+        (root,) = await records.get([schema.namespace_key(ROOT)])
+        puts.update(self.blocks.namespace_records(decode_settings(root.value) if root is not None else Settings()))
         puts[schema.COUNTER_INODE] = schema.encode_u64(next(inodes) + schema.COUNTER_RANGE)
         puts[schema.COUNTER_GENERATION] = schema.encode_u64(self.generation_max + schema.COUNTER_RANGE)
         size += growth(puts, (), {})
@@ -370,12 +405,12 @@ def _inode(ino: int, description: Description | None, extents: Chunks) -> schema
     )
 
 
-def _directory_records(directories: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """``directories``: path -> inode."""
+def _directory_records(directories: dict[bytes, int], blocks: RebuiltBlocks) -> Iterator[tuple[bytes, bytes]]:
+    """``directories``: path -> inode. ``blocks``: knows those that are in namespaces."""
     parents = {path: directories[path.rpartition(b"/")[0]] for path in directories if path}
     children = Counter(parents.values())
     for path, ino in directories.items():
-        record = directory_record(ino, 0o755, 2 + children[ino], parents.get(path, 0))
+        record = blocks.mark(ino, directory_record(ino, 0o755, 2 + children[ino], parents.get(path, 0)))
         yield schema.inode_key(ino), schema.encode_inode(record)
         yield schema.times_key(ino), schema.encode_times(record.atime, record.mtime, record.ctime)
         if path:
