@@ -213,8 +213,10 @@ class Files:
             self._blocks.release_file = self.release
 
     async def open(self, ino: int, flags: int, caller: Caller) -> FileHandle | BlockHandle:
+        is_changing = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
         if self._blocks is not None and self._blocks.has(ino):
-            found = await self._blocks.open(ino, flags, caller)
+            blocks = _check_change(self._core, self._blocks) if is_changing else self._blocks
+            found = await blocks.open(ino, flags, caller)
             if not isinstance(found, Node):
                 return found
             ino = found.ino
@@ -224,7 +226,7 @@ class Files:
         check_content(node)
         if self._core.namespaces.cleared and self._core.is_cleared(node):  # another handle keeps it
             raise errors.Stale(f"inode {ino} was cleared with its namespace")
-        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+        if is_changing:
             _check_change(self._core, node)
         handle = self.make_handle(node, flags, caller)
         if flags & os.O_TRUNC:

@@ -156,7 +156,7 @@ class Parts:
         editor = NamespaceEditor(self.names, namespaces)
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(editor))
         self.engine: BlockEngine | None = None
-        if member is None and not core.read_only:
+        if member is None:
             self.engine = core.blocks = BlockEngine(
                 core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
                 options.cache.staging_size, self.blocks.search.ancestors,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from namespace_lab import make_namespace
 from volume_lab import CALLER, MIB
 
@@ -60,7 +60,7 @@ class BlockTree:
 
     @property
     def read_only(self) -> Options:
-        return dataclasses.replace(self.options, mount=dataclasses.replace(self.options.mount, read_only=True))
+        return replace(self.options, mount=replace(self.options.mount, read_only=True))
 
     @asynccontextmanager
     async def opened(self, options: Options | None = None) -> AsyncIterator[tuple[Volume, BlockEngine]]:

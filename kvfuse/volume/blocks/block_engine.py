@@ -2,7 +2,8 @@
 
 `BlockTables` has the rows, `BlockArenas` the memory, `BlockSlabs` the slots, `WriteBehind` brings blocks to the medium,
 `BlockEviction` removes them where their room is wanted. The core in C does what happens for each block; what is here
-decides for many, and waits where they have to wait.
+decides for many, and waits where they have to wait. Of a volume that is mounted read-only it loads heads and reads
+blocks, and writes nothing: what it would tell the medium stays in its queue.
 """
 
 from __future__ import annotations
@@ -295,8 +296,10 @@ class BlockEngine:
     ) -> list[int]:  # fmt: skip
         """Store blocks, wait for room where there is none. Sequences. ``is_admitted``: the policy is not asked.
 
-        NoSpace, QuotaExceeded, FileTooLarge; Stale: the table has ended. EngineError: the medium takes nothing.
+        ReadOnly, NoSpace, QuotaExceeded, FileTooLarge; Stale: the table has ended; EngineError: nothing can be written.
         """
+        if self.core.read_only:
+            raise errors.ReadOnly("the volume is mounted read-only")
         sources = np.array([np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers], np.uint64)
         sizes = np.array([len(buffer) for buffer in buffers], np.int64)
         start, give_up = 0, trio.current_time() + ROOM_SECONDS
@@ -539,7 +542,8 @@ class BlockEngine:
         """Serve until cancelled."""
         self._token = trio.lowlevel.current_trio_token()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(failing.vital_task, self.writer.run)
+            if not self.core.read_only:
+                nursery.start_soon(failing.vital_task, self.writer.run)
             nursery.start_soon(failing.service, "heads of blocks", self._load)
             nursery.start_soon(
                 failing.service, "folders above tables", partial(self.shown.find_ancestors, self.find_ancestors)
@@ -563,12 +567,14 @@ class BlockEngine:
             before = self.native.statistics()["puts"]
             self.update_quotas()
             is_busy = self.tables.sweep(SWEPT_AT_ONCE, self.arenas.forget)
-            if any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
+            can_write = not self.core.read_only
+            if can_write and any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()
             if self.tables.all:
                 while await self.arenas.keep_spares():
                     is_busy = True
-                self.eviction.look()
+                if can_write:
+                    self.eviction.look()
             has_looked, self._has_looked = self._has_looked, trio.Event()
             has_looked.set()
             is_busy |= self.native.statistics()["puts"] != before
