@@ -164,6 +164,20 @@ def begin_table(
     mode: int,
     serial: int,
 ) -> None: ...
+def buffer_spans(buffers: list[Any], writes: bool, addresses: Any, sizes: Any) -> int:
+    """Address and size of each buffer. How many of the first ones have the buffer protocol, and are contiguous; with
+    ``writes``: and may be written."""
+
+def entry_columns(
+    entries: Any, aux_size: int, address: int, iov_size: int, length_max: int, waited_us: int, columns: Any
+) -> int:
+    """What entries of a ring (`wire.SQE`) name, which have one operation, handle and iov, and one key each.
+
+    ``columns``: five for as many: offsets of names, addresses, sizes, ``user_data``, and lengths of names, which are
+    u32 at the start of the last one. Their bytes together; -1: not all ranges lie in the iov and the aux area, or one
+    has no byte, more than ``length_max``, reserved bits, or a timeout that has passed. ``address``: of the iov.
+    """
+
 def name_keys(table: Any, directory: int, text: Any, offsets: Any, lengths: Any, keys: Any) -> None:
     """The first half of each name's fingerprint; 0 for an odd name."""
 

@@ -28,6 +28,8 @@ static PyTypeObject core_type, batch_type, landing_type;
 
 #define CORE (((CoreObject *)self)->core)
 
+enum { ENTRY_COLUMNS = 5 };
+
 static int has_column(const Py_buffer *column, Py_ssize_t count, Py_ssize_t size)
 {
     if (column->len >= count * size)
@@ -1038,6 +1040,77 @@ static PyObject *table_get(PyObject *self, PyObject *args)
     return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* An entry of a ring, as its client submits it: `SQE` of usrbio/protocol/wire.py. */
+typedef struct {
+    uint64_t kind; /* operation, priority, flags, handle */
+    uint32_t iov, key_length;
+    uint64_t offset, iov_offset, length, key_offset, user_data;
+    uint32_t timeout_us, reserved;
+} RingEntry;
+
+_Static_assert(sizeof(RingEntry) == 64, "an entry has 64 bytes");
+
+/* Entries of one kind, each with one key: what they name, as columns. How many bytes they are; -1: not all are plain. */
+static PyObject *entry_columns(PyObject *self, PyObject *args)
+{
+    Py_buffer entries, columns;
+    unsigned long long aux_size, address, iov_size, length_max, waited_us;
+    if (!PyArg_ParseTuple(args, "y*KKKKKw*", &entries, &aux_size, &address, &iov_size, &length_max, &waited_us, &columns))
+        return NULL;
+    Py_ssize_t count = entries.len / (Py_ssize_t)sizeof(RingEntry);
+    long long total = has_column(&columns, count, 8 * ENTRY_COLUMNS) ? 0 : -1;
+    uint64_t *column = columns.buf;
+    uint8_t *lengths = (uint8_t *)(column + 4 * count);
+    for (Py_ssize_t i = 0; i < count && total >= 0; i++) {
+        RingEntry one;
+        memcpy(&one, (const uint8_t *)entries.buf + i * (Py_ssize_t)sizeof one, sizeof one);
+        if (!one.length || one.length > length_max || one.length > iov_size || one.iov_offset > iov_size - one.length ||
+            !one.key_length || one.key_length > NAME_MAX_BYTES || one.key_length > aux_size ||
+            one.key_offset > aux_size - one.key_length || one.reserved ||
+            (one.timeout_us && one.timeout_us < waited_us)) {
+            total = -1;
+            break;
+        }
+        column[i] = one.key_offset, column[count + i] = address + one.iov_offset;
+        column[2 * count + i] = one.length, column[3 * count + i] = one.user_data;
+        memcpy(lengths + 4 * i, &one.key_length, 4);
+        total += (long long)one.length;
+    }
+    PyBuffer_Release(&entries);
+    PyBuffer_Release(&columns);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(total);
+}
+
+/* Where the bytes of buffers are. How many of the first ones are plain: what else is a buffer is the caller's to know. */
+static PyObject *buffer_spans(PyObject *self, PyObject *args)
+{
+    PyObject *buffers;
+    Py_buffer addresses, sizes;
+    int writes;
+    if (!PyArg_ParseTuple(args, "O!pw*w*", &PyList_Type, &buffers, &writes, &addresses, &sizes))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(buffers), i = 0;
+    int is_sound = has_column(&addresses, count, 8) && has_column(&sizes, count, 8);
+    for (; is_sound && i < count && i < PyList_GET_SIZE(buffers); i++) {
+        Py_buffer one;
+        PyObject *buffer = Py_NewRef(PyList_GET_ITEM(buffers, i));
+        int is_found = PyObject_GetBuffer(buffer, &one, writes ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0;
+        if (is_found) {
+            ((uint64_t *)addresses.buf)[i] = (uint64_t)(uintptr_t)one.buf;
+            ((int64_t *)sizes.buf)[i] = one.len;
+            PyBuffer_Release(&one);
+        }
+        Py_DECREF(buffer);
+        if (!is_found) {
+            PyErr_Clear();
+            break;
+        }
+    }
+    PyBuffer_Release(&addresses);
+    PyBuffer_Release(&sizes);
+    return is_sound ? PyLong_FromSsize_t(i) : NULL;
+}
+
 /* The first half of each name's fingerprint. 0 for an odd name. */
 static PyObject *name_keys(PyObject *self, PyObject *args)
 {
@@ -1062,6 +1135,8 @@ static PyObject *name_keys(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
+    {"buffer_spans", buffer_spans, METH_VARARGS, "buffer_spans(buffers, writes, addresses, sizes) -> how many"},
+    {"entry_columns", entry_columns, METH_VARARGS, "entry_columns(entries, aux_size, address, ..., columns) -> bytes"},
     {"name_keys", name_keys, METH_VARARGS, "name_keys(table, directory, names, keys)"},
     {"begin_table", begin_table, METH_VARARGS, "begin_table(memory, multipliers, buckets_max, rows_max, ...)"},
     {"table_get", table_get, METH_VARARGS, "table_get(table, directory, names, now, arenas, targets, rooms, rows, results, copies)"},

@@ -30,6 +30,7 @@ from blocks_lab import (
 from kvfuse.native import _blocks
 from kvfuse.native import blockforms as blocks
 from kvfuse.native.blockforms import HEAD, PAGE, name_columns
+from kvfuse.usrbio.protocol.wire import SQE
 
 
 def seal(head: np.ndarray) -> None:
@@ -189,6 +190,78 @@ def fuzz_table(rng: random.Random) -> None:
     lab.abandon()
 
 
+LENGTH_MAX = 1 << 20
+
+
+def entries_model(entries: np.ndarray, aux_size: int, iov_size: int, waited_us: int) -> int:
+    """The bytes of all, where each is what a daemon may serve as it stands; else -1."""
+    total = 0
+    for *_, key_length, _, iov_offset, length, key_offset, _, timeout_us, reserved in entries.tolist():
+        is_plain = 1 <= length <= LENGTH_MAX and iov_offset + length <= iov_size and not reserved
+        if not (is_plain and 1 <= key_length <= 255 and key_offset + key_length <= aux_size):
+            return -1
+        if timeout_us and timeout_us < waited_us:
+            return -1
+        total += length
+    return total
+
+
+def random_entries(rng: random.Random, count: int, aux_size: int, iov_size: int) -> np.ndarray:
+    """Of a client: plain ones, most often, and a few at, or far beyond, what is allowed."""
+    entries = np.zeros(count, SQE)
+    for entry in entries:
+        length, key_length = rng.randint(1, min(3000, iov_size)), rng.randint(1, min(255, aux_size))
+        entry["iov_offset"], entry["length"] = rng.randint(0, iov_size - length), length
+        entry["key_offset"], entry["key_length"] = rng.randint(0, aux_size - key_length), key_length
+        entry["user_data"], entry["timeout_us"] = rng.randrange(1 << 64), rng.choice([0, 0, 100, 2**32 - 1])
+    if rng.random() < 0.5:
+        entry = rng.choice(list(entries))
+        field = rng.choice(["iov_offset", "length", "key_offset", "key_length", "timeout_us", "reserved"])
+        limit = 1 << 8 * SQE[field].itemsize
+        edges = [0, 1, 255, 256, aux_size, iov_size, LENGTH_MAX, LENGTH_MAX + 1, limit - 1, limit // 2]
+        entry[field] = min(limit - 1, max(0, rng.choice(edges) + rng.choice([-1, 0, 1])))
+    return entries
+
+
+def fuzz_entries(rng: random.Random, calls: int) -> None:
+    for _ in range(calls):
+        aux_size, iov_size = rng.choice([1, 300, 1 << 16]), rng.choice([1, 5000, 1 << 21])
+        count, waited_us = rng.choice([1, 1, 2, 30]), rng.choice([0, 100, 101])
+        entries = random_entries(rng, count, aux_size, iov_size)
+        columns = np.full((5, count), 2**64 - 1, np.uint64)
+        total = _blocks.entry_columns(entries, aux_size, 7000, iov_size, LENGTH_MAX, waited_us, columns)
+        assert total == entries_model(entries, aux_size, iov_size, waited_us)
+        if total >= 0:
+            named = [entries["key_offset"], entries["iov_offset"] + 7000, entries["length"], entries["user_data"]]
+            assert (columns[:4] == np.array(named, np.uint64)).all()
+            assert (columns[4].view(np.uint32)[:count] == entries["key_length"]).all()
+
+
+def fuzz_buffers(rng: random.Random, calls: int) -> None:
+    """What has no bytes in a row, or not those that are wanted, ends the plain ones."""
+    array = np.zeros(64, np.uint8)
+    fixed = array[8:24]
+    fixed.flags.writeable = False
+    plain = [(array, 0, 64), (array[9:30].data, 9, 21), (array[16:32].view(np.float32), 16, 16)]
+    read_only = [(fixed, 8, 16), (fixed.data, 8, 16)]
+    odd = [array[::2], None, 7, object(), "text"]
+    for _ in range(calls):
+        writes = rng.random() < 0.5
+        some = [rng.choice([*plain, *plain, *read_only]) for _ in range(rng.randrange(9))]
+        buffers = [one[0] for one in some]
+        if rng.random() < 0.3:
+            buffers.insert(rng.randrange(len(buffers) + 1), rng.choice(odd))
+        good = 0
+        for buffer in buffers:
+            if any(buffer is one for one in odd) or (writes and any(buffer is one[0] for one in read_only)):
+                break
+            good += 1
+        addresses, sizes = np.zeros(len(buffers), np.uint64), np.zeros(len(buffers), np.int64)
+        assert _blocks.buffer_spans(buffers, writes, addresses, sizes) == good
+        for number, (_, offset, size) in enumerate(some[:good]):
+            assert (addresses[number] - np.uint64(array.ctypes.data), sizes[number]) == (offset, size)
+
+
 def fuzz_arguments() -> None:
     lab = BlocksLab(1)
     memory = shared(8 * PAGE)
@@ -206,6 +279,8 @@ def fuzz_arguments() -> None:
         lambda: lab.core.list_rows(77, 1, -1, 10, 0),
         lambda: find(lab.core.find, 77, 1, [b"a"]),
         lambda: lab.core.find(1, 6, b"a", np.zeros(1, np.uint64), np.ones(2, np.uint32), False, 0, memory, memory),
+        lambda: _blocks.entry_columns(bytes(128), 9, 0, 9, 9, 0, np.zeros(9, np.uint64)),
+        lambda: _blocks.buffer_spans([memory, memory], False, np.zeros(2, np.uint64), np.zeros(1, np.int64)),
         lambda: _blocks.Core(0, 1, SLAB + 1, HEAD_TABLE, np.array([PAGE], np.uint32)),
         lambda: _blocks.Core(0, 1, SLAB, HEAD_TABLE, np.array([2 * PAGE, PAGE], np.uint32)),
         lambda: _blocks.begin_table(memory, MULTIPLIERS, 16, 100, 1, 1, 1, 1, 1, 1),
@@ -227,6 +302,8 @@ def main(seed: int, rounds: int) -> None:
         fuzz_slabs(rng)
         fuzz_table(rng)
     fuzz_names(rng, 20 * rounds)
+    fuzz_entries(rng, 50 * rounds)
+    fuzz_buffers(rng, 50 * rounds)
 
 
 if __name__ == "__main__":

@@ -182,9 +182,10 @@ class EntryServer:
     def serve_one(self, packed: bytearray, taken_at: float) -> bool:
         """Take an entry that is alone in the queue, and serve it as `serve`. False: it has to wait for memory."""
         entry = Entry._make(SQE_STRUCT.unpack(packed))
-        if entry.op in (Op.GET, Op.PUT) and not entry.flags and self._rows.is_wanted(entry.handle):
-            self._completions.take(packed, taken_at)
-            return not len(self.serve(np.frombuffer(packed, SQE), taken_at))
+        if (result := self._rows.serve_one(entry, packed, taken_at)) is not None:
+            self._completions.take_lone(entry.user_data, Completion(result))
+            self.count += 1
+            return True
         calls: list[Call] = []
         answer, is_short, self._is_lone = None, False, True
         try:

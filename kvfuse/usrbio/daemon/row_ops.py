@@ -9,23 +9,46 @@ from __future__ import annotations
 import errno
 import time
 from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.native import blockforms as forms
+from kvfuse.native._blocks import entry_columns
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
-from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
+from kvfuse.usrbio.daemon.client_memory import SMALL, Bytes, MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
-from kvfuse.usrbio.daemon.columns import HIGH_HALF, are_plain, as_words
+from kvfuse.usrbio.daemon.columns import LOW_HALF, are_equal, as_words
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import SQE_STRUCT, Op, Priority
+from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Op, Priority
 
-_KINDS = 1 << Op.GET | 1 << Op.PUT
+GET, PUT = int(Op.GET), int(Op.PUT)  # plain numbers: those of an enumeration are slow to look up
+LEFT = -1 << 31
+"""a result: the event loop has to do it"""
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+
+
+class _Batch(NamedTuple):
+    """Entries of one operation, handle and iov: what they are about, and columns of what they name.
+
+    ``total``: bytes of all of them.
+    """
+
+    namespace: NamespaceHandle
+    door: BlockDoor
+    iov: MappedIov
+    total: int
+    offsets: Words
+    addresses: Words
+    sizes: Numbers
+    places: Words
+    lengths: npt.NDArray[np.uint32]
 
 
 class RowOps:
@@ -35,127 +58,123 @@ class RowOps:
         self._ring = ring
         self._registered = registered
         self._aux = aux
-        self._op_mask = op_mask & _KINDS
+        self._aux_size = len(aux)
+        known: dict[int, Callable[[_Batch], Numbers | None]] = {GET: self._get, PUT: self._put}
+        self._serve_batch = {op: serve for op, serve in known.items() if op_mask >> op & 1}
 
     def close(self) -> None:
         """Drop references to the ring's memory."""
         self._aux = self._aux[:0].copy()
-
-    def is_wanted(self, handle: int) -> bool:
-        """Entries of this handle are of blocks that are rows."""
-        namespace = self._registered.namespaces.get(handle)
-        return namespace is not None and namespace.blocks is not None
+        self._serve_batch = {}
 
     def serve(self, rows: Entries, taken_at: float) -> Entries:
         """Serve what needs no wait. Returns the others, in their order."""
-        if not self._op_mask or not any(one.blocks is not None for one in list(self._registered.namespaces.values())):
-            return rows
-        ops = rows["op"]
-        if not (((ops == Op.GET) | (ops == Op.PUT)) & (rows["flags"] == 0)).any():
-            return rows
         words = as_words(rows)
-        kinds = words[:, 0], words[:, 1] & np.uint64(0xFFFFFFFF)
-        if len(rows) == 1 or (bool((kinds[0] == kinds[0][0]).all()) and bool((kinds[1] == kinds[1][0]).all())):
-            done = self._serve_kind(rows, words, taken_at)
+        kinds = words[:, 0], words[:, 1] & LOW_HALF
+        if len(rows) == 1 or (are_equal(kinds[0]) and are_equal(kinds[1])):
+            done = self._serve_kind(words, taken_at)
             return rows if done is None else rows[~done]
         left = np.ones(len(rows), np.bool_)
         groups: dict[tuple[int, int], list[int]] = {}
         for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
             groups.setdefault(kind, []).append(number)
         for numbers in groups.values():
-            done = self._serve_kind(rows[numbers], words[numbers], taken_at)
+            done = self._serve_kind(words[numbers], taken_at)
             if done is not None:
                 left[numbers] = ~done
         return rows[left]
 
-    def _serve_kind(self, rows: Entries, words: Words, taken_at: float) -> npt.NDArray[np.bool_] | None:
-        """Serve entries of one op, handle and iov. Which are completed; None: none."""
-        entry = Entry._make(SQE_STRUCT.unpack(rows[:1].tobytes()))
-        namespace, iov = self._registered.namespaces.get(entry.handle), self._registered.iovs.get(entry.iov)
-        if not self._op_mask >> entry.op & 1 or namespace is None or iov is None:
+    def _serve_kind(self, words: Words, taken_at: float) -> npt.NDArray[np.bool_] | None:
+        """Serve entries of one operation, handle and iov. Which are completed; None: none."""
+        entry = Entry._make(SQE_STRUCT.unpack(words[0].tobytes()))
+        serve = self._serve_batch.get(entry.op)
+        batch = self._find(entry, words, len(words), taken_at) if serve is not None else None
+        results = serve(batch) if serve is not None and batch is not None else None
+        if results is None or batch is None:
             return None
-        door = namespace.blocks
-        if door is None or entry.flags or entry.priority > Priority.LOW or namespace.measures.limiters:
+        done: npt.NDArray[np.bool_] = results != LEFT
+        if done.all():
+            self._ring.completions.post(batch.places, results)
+        elif done.any():
+            self._ring.completions.post(batch.places[done], results[done])
+        return done
+
+    def serve_one(self, entry: Entry, packed: bytearray, taken_at: float) -> int | None:
+        """The result of an entry that is alone; None: it needs a wait, or is no such entry."""
+        serve = self._serve_batch.get(entry.op)
+        batch = self._find(entry, packed, 1, taken_at) if serve is not None else None
+        results = serve(batch) if serve is not None and batch is not None else None
+        if results is None or (result := int(results[0])) == LEFT:
+            return None
+        return result
+
+    def _find(self, entry: Entry, entries: bytearray | Words, count: int, taken_at: float) -> _Batch | None:
+        """What entries of the kind of ``entry`` are about; None: they are not plain, or not of rows."""
+        registered = self._registered
+        namespace = registered.namespaces.get(entry.handle)
+        if namespace is None or (door := namespace.blocks) is None or (iov := registered.iovs.get(entry.iov)) is None:
+            return None
+        if entry.flags or entry.priority > Priority.LOW or namespace.measures.limiters or not iov.is_sealed:
             return None
         if not namespace.is_checked or namespace.is_absent or namespace.is_cut_off or not door.is_current:
             return None
-        if not are_plain(words, iov.size, len(self._aux)) or _is_late(words, taken_at):
+        columns = np.empty((5, count), np.uint64)
+        waited_us = int((time.monotonic() - taken_at) * 1e6)
+        total = entry_columns(entries, self._aux_size, iov.address, iov.size, LENGTH_MAX, waited_us, columns)
+        if total < 0 or not iov.is_present(total):
             return None
-        if not iov.is_sealed or not iov.is_present(int(words[:, 4].sum())):
-            return None
-        serve = self._put if entry.op == Op.PUT else self._get
-        return serve(namespace, door, iov, words)
+        offsets, addresses, sizes, places, lengths = columns
+        return _Batch(
+            namespace, door, iov, total, offsets, addresses, sizes.view(np.int64), places,
+            lengths.view(np.uint32)[:count],
+        )  # fmt: skip
 
-    def _names(self, words: Words) -> tuple[Bytes, Words, npt.NDArray[np.uint32]]:
-        return self._aux, np.ascontiguousarray(words[:, 5]), (words[:, 1] >> HIGH_HALF).astype(np.uint32)
-
-    def _put(
-        self, namespace: NamespaceHandle, door: BlockDoor, iov: MappedIov, words: Words
-    ) -> npt.NDArray[np.bool_] | None:  # fmt: skip
+    def _put(self, batch: _Batch) -> Numbers | None:
+        namespace, door, iov = batch.namespace, batch.door, batch.iov
         if namespace.read_only or not namespace.may_copy or namespace.waits or door.own is None or door.has_files:
             return None
         began = time.perf_counter()
-        sizes = words[:, 4].astype(np.int64)
         memory = iov.bytes  # keeps the mapping
-        with self._ring.turns.copying(self._ring.seat):
-            results, _ = door.store.try_put(
-                door.own, self._names(words), words[:, 3] + np.uint64(iov.address), sizes, door.terms, plain_only=True
-            )
+        names = self._aux, batch.offsets, batch.lengths
+        with self._ring.turns.copying(self._ring.seat) if batch.total > SMALL else nullcontext():
+            rows, _ = door.store.try_put(door.own, names, batch.addresses, batch.sizes, door.terms, plain_only=True)
         del memory
-        done: npt.NDArray[np.bool_] = results >= 0
-        count = int(np.count_nonzero(done))
-        if count:
-            self._ring.completions.post(words[done, 6], sizes[done])
-        refused = results == forms.NOT_ADMITTED
-        if refused.any():
-            self._ring.completions.post(words[refused, 6], np.full(int(np.count_nonzero(refused)), -errno.ECANCELED))
+        count, results, stored = len(rows), batch.sizes, batch.total
+        if (rows < 0).any():
+            is_done = rows >= 0
+            count, stored = int(np.count_nonzero(is_done)), int(results[is_done].sum())
+            results = np.where(is_done, results, np.where(rows == forms.NOT_ADMITTED, -errno.ECANCELED, LEFT))
         if count:
             _measure(namespace, "put", time.perf_counter() - began, count)
-            namespace.measures.written_bytes += int(sizes[done].sum())
-        answered: npt.NDArray[np.bool_] = done | refused
-        return answered
+            namespace.measures.written_bytes += stored
+        return results
 
-    def _get(
-        self, namespace: NamespaceHandle, door: BlockDoor, iov: MappedIov, words: Words
-    ) -> npt.NDArray[np.bool_] | None:  # fmt: skip
+    def _get(self, batch: _Batch) -> Numbers | None:
+        namespace, door, iov = batch.namespace, batch.door, batch.iov
         if not iov.writable or not door.sees_all:
             return None
         began = time.perf_counter()
-        text, offsets, lengths = self._names(words)
-        targets, rooms = words[:, 3] + np.uint64(iov.address), words[:, 4].astype(np.int64)
         memory = iov.bytes
-        results: Numbers = np.full(len(words), forms.ABSENT, np.int64)
-        with self._ring.turns.copying(self._ring.seat):
+        results: Numbers = np.full(len(batch.sizes), forms.ABSENT, np.int64)
+        with self._ring.turns.copying(self._ring.seat) if batch.total > SMALL else nullcontext():
             for table in door.readable:
                 rest = np.flatnonzero(results == forms.ABSENT)
                 if not len(rest):
                     break
-                results[rest] = door.store.get_columns(
-                    table, (text, offsets[rest], lengths[rest]), targets[rest], rooms[rest]
-                )
+                names = self._aux, batch.offsets[rest], batch.lengths[rest]
+                results[rest] = door.store.get_columns(table, names, batch.addresses[rest], batch.sizes[rest])
         del memory
-        done: npt.NDArray[np.bool_] = results >= 0
-        if not door.has_files and door.store.knows_all:
-            absent = results == forms.ABSENT
-            results[absent] = -errno.ENOENT
-            done |= absent
-        count = int(np.count_nonzero(done))
+        got = results[results >= 0]
+        is_known = not door.has_files and door.store.knows_all
+        results[results < 0] = np.where(results[results < 0] == forms.ABSENT, -errno.ENOENT if is_known else LEFT, LEFT)
+        count = int(np.count_nonzero(results != LEFT))
         if count:
-            self._ring.completions.post(words[done, 6], results[done])
             _measure(namespace, "get", time.perf_counter() - began, count)
-            namespace.measures.read_bytes += int(np.maximum(results[done], 0).sum())
-        return done
+            namespace.measures.read_bytes += int(got.sum())
+        return results
 
 
 def _measure(namespace: NamespaceHandle, what: str, seconds: float, count: int) -> None:
     times = namespace.measures.seconds[what]
     times.counts[bisect_left(times.bounds, seconds)] += count
     times.sum += seconds * count
-
-
-def _is_late(words: Words, taken_at: float) -> bool:
-    timeouts = words[:, 7]
-    if not timeouts.any():
-        return False
-    waited = (time.monotonic() - taken_at) * 1e6
-    return bool(((timeouts > 0) & (timeouts < waited)).any())
