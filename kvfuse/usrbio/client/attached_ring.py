@@ -224,11 +224,18 @@ class AttachedRing:
         return count
 
     def place_keys(
-        self, op: Op, iovs: Sequence[Memory | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
-        lengths: Column, user_data: Column, flags: int, priority: int, timeout: float | None,
+        self, op: Op, iovs: Sequence[Memory | None] | Iov, iov_offsets: Column, namespace: Namespace,
+        keys: Sequence[bytes], lengths: Column, user_data: Column, flags: int, priority: int, timeout: float | None,
     ) -> Numbers:  # fmt: skip
-        """Many GET or PUT. Their tickets."""
+        """Many GET or PUT; one iov for all, or one for each. Their tickets."""
         count = len(keys)
+        if isinstance(iovs, Iov):
+            if iovs.mirror is None:
+                return self._place_keys(
+                    op, iovs.handle, _places(iov_offsets) + np.uint64(iovs.base), namespace, keys, lengths,
+                    user_data, flags, priority, timeout,
+                )  # fmt: skip
+            iovs = [iovs] * count
         if any(is_staged(op, iov, flags) for iov in iovs):
             self.need_room(count)
             with staging(op, iovs, *_rows(count, _places(iov_offsets), lengths), flags=flags) as staged:
@@ -236,21 +243,29 @@ class AttachedRing:
                 tickets = self.place_keys(op, staged.iovs, staged.offsets, namespace, keys, lengths, *terms)
                 self._on_devices.attend(op, self._prepared - count, tickets.tolist(), staged)
             return tickets
-        key_sizes = self._keys.check(keys)
         handles = np.fromiter((iov.handle if iov is not None else 0 for iov in iovs), np.uint32, count)
         bases = np.fromiter((iov.base if iov is not None else 0 for iov in iovs), np.uint64, count)
         places = _places(iov_offsets)
-        self.need_room(count)
-        key_offsets = self._keys.put_many(self.tickets.next_many(count), keys)
-        tickets = self._place_columns(
-            count, user_data, timeout, op=op, priority=priority, flags=flags, handle=namespace.handle, iov=handles,
-            iov_offset=places + bases, length=lengths, key_length=key_sizes, key_offset=key_offsets,
-        )  # fmt: skip
+        terms = user_data, flags, priority, timeout
+        tickets = self._place_keys(op, handles, places + bases, namespace, keys, lengths, *terms)
         if any(isinstance(iov, GpuIov) for iov in iovs):
             self._on_devices.follow(self._prepared - count, tickets.tolist(), iovs)
         if any(iov is not None and iov.mirror is not None for iov in iovs):
             self._copy_columns(op, tickets, iovs, places, lengths)
         return tickets
+
+    def _place_keys(
+        self, op: Op, iov_handles: Column, iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
+        lengths: Column, user_data: Column, flags: int, priority: int, timeout: float | None,
+    ) -> Numbers:  # fmt: skip
+        """Many GET or PUT of memory that the daemon maps. ``iov_offsets``: in the registered memory. Their tickets."""
+        count, key_sizes = len(keys), self._keys.check(keys)
+        self.need_room(count)
+        key_offsets = self._keys.put_many(self.tickets.next_many(count), keys)
+        return self._place_columns(
+            count, user_data, timeout, op=op, priority=priority, flags=flags, handle=namespace.handle, iov=iov_handles,
+            iov_offset=iov_offsets, length=lengths, key_length=key_sizes, key_offset=key_offsets,
+        )  # fmt: skip
 
     def place_key_list(
         self, op: Op, namespace: Namespace, keys: Sequence[bytes],

@@ -15,7 +15,7 @@ from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
 from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.gpu.device_blocks import DeviceBlocks, raise_failure, range_of
 from kvfuse.usrbio.client.gpu.gpu_memory import GpuIov, GpuRange
-from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of
+from kvfuse.usrbio.client.iov import Iov, address_of, bytes_of, spans_of
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.lanes import GRACE_S, EntryTerms, Lane, Lanes, Sizes
 from kvfuse.usrbio.client.resident import NOT_HERE, Addresses, ResidentBlocks
@@ -97,12 +97,15 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
         A full cache may find the block not worth storing: then nothing happens (`put_many` says which are stored).
         """
+        (encoded,), result = _encode([key]), -ETIMEDOUT
         if (place := range_of(buffer, self.client.gpus)) is not None:
-            results = self._on_devices.put(_encode([key]), [place], self._terms)
+            results = self._on_devices.put([encoded], [place], self._terms)
             raise_failure(results, [place])
+            result = int(results[0])
         else:
-            results = self._move(Op.PUT, _encode([key]), [bytes_of(buffer)], self._terms)
-        (result,) = results.tolist()
+            array = bytes_of(buffer)
+            with suppress(TimeoutError), self.lanes.take() as lane:
+                result = lane.put_one(self.namespace, encoded, array, self._terms)
         if result < 0 and result != -ECANCELED:
             raise OSError(-result, os.strerror(-result))
 
@@ -146,6 +149,10 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def put_many(self, keys: Sequence[Key], buffers: Sequence[object]) -> Found:
         """Which are stored; the others found no room, the cache did not admit them, or the deadline passed."""
+        if (results := self._put_in_place(keys, buffers)) is not None:
+            _raise_unless(results, NOT_STORED)
+            _raise_if_used(self, results, lambda: list(map(bytes_of, buffers)))
+            return results >= 0
         places = [range_of(buffer, self.client.gpus) for buffer in buffers]
         if any(place is not None for place in places):
 
@@ -156,26 +163,45 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         arrays = list(map(bytes_of, buffers))
         results = self._move(Op.PUT, _encode(keys), arrays, self._terms)
         _raise_unless(results, NOT_STORED)
-        _raise_if_used(self, results, arrays)
+        _raise_if_used(self, results, lambda: arrays)
         return results >= 0
+
+    def _put_in_place(self, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes | None:
+        """Put blocks that all lie in one iov. Results as of the completions; None: they do not."""
+        spans = spans_of(buffers, writes=False) if len(buffers) else None
+        place = self.client.locate_all(*spans) if spans is not None else None
+        if spans is None or place is None or len(keys) != len(buffers):
+            return None
+        encoded, (iov, offsets), (_, sizes) = _encode(keys), place, spans
+        results: Sizes = np.full(len(encoded), -ETIMEDOUT, np.int64)
+        with suppress(TimeoutError), self.lanes.take() as lane:
+            for start in range(0, len(encoded), self._entries):
+                part = slice(start, start + self._entries)
+                results[part] = lane.move_at(
+                    Op.PUT, self.namespace, encoded[part], iov, offsets[part], sizes[part], self._terms
+                )
+                if lane.is_late:
+                    break
+        return results
 
     def get_many_into(self, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
         """The size of each block, -1 for a miss. OSError EMSGSIZE if one is larger than its buffer."""
-        places = [range_of(buffer, self.client.gpus) for buffer in buffers]
-        if any(place is not None for place in places):
-            get, get_others = self._on_devices.get, self.get_many_into
-            return np.maximum(self._move_some(get, keys, buffers, places, get_others, MISSES), -1)
-        encoded, arrays = _encode(keys), list(map(bytes_of, buffers))
-        targets = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
-        rooms = np.fromiter((len(array) if array.flags.writeable else -1 for array in arrays), np.int64, len(arrays))
+        spans = spans_of(buffers, writes=True)
+        if spans is None:
+            places = [range_of(buffer, self.client.gpus) for buffer in buffers]
+            if any(place is not None for place in places):
+                get, get_others = self._on_devices.get, self.get_many_into
+                return np.maximum(self._move_some(get, keys, buffers, places, get_others, MISSES), -1)
+            spans = _spans_of_arrays(list(map(bytes_of, buffers)))
+        encoded, (targets, rooms) = _encode(keys), spans
 
         def ask(rows: list[int], seconds: float) -> Sizes:
-            asked, rest = [encoded[row] for row in rows], [arrays[row] for row in rows]
+            asked, rest = [encoded[row] for row in rows], [bytes_of(buffers[row]) for row in rows]
             return self._move(Op.GET, asked, rest, _within(self._terms, seconds))
 
         results = self._get(encoded, targets, rooms, ask, self._deadline)
         _raise_unless(results, MISSES)
-        _raise_if_used(self, results, arrays)
+        _raise_if_used(self, results, lambda: list(map(bytes_of, buffers)))
         return np.maximum(results, -1)
 
     def get_many(self, keys: Sequence[Key]) -> list[memoryview | None]:
@@ -424,10 +450,20 @@ def _within(terms: EntryTerms, deadline: float | None) -> EntryTerms:
     return terms if deadline is None else EntryTerms(priority=terms["priority"], timeout=deadline)
 
 
-def _raise_if_used(store: BlockStore, results: Sizes, arrays: Sequence[Bytes]) -> None:
+def _spans_of_arrays(arrays: Sequence[Bytes]) -> tuple[Addresses, Sizes]:
+    """(addresses, sizes); a size below 0: it is read-only."""
+    targets = np.fromiter(map(address_of, arrays), np.uint64, len(arrays))
+    rooms = np.fromiter((len(array) if array.flags.writeable else -1 for array in arrays), np.int64, len(arrays))
+    return targets, rooms
+
+
+def _raise_if_used(store: BlockStore, results: Sizes, get_arrays: Callable[[], Sequence[Bytes]]) -> None:
     """TimeoutError where the daemon may still use a buffer: its caller must not take that for its own again."""
     late = np.flatnonzero(results == -ETIMEDOUT).tolist()
-    if late and not store.is_silent and any(store.client.locate(arrays[row]) is not None for row in late):
+    if not late or store.is_silent:
+        return
+    arrays = get_arrays()
+    if any(store.client.locate(arrays[row]) is not None for row in late):
         raise TimeoutError(
             ETIMEDOUT, "the daemon is late, and may use the buffers, which lie in an iov, until is_silent"
         )

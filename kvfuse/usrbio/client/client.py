@@ -10,13 +10,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from kvfuse.errors import Disconnected
 from kvfuse.usrbio.client.files import File, Namespace, Registered
 from kvfuse.usrbio.client.gpu.device import Device
 from kvfuse.usrbio.client.gpu.gpu_memory import GpuIov
 from kvfuse.usrbio.client.gpu.gpus import Gpus, Stream
 from kvfuse.usrbio.client.gpu.host_staging import STAGING_SIZE
-from kvfuse.usrbio.client.iov import Iov, SharedPart, address_of, bytes_of, map_descriptor, new_memory, shared_part
+from kvfuse.usrbio.client.iov import (
+    Addresses,
+    Iov,
+    SharedPart,
+    Sizes,
+    address_of,
+    bytes_of,
+    map_descriptor,
+    new_memory,
+    shared_part,
+)
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes, Session, find_mount
 from kvfuse.usrbio.client.tokens import Token, find_tokens
@@ -101,6 +113,16 @@ class Client(AbstractContextManager["Client"]):
             return None
         start, iov = places[index]
         return (iov, address - start) if address + len(array) <= start + iov.size else None
+
+    def locate_all(self, addresses: Addresses, sizes: Sizes) -> tuple[Iov, Sizes] | None:
+        """(iov, offset of each) of bytes that all lie in one iov used in place, else None. There is one at least."""
+        places, first = self._places, int(addresses.min())
+        index = bisect_right(places, first, key=lambda place: place[0]) - 1
+        if index < 0:
+            return None
+        start, iov = places[index]
+        offsets = (addresses - np.uint64(start)).view(np.int64)
+        return (iov, offsets) if int((offsets + sizes).max()) <= iov.size else None
 
     def _add_iov(self, array: Bytes, part: SharedPart, mirror: Bytes | None = None) -> Iov:
         iov = Iov(array, part, mirror, self._forget_iov)

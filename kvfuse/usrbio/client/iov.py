@@ -9,18 +9,27 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from mmap import PAGESIZE, PROT_READ, PROT_WRITE, mmap
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from kvfuse.usrbio.client.session import Bytes, Session
 from kvfuse.usrbio.protocol.wire import Request
 
+native: Any
+try:
+    from kvfuse.native import _blocks as native
+except ImportError:  # it was built without a compiler
+    native = None
+
 T = TypeVar("T", covariant=True)
+Addresses = npt.NDArray[np.uint64]
+Sizes = npt.NDArray[np.int64]
 MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
 F_SEAL_FUTURE_WRITE = 0x10
@@ -171,6 +180,15 @@ def _tensor_bytes(tensor: Any) -> Bytes:
     memory = (ctypes.c_uint8 * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
     memory.owner = tensor
     return np.frombuffer(memory, np.uint8)
+
+
+def spans_of(buffers: Sequence[object], *, writes: bool) -> tuple[Addresses, Sizes] | None:
+    """(addresses, sizes) of buffers; None: not all are plain ones of this process, or, with ``writes``, writable."""
+    if native is None:
+        return None
+    some = buffers if isinstance(buffers, list) else list(buffers)
+    addresses, sizes = np.empty(len(some), np.uint64), np.empty(len(some), np.int64)
+    return (addresses, sizes) if native.buffer_spans(some, writes, addresses, sizes) == len(some) else None
 
 
 def address_of(array: Bytes) -> int:

@@ -92,14 +92,25 @@ class Lane:
         return self.ring.wait(1, deadline + self._grace)
 
     def move_at(
-        self, op: Op, namespace: Namespace, keys: Sequence[bytes], iov: Iov, offsets: Sequence[int],
-        sizes: Sequence[int], terms: EntryTerms,
+        self, op: Op, namespace: Namespace, keys: Sequence[bytes], iov: Iov, offsets: npt.ArrayLike,
+        sizes: npt.ArrayLike, terms: EntryTerms,
     ) -> Sizes:  # fmt: skip
         """Put or get blocks of one iov, as many as the ring has entries at most. Results as of the completions."""
         prepare = self.ring.prep_gets if op is Op.GET else self.ring.prep_puts
-        prepare([iov] * len(keys), offsets, namespace, keys, sizes, np.arange(len(keys)), **terms)
+        prepare(iov, offsets, namespace, keys, sizes, np.arange(len(keys)), **terms)
         results: Sizes = self.finish(len(keys), terms["timeout"])["result"]
         return results
+
+    def put_one(self, namespace: Namespace, key: bytes, array: Bytes, terms: EntryTerms) -> int:
+        """Put one block. The result as of its completion."""
+        place = self._client.locate(array)
+        iov, offset = place if place is not None else (self._scratch_of(len(array)), 0)
+        if place is None:
+            iov.array[: len(array)] = array
+        self.ring.prep_put(iov, offset, namespace, key, len(array), **terms)
+        self.ring.submit()
+        rows = self.reap(terms["timeout"])
+        return int(rows["result"][0]) if len(rows) else -ETIMEDOUT
 
     def move(self, op: Op, namespace: Namespace, keys: list[bytes], arrays: list[Bytes], terms: EntryTerms) -> Sizes:
         """Put or get, as many at a time as the ring and the scratch memory hold. Results as of the completions."""
@@ -127,11 +138,13 @@ class Lane:
                 break
             offsets.append(end)
             end += size
-        scratch = self._scratch_of(end)
-        return [
-            _BufferPart(scratch, offset, array, True) if place is None else _BufferPart(*place, array, False)
-            for array, place, offset in zip(arrays, located, offsets, strict=False)
-        ]
+        parts = list[_BufferPart]()
+        for array, place, offset in zip(arrays, located, offsets, strict=False):
+            if place is not None:
+                parts.append(_BufferPart(*place, array, False))
+            else:
+                parts.append(_BufferPart(self._scratch_of(end), offset, array, True))
+        return parts
 
     def _scratch_of(self, size: int) -> Iov:
         """At least ``size`` bytes."""

@@ -11,6 +11,7 @@ import numpy as np
 from kvfuse.usrbio.client import event_loops
 from kvfuse.usrbio.client.attached_ring import AttachedRing, Column, Memory, Shape
 from kvfuse.usrbio.client.files import File, Namespace
+from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.session import Session
 from kvfuse.usrbio.protocol.queues import Entries
@@ -115,17 +116,17 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
         ring.place_one(Op.PUT, handle, iov, iov_offset, 0, length, user_data, priority, timeout, 0, key)
 
     def prep_gets(
-        self, iovs: Sequence[Memory | None], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
+        self, iovs: Sequence[Memory | None] | Iov, iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
         lengths: Column, user_data: Column = 0,
         *, view: bool = False, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
-        """Many `prep_get` at once: an iov and a key each; the others arrays, or one value for all."""
+        """Many `prep_get` at once: a key each, and an iov each, or one; the others arrays, or one value for all."""
         ring, flags = self._present(), Flag.VIEW if view else 0
         ring.place_keys(Op.GET, iovs, iov_offsets, namespace, keys, lengths, user_data, flags, priority, timeout)
 
     def prep_puts(
-        self, iovs: Sequence[Memory], iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes], lengths: Column,
-        user_data: Column = 0, *, priority: Priority = Priority.NORMAL, timeout: float | None = None,
+        self, iovs: Sequence[Memory] | Iov, iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
+        lengths: Column, user_data: Column = 0, *, priority: Priority = Priority.NORMAL, timeout: float | None = None,
     ) -> None:  # fmt: skip
         """Many `prep_put` at once, as `prep_gets`."""
         self._present().place_keys(Op.PUT, iovs, iov_offsets, namespace, keys, lengths, user_data, 0, priority, timeout)

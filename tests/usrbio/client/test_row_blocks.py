@@ -225,3 +225,38 @@ def test_no_other_kind_is_changed(mount: KvfuseMount) -> None:
         store.put("key", b"value")
     assert (mount.point / "plain" / "key").read_bytes() == b"value"
     assert subprocess.run(["ls", folder], capture_output=True, check=True).stdout == b""
+
+
+def test_blocks_come_from_any_memory_and_go_into_any(mount: KvfuseMount, rng: random.Random) -> None:
+    """One iov, several, none: in batches that are larger than the ring, and in those that mix them."""
+    make_namespace(mount)
+    with BlockStore(str(mount.point), "kv", entries=16) as store:
+        iovs = [store.client.iov(1 << 20).array for _ in range(2)]
+        number = 0
+        for turn in range(12):
+            kinds = [["first"], ["first", "second"], ["first", "plain"], ["plain"]][turn % 4]
+            keys, buffers, targets, values = list[bytes](), list[object](), list[object](), list[bytes]()
+            for place in range(rng.choice([1, 2, 50])):
+                keys.append(b"key-%d" % number)
+                values.append(value_of(keys[-1], turn, rng.choice([1, 4096, 9000])))
+                kind, start, size = rng.choice(kinds), 10_000 * place + rng.randrange(900), len(values[-1])
+                if kind == "plain":
+                    buffers.append(rng.choice([bytes, bytearray, memoryview])(values[-1]))
+                    targets.append(bytearray(size))
+                else:
+                    part = iovs[kind == "second"][start : start + size]
+                    part[:] = np.frombuffer(values[-1], np.uint8)
+                    buffers.append(part)
+                    targets.append(part)
+                number += 1
+            assert store.put_many(keys, buffers).all()
+            for iov in iovs:
+                iov[:] = 0
+            assert store.get_many_into(keys, targets).tolist() == list(map(len, values))
+            assert [bytes(memoryview(target)) for target in targets] == values  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="2 keys and 1 buffers"):
+            store.put_many([b"a", b"b"], [iovs[0][:5]])
+        with pytest.raises(ValueError, match="not contiguous"):
+            store.put_many([b"a", b"b"], [iovs[0][:5], iovs[0][:8:2]])
+        sizes = store.put_many([b"a", b"b"], [iovs[0][:5], iovs[0][-7:]])
+        assert sizes.all()
