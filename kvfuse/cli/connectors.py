@@ -251,7 +251,7 @@ def _check_namespace(folder: Path) -> Iterator[Step]:
     room = f", up to {format_size(capacity)}" if capacity else ""
     yield Step(what, OK, f"{folder}, {kind}{room}")
     if kind == "files":
-        yield Step(what, ADVICE, "it never loses a block: stores fail when it is full. --kind cache evicts")
+        yield Step(what, ADVICE, "it never loses a block: stores fail when it is full. --kind blocks evicts")
     if descriptor := settings.get("descriptor"):
         yield Step("descriptor", OK, f"{descriptor}: an engine of another model or layout is refused")
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):

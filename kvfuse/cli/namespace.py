@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ TOKEN_SIZE = 16
 """random bytes of a token that is made"""
 
 MEANINGS = {
-    "kind": "files: no file ever goes by itself. cache: files make room for new ones. blocks: so do blocks, as rows",
+    "kind": "files: no file ever goes by itself. blocks: blocks make room for new ones",
     "capacity": "bytes that its files may take, those of namespaces in it included",
     "blocks": "files that it may hold",
     "eviction": "the order in which files of a cache go",
@@ -72,8 +72,8 @@ def namespace() -> None:
     """Folders with a policy of their own: whether files are evicted when room is short, which, and how much room.
 
     A namespace is a folder with all that is below it, but for namespaces in it. Of kind "files" it never loses a file:
-    when it is full, writes fail. Of kind "cache" it evicts files of its own to make room for new ones. Its capacity is
-    a quota. The root of a volume is a namespace, too. Names do not cross borders: mv copies.
+    when it is full, writes fail. Of kind "blocks" it evicts blocks to make room for new ones ("cache" is its former
+    name). Its capacity is a quota. The root of a volume is a namespace, too. Names do not cross borders: mv copies.
 
     \b
     One namespace for each model, in a volume of 200GiB:
@@ -85,18 +85,16 @@ def namespace() -> None:
     """
 
 
-def setting_options(kind: str | None) -> Callable[[Command], Command]:
-    """An option for each setting of `MEANINGS`. ``kind``: the one that is not said."""
+def setting_options(meanings: Mapping[str, str]) -> Callable[[Command], Command]:
+    """An option for each setting."""
 
     def add(command: Command) -> Command:
-        for name, meaning in reversed(MEANINGS.items()):
+        for name, meaning in reversed(list(meanings.items())):
             zero = f"; 0: {ZEROS[name]}" if name in ZEROS else ""
             command = click.option(
                 f"--{name.replace('_', '-')}",
                 name,
                 metavar="VALUE",
-                default=kind if name == "kind" else None,
-                show_default=True,
                 help=f"{meaning}{zero}",
             )(command)
         return command
@@ -106,7 +104,7 @@ def setting_options(kind: str | None) -> Callable[[Command], Command]:
 
 @namespace.command(short_help="Make a folder a namespace.")
 @path_argument
-@setting_options(kind="cache")
+@setting_options({**MEANINGS, "kind": f"{MEANINGS['kind']}  [default: blocks]"})
 def create(path: Path, **settings: str | None) -> None:
     """Make PATH a namespace: a new folder, or an empty one.
 
@@ -121,7 +119,7 @@ def create(path: Path, **settings: str | None) -> None:
         path.mkdir()
     elif read_settings(path) is not None:
         raise Failure(f"{path} is a namespace already; 'kvfuse namespace set' changes it")
-    settings, made = _with_token(settings)
+    settings, made = _with_token({**settings, "kind": settings["kind"] or "cache"})
     try:
         _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
     except Failure:
@@ -135,7 +133,7 @@ def create(path: Path, **settings: str | None) -> None:
 @path_argument
 @click.argument("changes", nargs=-1, metavar="[NAME=VALUE]...")
 @click.option("--clear", "clears", is_flag=True, help="Clear the cache in the same step, as for another descriptor.")
-@setting_options(kind=None)
+@setting_options(MEANINGS)
 def set_command(path: Path, changes: tuple[str, ...], clears: bool, **settings: str | None) -> None:
     """Change settings of the namespace PATH, by words or options; those that are not named stay as they are.
 

@@ -22,7 +22,15 @@ import msgspec
 from msgspec import Meta
 
 from kvfuse.errors import ConfigError
-from kvfuse.options.options import SIZES, BlockOptions, EtcdOptions, KernelFlag, NamespaceOptions, RadosOptions
+from kvfuse.options.options import (
+    SIZES,
+    BlockOptions,
+    EtcdOptions,
+    KernelFlag,
+    NamespaceOptions,
+    RadosOptions,
+    meant_kind,
+)
 from kvfuse.options.options import Options as Options
 from kvfuse.sizes import GIB, MIB, format_size, parse_size
 
@@ -373,6 +381,9 @@ def load(
         values["volume.path"], origins["volume.path"] = source, "command line"
     options = _build(values)
     _check_combination(options, origins)
+    if (kind := options.namespace.kind) is not None:
+        meant = meant_kind(kind, is_shared=options.is_shared)
+        options = msgspec.structs.replace(options, namespace=msgspec.structs.replace(options.namespace, kind=meant))
     return Effective(options, origins, source or file, text)
 
 

@@ -83,10 +83,10 @@ def test_clear_empties_a_cache_for_the_kernel_and_for_rings(place: Place) -> Non
 def test_a_namespace_from_create_to_delete(place: Place) -> None:
     place.mount()
     llama, weights = place.point / "llama", place.point / "weights"
-    assert run("create", llama, "--capacity", "48MiB", "--eviction", "lru") == ""
+    assert run("create", llama, "--kind", "evicted-files", "--capacity", "48MiB", "--eviction", "lru") == ""
     weights.mkdir()
     run("create", weights, "--kind", "files", "--blocks", "1000")
-    wanted = Settings(kind="cache", capacity=48 << 20, eviction="lru").shown
+    wanted = Settings(kind="evicted-files", capacity=48 << 20, eviction="lru").shown
     assert settings_of(llama) == wanted
     run("set", llama, "ttl=3600", "capacity=32MiB")
     assert settings_of(llama) == {**wanted, "ttl": 3600, "capacity": 32 << 20}
@@ -99,7 +99,7 @@ def test_a_namespace_from_create_to_delete(place: Place) -> None:
 
     rows = rows_of(place)
     assert rows.keys() == {str(place.point), str(llama), str(weights)}
-    assert (rows[str(llama)]["settings"]["kind"], rows[str(weights)]["cache"]) == ("cache", None)
+    assert (rows[str(llama)]["settings"]["kind"], rows[str(weights)]["cache"]) == ("evicted-files", None)
     assert rows[str(llama)]["capacity"] == 32 << 20
     assert 32 << 20 < rows[str(place.point)]["capacity"] <= 64 << 20
     table = run("list", place.point)
@@ -192,7 +192,7 @@ def test_others_may_not_change_it(place: Place) -> None:
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stderr
 
     assert "PermissionError: [Errno 1]" in as_nobody(llama)
-    assert settings_of(llama)["kind"] == "cache"
+    assert settings_of(llama)["kind"] == "blocks"
     os.chown(llama, 65534, 65534)
     assert as_nobody(llama) == ""
     assert settings_of(llama)["kind"] == "files"
@@ -210,13 +210,13 @@ def test_a_volume_that_mount_makes_keeps_that_it_is_a_cache(place: Place) -> Non
     assert os.listxattr(place.point) == [namespace.NAMESPACE]
     assert kvfuse("umount", place.point).returncode == 0
     place.mount()
-    assert (kind_of_root(place), settings_of(place.point)["eviction"]) == ("cache", "lru")
+    assert (kind_of_root(place), settings_of(place.point)["eviction"]) == ("blocks", "lru")
 
 
 def test_format_makes_a_cache(place: Place) -> None:
     assert kvfuse("format", place.volume, "--capacity", "64MiB", "--cache").returncode == 0
     place.mount()
-    assert kind_of_root(place) == "cache"
+    assert kind_of_root(place) == "blocks"
 
 
 def test_an_option_of_a_mount_holds_for_it_alone(place: Place) -> None:

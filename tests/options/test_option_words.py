@@ -132,7 +132,7 @@ def test_wrong_words(word: str, message: str) -> None:
 
 def test_the_root_is_made_a_cache_by_one_word() -> None:
     effective = load(Path("/v"), words=["noatime,cache,capacity=1GiB", "ttl=60,eviction=lru"])
-    assert effective.options.namespace.given == {"kind": "cache", "ttl": 60.0, "eviction": "lru"}
+    assert effective.options.namespace.given == {"kind": "blocks", "ttl": 60.0, "eviction": "lru"}
     assert (effective.origins["namespace.kind"], effective.options.volume.capacity) == ("-o cache", 1 << 30)
     assert load(Path("/v"), words=["cache", "kind=files"]).options.namespace.kind == "files"
     assert load(Path("/v")).options.namespace.given == {}
@@ -153,7 +153,7 @@ def test_a_mount_may_say_what_a_namespace_may_be() -> None:
         ("ttl=-1", "expected a number of seconds, 0 or more"),
         ("blocks=1.5", "expected a number of files"),
         ("high_water=0", "expected a share of the capacity"),
-        ("kind=cash", "expected one of 'files', 'cache'"),
+        ("kind=cash", "expected 'files', or 'blocks'"),
     ],
 )
 def test_bad_settings_of_the_root(word: str, message: str) -> None:

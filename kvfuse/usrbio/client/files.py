@@ -166,5 +166,5 @@ def make_cache(path: Path, *, is_own: bool = False) -> None:
 def _is_in_cache(path: Path) -> bool:
     for folder in path.resolve().parents:
         with suppress(OSError):  # it is no namespace, or not ours to read
-            return b"kind=cache" in os.getxattr(folder, SETTINGS).split()
+            return b"kind=files" not in os.getxattr(folder, SETTINGS).split()
     return False

@@ -2,8 +2,8 @@
 
 A *namespace* is a folder with one policy for itself and what is below it, but for namespaces in it. It has the number
 of its folder's inode; the root's, which every volume has, is ``ROOT``. A namespace of kind "files" never loses a file;
-one of kind "cache" is evicted: files go when their room is needed, in the order of its policy. Blocks of one of kind
-"blocks" are rows of the block store, evicted likewise; its files that are no blocks stay.
+blocks of one of kind "blocks" are rows of the block store, and go when their room is needed, in the order of its
+policy; its files that are no blocks stay. Of kind "cache", where hosts share the volume, files are evicted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ROOT = 0
 """the number of the root's namespace"""
 EPOCHS = 1 << 32
 
-Kind = Literal["files", "cache", "blocks"]
+Kind = Literal["files", "cache", "blocks", "evicted-files"]
+"""evicted-files: as cache is, on one host, too; for tests of its parts alone"""
 Tiers = Literal["all", "dram", "disk", "remote"]
 Compression = Literal["none", "zstd"]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -82,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @property
     def is_cache(self) -> bool:
-        return self.kind == "cache"
+        return self.kind in ("cache", "evicted-files")
 
     @property
     def is_blocks(self) -> bool:
@@ -106,7 +107,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     def begun(self) -> Settings:
         """Those of a namespace that is new: blocks of an earlier one of the folder may still be on the medium."""
-        return msgspec.structs.replace(self, epoch=secrets.randbelow(EPOCHS))
+        return msgspec.structs.replace(self, epoch=secrets.randbelow(EPOCHS - 1) + 1)
 
     def changed(self, changes: Mapping[str, Any]) -> Settings:
         """These settings with ``changes``, whose values may be text. InvalidArgument says what is allowed."""
@@ -129,6 +130,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "eviction": tuple(POLICIES),
     "admission": tuple(ADMISSIONS),
 }
+_SAID = {"kind": ("files", "blocks")}
+"""words that a message names, where those are not all"""
 _SIZES = "capacity", "token_size", "bandwidth", "burst"
 _EXPECTED = {
     "capacity": 'a size such as "64GiB", or 0 for as much as the namespace above it',
@@ -155,7 +158,7 @@ def _nearest(word: str, known: Mapping[str, Any]) -> str:
 def _convert(name: str, value: Any) -> Any:
     if (words := _WORDS.get(name)) is not None:
         if value not in words:
-            raise InvalidArgument(f"{name} is one of {', '.join(words)}, not {value!r}")
+            raise InvalidArgument(f"{name} is one of {', '.join(_SAID.get(name, words))}, not {value!r}")
         return value
     if name == "descriptor" and isinstance(value, str):
         return parse_descriptor(value)

@@ -1,6 +1,6 @@
 """Namespaces as extended attributes of their folders.
 
-``user.kvfuse.namespace`` has all settings of a namespace ("kind=cache capacity=68719476736 ..."). An empty folder that
+``user.kvfuse.namespace`` has all settings of a namespace ("kind=blocks capacity=68719476736 ..."). An empty folder that
 is given it becomes a namespace, and ceases to be one with it; of a namespace only the settings that are named change.
 ``user.kvfuse.namespace.capacity`` and so on are the single settings. ``user.kvfuse.namespace.refused``, which nobody
 sets, says why the last change of a folder was refused: an errno cannot. ``user.kvfuse.namespace.advance`` moves the
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfuse import errors
+from kvfuse.options.options import meant_kind
 from kvfuse.volume.api import Caller
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.measures.gates import TOKEN_SIZE_MAX, TOKEN_SIZE_MIN, is_token, make_lock
@@ -77,12 +78,18 @@ class NamespaceAttributes:
                 self.keeper.advance(node, _decoded(value), caller)
             elif name == NAMESPACE:
                 change = self.keeper.create if number_of(node) is None else self.keeper.change
-                await change(node, _with_lock(parse_settings(value)), caller)
+                await change(node, self._meant(parse_settings(value)), caller)
             elif name in SINGLE:
-                await self.keeper.change(node, _with_lock({SINGLE[name]: _decoded(value)}), caller)
+                await self.keeper.change(node, self._meant({SINGLE[name]: _decoded(value)}), caller)
             else:
                 known = ", ".join(SINGLE.values())
                 raise errors.InvalidArgument(f"no setting of a namespace is called {name!r}; it has {known}")
+
+    def _meant(self, changes: dict[str, str]) -> dict[str, str]:
+        """The changes as they are stored."""
+        is_shared = self.keeper.names.core.records.limits.shared
+        kind = {"kind": meant_kind(changes["kind"], is_shared=is_shared)} if "kind" in changes else {}
+        return _with_lock({**changes, **kind})
 
     async def remove(self, node: Node, name: bytes, caller: Caller | None) -> None:
         with self._noting(node):

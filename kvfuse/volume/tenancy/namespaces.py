@@ -131,7 +131,7 @@ class NamespaceEditor:
                 self.names.core.blocks.clear(number)
 
     def _check_kind(self, number: int, former: Settings, settings: Settings, *, is_cleared: bool) -> None:
-        """NotEmpty: blocks do not become files, nor evicted files ones that stay. InvalidArgument: hosts share them."""
+        """NotEmpty: blocks do not become files, nor evicted files blocks. InvalidArgument: hosts share the volume."""
         if settings.kind == former.kind or not (settings.is_blocks or former.is_blocks):
             return
         core, count, remedy = self.names.core, 0, ""
@@ -142,7 +142,7 @@ class NamespaceEditor:
         if former.is_blocks and core.blocks is not None and not is_cleared:
             count = core.blocks.use(number)[1]
             remedy = f"'kvfuse namespace set PATH kind={settings.kind} --clear' clears them"
-        elif former.kind == "cache":
+        elif former.is_cache:
             count = core.namespaces.accounts.use(number).files
             remedy = "'kvfuse namespace clear PATH' goes first"
         if count:
