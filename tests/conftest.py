@@ -17,7 +17,7 @@ import trio
 from alone import Turns
 from cli_lab import Place, a_place
 from cluster_lab import RunServers, ceph_cluster, etcd_cluster
-from engine_pairs import EVERYWHERE, PAIRS, TEST_WORDS, Engines
+from engine_pairs import BLOCKS, EVERYWHERE, PAIRS, TEST_WORDS, Engines
 from fsck_tree import Tree
 from mounting import KvfuseMount
 from ring_calls import SIZE
@@ -90,6 +90,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     chosen = metafunc.definition.get_closest_marker("engines")
     names = list(chosen.args) if chosen else list(EVERYWHERE)
+    if "top" in metafunc.fixturenames and not chosen:
+        names.insert(1, BLOCKS)
     if metafunc.config.getoption("--folder") is not None:
         names = names[:1]
     metafunc.parametrize("engines", names, indirect=True, scope="session")
@@ -285,9 +287,18 @@ def mount(engines: Engines) -> Iterator[KvfuseMount]:
 
 
 @pytest.fixture(scope="module")
-def top(ground: KvfuseMount | Path) -> Path:
-    """Where POSIX tests work: the mount point, or a folder below --folder."""
-    return ground.point if isinstance(ground, KvfuseMount) else ground
+def top(ground: KvfuseMount | Path, engines: Engines) -> Iterator[Path]:
+    """Where POSIX tests work: the mount point, a folder of a namespace there, or a folder below --folder."""
+    point = ground.point if isinstance(ground, KvfuseMount) else ground
+    if not engines.kind or not isinstance(ground, KvfuseMount):
+        yield point
+        return
+    made = point / engines.kind
+    made.mkdir()
+    made.chmod(0o755)
+    os.setxattr(made, "user.kvfuse.namespace", b"kind=" + engines.kind.encode())
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture

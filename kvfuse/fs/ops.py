@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import json
 import logging
 import os
+import random
 import reprlib
 import stat
 import sys
@@ -40,12 +42,18 @@ log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4096
 """bytes; of statfs and of st_blksize"""
+READER_BIT, READERS = 44, 1 << 18
+"""A directory's handle is its inode number and, from this bit on, a number of who reads it; larger inodes have none."""
 LISTING_BATCH = 128
 """entries that one call of the volume lists: about what fits the 32 KiB buffer of a getdents call"""
 INFO_XATTR = b"kvfuse.info"
 """its value is ``volume.info`` of the inode as JSON; listxattr omits it"""
 ROOT_XATTRS = b"trusted."
 """Only CAP_SYS_ADMIN sees these: the kernel refuses the others, but leaves lists to us"""
+
+
+def _directory_of(handle: int) -> int:
+    return handle & (1 << READER_BIT) - 1 if handle < READERS << READER_BIT else handle
 
 
 def _refuse_virtual(ino: int) -> None:
@@ -94,7 +102,7 @@ class KvfuseOperations(pyfuse3.Operations):
 
     Timeouts in seconds.
     ``names``, ``absences``: directories whose names, or absent names, the kernel may cache.
-    A file's handle is the volume's; a directory's is its inode number, so open directories hold nothing.
+    A file's handle is the volume's; a directory's has its inode number, so the next daemon knows it.
     ``handover``: state of the former daemon, and for the next one. None: nothing outlives this daemon.
     """
 
@@ -130,6 +138,7 @@ class KvfuseOperations(pyfuse3.Operations):
             self.names.note_all()
             self.absences.note_all()
         self._file_info = FileInfo()
+        self._readers = itertools.count(random.randrange(READERS))  # a former daemon's are others, most likely
         self.unexpected_error_count = 0
         self.under_way_count = 0
         """requests in flight: read and not answered"""
@@ -403,28 +412,29 @@ class KvfuseOperations(pyfuse3.Operations):
     async def opendir(self, inode: int, ctx: RequestContext) -> int:
         if not is_virtual(inode):
             await self._volume.tree.open_directory(inode)
-        return inode
+        return inode | (next(self._readers) % READERS << READER_BIT) if inode < 1 << READER_BIT else inode
 
     @answer_request
     async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
         """Cookies 1 and 2 are "." and "..", which count as no lookup; the others are the volume's."""
-        if start_id < 2 and not await self._reply_dots(fh, start_id, token):
+        ino, reader = _directory_of(fh), fh >> READER_BIT
+        if start_id < 2 and not await self._reply_dots(ino, start_id, token):
             return
         cookie = start_id if start_id > 2 else 0
-        if self._may_keep_names(fh):
-            self.names.note_directory(fh)  # so that later changes invalidate these names
+        if self._may_keep_names(ino):
+            self.names.note_directory(ino)  # so that later changes invalidate these names
         while True:
             rows = (
                 self._virtual.list_files(cookie)
-                if is_virtual(fh)
-                else await self._volume.tree.list_directory(fh, cookie, LISTING_BATCH)
+                if is_virtual(ino)
+                else await self._volume.tree.list_directory(ino, cookie, LISTING_BATCH, reader)
             )
             for entry in rows:
                 name, cookie, attributes = entry
-                if not pyfuse3.readdir_reply(token, name, self._fill_entry(attributes, fh), cookie):
+                if not pyfuse3.readdir_reply(token, name, self._fill_entry(attributes, ino), cookie):
                     return
                 if not is_virtual(attributes.ino):
-                    self._volume.tree.remember(fh, entry)
+                    self._volume.tree.remember(ino, entry)
             if len(rows) < LISTING_BATCH:
                 return
 
@@ -441,12 +451,12 @@ class KvfuseOperations(pyfuse3.Operations):
 
     @answer_request
     async def releasedir(self, fh: int) -> None:
-        pass
+        self._volume.tree.close_directory(fh >> READER_BIT)
 
     @answer_request
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        if not is_virtual(fh):
-            await self._volume.inodes.fsync_directory(fh)
+        if not is_virtual(_directory_of(fh)):
+            await self._volume.inodes.fsync_directory(_directory_of(fh))
 
     # -- extended attributes -------------------------------------------------------------------------
 

@@ -53,8 +53,12 @@ class Core:
         priority: int,
         results: Any,
         sequences: Any,
+        shown_us: int = 0,
     ) -> int:
-        """How many have a place: blocks are tried in order, up to the first that has none."""
+        """How many have a place: blocks are tried in order, up to the first that has none.
+
+        ``shown_us``: time that files show, in microseconds since the epoch; 0: now.
+        """
     def get(
         self,
         table: int,

@@ -24,7 +24,8 @@
 #include "crc32c.h"
 
 enum { HEAD = 96, NAME_ROOM = 256, HEAD_MAGIC = 0x4B56, HEAD_VERSION = 1, STATE_FREE = 0, STATE_BLOCK = 1, STATE_SLAB = 2 };
-enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8 }; /* LOADED: as a head said */
+/* LOADED: as a head said. Above these, from MICROS on: microseconds of the time that the block shows */
+enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8, MICROS = 12 };
 enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7 };
 enum { ABSENT = -1, NOT_RESIDENT = -2, NOT_MAPPED = -3, NO_ROOM = -4, CHANGED = -8 };
 enum { SLOT_FREE = 0, SLOT_STALE = 1, SLOT_HELD = 2, SLOT_OWNED = 16 };
@@ -46,7 +47,7 @@ typedef struct {
     uint32_t epoch, incarnation, uid, gid, checksum, stored, expires;
     uint16_t mode;
     uint8_t name_length, priority;
-    uint32_t slot_size, token, spare, crc;
+    uint32_t slot_size, token, micros, crc; /* ``micros``: behind the second ``stored`` */
 } Head;
 
 _Static_assert(sizeof(Head) == HEAD, "a head has 96 bytes");
@@ -701,7 +702,7 @@ static uint64_t next_sequence(Core *core, uint64_t now_us)
 /* -- put ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    uint64_t now_us, directory;
+    uint64_t now_us, directory, shown_us; /* the last: time that the block shows; 0: now */
     uint32_t now, expires;
     uint8_t priority;
 } PutTerms;
@@ -795,9 +796,10 @@ static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *ter
     row->page = (uint32_t)(plan->offset / PAGE), row->note = distance_of(plan->arena, plan->note);
     row->length = plan->length, row->checksum = plan->checksum;
     row->slab = plan->slab, row->slot = (uint16_t)plan->slot, row->spare_slot = 0;
-    row->flags = DIRTY;
+    row->flags = DIRTY | (uint32_t)((terms->shown_us ? terms->shown_us : terms->now_us) % 1000000) << MICROS;
     row->sequence = *sequence, row->directory = terms->directory;
-    row->due = terms->now_us, row->used = row->stored = terms->now, row->expires = terms->expires;
+    row->due = terms->now_us, row->used = terms->now, row->expires = terms->expires;
+    row->stored = terms->shown_us ? (uint32_t)(terms->shown_us / 1000000) : terms->now;
     row->uses = row->list = 0, row->priority = terms->priority, row->name_length = plan->name_length;
     plan->arena->dirty++, plan->arena->live++;
     core->resident++;
@@ -1023,7 +1025,8 @@ static void add_written(Core *core, Batch *batch, Table *table, Row *row, const 
         .name_space = of->name_space, .epoch = core->spaces[table->space].epoch,
         .incarnation = core->states[row->slab].incarnation, .uid = of->uid, .gid = of->gid, .mode = (uint16_t)of->mode,
         .checksum = row->checksum, .stored = row->stored, .expires = row->expires, .name_length = row->name_length,
-        .priority = row->priority, .slot_size = core->states[row->slab].slot_size};
+        .priority = row->priority, .slot_size = core->states[row->slab].slot_size,
+        .micros = row->flags >> MICROS};
     row->flags = (row->flags & ~(uint32_t)DIRTY) | WRITING;
     arena->pins++;
     batch->bytes += padded(row->length);
@@ -1381,7 +1384,7 @@ static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
         give_row(table, (uint32_t)place);
         return 0;
     }
-    row->arena = row->page = row->note = 0, row->flags = LOADED;
+    row->arena = row->page = row->note = 0, row->flags = LOADED | head->micros % 1000000 << MICROS;
     row->length = head->length, row->checksum = head->checksum;
     row->slab = number, row->slot = (uint16_t)slot, row->spare_slot = 0;
     row->sequence = head->sequence, row->directory = head->directory;

@@ -44,6 +44,8 @@ NO_ROOM = -4
 
 DIRTY, WRITING, HOT = 1, 2, 4
 """flags of a row: it waits for a write; that is under way; it was read since its arena was filled or recycled"""
+MICROS = 12
+"""bit of the flags from which on they have the microseconds of the time ``stored``"""
 TABLE_LIVE, TABLE_ENDED = 1, 2
 """states of a table"""
 SPARE, FILLING, FILLED = 0, 1, 2
@@ -113,7 +115,7 @@ HEAD = np.dtype(
         ("priority", np.uint8),
         ("slot_size", np.uint32),
         ("token", np.uint32),
-        ("spare", np.uint32),
+        ("micros", np.uint32),  # behind the second ``stored``
         ("crc", np.uint32),
     ]
 )

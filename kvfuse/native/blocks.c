@@ -442,17 +442,17 @@ static PyObject *restore(PyObject *self, PyObject *unused)
 static PyObject *put(PyObject *self, PyObject *args)
 {
     unsigned place, now, expires, priority;
-    unsigned long long directory, now_us;
+    unsigned long long directory, now_us, shown_us = 0;
     int plain_only;
     Py_buffer columns[7];
-    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*KIIIw*w*", &place, &directory, columns, columns + 1, columns + 2, &plain_only,
-                          columns + 3, columns + 4, &now_us, &now, &expires, &priority, columns + 5, columns + 6))
+    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*KIIIw*w*|K", &place, &directory, columns, columns + 1, columns + 2, &plain_only,
+                          columns + 3, columns + 4, &now_us, &now, &expires, &priority, columns + 5, columns + 6, &shown_us))
         return NULL;
     Names names;
     int64_t count = open_columns(columns, "-848888", &names), planned = -1;
     Table *table = count < 0 ? NULL : use_table(CORE, place);
     if (table) {
-        PutTerms terms = {now_us, directory, now, expires, (uint8_t)priority};
+        PutTerms terms = {now_us, directory, shown_us, now, expires, (uint8_t)priority};
         Py_BEGIN_ALLOW_THREADS
         Plan *plans = malloc((size_t)(count + 1) * sizeof *plans);
         if (plans)

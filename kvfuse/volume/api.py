@@ -237,11 +237,15 @@ class TreeApi(Protocol):
     async def open_directory(self, ino: int) -> None:
         """Check a directory before it is listed. Stale: its path leads to another one by now."""
 
-    async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
+    async def list_directory(self, ino: int, after: int, limit: int, reader: int = 0) -> list[DirEntry]:
         """Up to ``limit`` entries after the cookie ``after`` (0: from the start), without "." and "..".
 
-        Fewer mean the end. An entry that exists during a whole listing is shown exactly once.
+        Fewer mean the end. An entry that exists during a whole listing is shown exactly once; blocks that are stored
+        again meanwhile, if ``reader`` says whose listing it is: any number of the caller's, up to `close_directory`.
         """
+
+    def close_directory(self, reader: int) -> None:
+        """A reader of `list_directory` is done."""
 
 
 class FileApi(Protocol[H]):
@@ -448,7 +452,7 @@ class BlockApi(Protocol):
         """The namespace of a directory, if blocks in it are rows; None: they are files. Stale."""
 
     async def has_files(self, directory: int) -> bool:
-        """A name in it may mean an ordinary file. Waits for the store."""
+        """A name in it may mean an ordinary file, or too many mean directories. Waits for the store."""
 
     async def listing(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
         """(names of up to ``limit`` blocks, ``after`` of the next or 0 at the end). ``after`` 0: from the start."""
@@ -532,9 +536,13 @@ class RowTerms(NamedTuple):
     priority: int = 128
     is_strict: bool = False
     """it returns when the block survives a loss of power"""
+    shown_us: int = 0
+    """time that files show, in microseconds since the epoch; 0: now"""
 
 
 ROW_TERMS = RowTerms()
+DIRECTORIES_MAX = 1024
+"""in a directory of blocks: where there are more, each name of a put is looked up"""
 FindAncestors: TypeAlias = Callable[[int], Awaitable[tuple[Ancestors, Sequence[Any]]]]
 """`SearchApi.ancestors`"""
 
@@ -557,8 +565,11 @@ class ShownRows(Protocol):
     def begin_look(self, directory: int) -> None:
         """Somebody is about to look whether a name of a directory means a file."""
 
-    def end_look(self, directory: int, *, has_files: bool, knows_all: bool) -> None:
-        """What was found; tables say what is absent from here on, as far as that is known."""
+    def end_look(self, directory: int, *, has_files: bool, knows_all: bool) -> bool:
+        """What was found; tables say what is absent from here on, as far as that is known.
+
+        Whether no name of the directory means a file, and none came to mean one meanwhile.
+        """
 
 
 NameColumns: TypeAlias = tuple[Any, npt.NDArray[np.uint64], npt.NDArray[np.uint32]]
@@ -572,6 +583,9 @@ class RowApi(Protocol):
 
     with_files: set[int]
     """directories of which a name may mean an ordinary file; any thread may look"""
+
+    directories: dict[int, frozenset[bytes]]
+    """directory -> names in it that may mean directories; any thread may look"""
 
     @property
     def knows_all(self) -> bool:

@@ -628,12 +628,16 @@ class Tree:
     async def open_directory(self, ino: int) -> None:
         await self._lookups.find_current_directory(ino)
 
-    async def list_directory(self, ino: int, after: int, limit: int) -> list[DirEntry]:
+    async def list_directory(self, ino: int, after: int, limit: int, reader: int = 0) -> list[DirEntry]:
         if not after:
             self._access.read(await self._lookups.find_directory(ino))
         if (at := await self._block_folder(ino)) is not None:
-            return await at[0].list_entries(at[1], after, limit)
+            return await at[0].listing.list_entries(at[1], after, limit, reader)
         return await Listing(self._lookups, ino).read_entries(after, limit)
+
+    def close_directory(self, reader: int) -> None:
+        if self._blocks is not None:
+            self._blocks.listing.end(reader)
 
 
 def _check_change(core: Core, part: P) -> P:

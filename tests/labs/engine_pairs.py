@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,8 @@ class Engines:
     """-o words"""
     new_conf: Callable[[Path], Path] | None = None
     """writes the mount.conf of a volume that was never there into a folder; None: the volume is a folder itself"""
+    kind: str = ""
+    """of the namespace of which POSIX tests work in a folder; none: they work in the mount's root"""
 
     @property
     def is_shared(self) -> bool:
@@ -63,8 +65,11 @@ def _etcd_block(request: pytest.FixtureRequest) -> Engines:
     return Engines(("publish=strict",), new_conf)
 
 
+BLOCKS = "lmdb+file+blocks"
+"""POSIX tests run on it, too: in a folder of blocks"""
 PAIRS: dict[str, Callable[[pytest.FixtureRequest], Engines]] = {
     "lmdb+file": _lmdb_file,
+    BLOCKS: lambda request: replace(_lmdb_file(request), kind="blocks"),
     "etcd+rados": partial(_etcd_rados, publish="strict"),
     "etcd+rados-relaxed": partial(_etcd_rados, publish="relaxed"),
     "etcd+block": _etcd_block,

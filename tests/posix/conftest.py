@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_pairs import TEST_WORDS, Engines
+from engine_pairs import BLOCKS, TEST_WORDS, Engines
 from killer import Killer
 from mounting import KvfuseMount
 
@@ -20,6 +20,14 @@ OUTLIVE = ("outlive", "standby")
 """-o words beside the killer: where the next daemon waits in memory there is time for more kills"""
 PAUSE = (0.1, 0.8)
 """seconds between kills"""
+DIFFERENT = "moves_the_times_of_the_file -chown", "reading_moves_an_access_time -file"
+"""tests, and words of their parameters, of what is meant to be different in a folder of blocks (docs/blocks.md)"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if BLOCKS in item.nodeid and any(all(word in item.nodeid for word in text.split()) for text in DIFFERENT):
+            item.add_marker(pytest.mark.xfail(reason="docs/blocks.md says so", strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from engine_pairs import BLOCKS
 from posix_calls import GROUP, USER, as_user, fails, opened, permissions
 
-pytestmark = [pytest.mark.root, pytest.mark.engines("lmdb+file")]
+pytestmark = [pytest.mark.root, pytest.mark.engines("lmdb+file", BLOCKS)]
 
 Call = Callable[[Path], object]
 

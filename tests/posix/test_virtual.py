@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from engine_pairs import EVERYWHERE
 from posix_calls import fails, opened, permissions
 
 import kvfuse
 
-pytestmark = pytest.mark.kvfuse_only
+pytestmark = [pytest.mark.kvfuse_only, pytest.mark.engines(*EVERYWHERE)]
 
 FILES = ["config", "stats", "version"]
 SOCKET = "control.sock"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from stat import S_ISDIR
 
 import numpy as np
 
@@ -37,7 +38,8 @@ class RowCalls:
             own = store.table(namespace.ino, number, self.peer.uid, namespace.group.gid, namespace.mode)
         store.shown.begin_look(namespace.ino)
         has_files = await self.volume.blocks.has_files(namespace.ino)
-        store.shown.end_look(namespace.ino, has_files=has_files, knows_all=store.knows_all)
+        if store.shown.end_look(namespace.ino, has_files=has_files, knows_all=store.knows_all):
+            store.with_files.discard(namespace.ino)
         tables = store.tables_of(namespace.ino)
         readable = tuple([table for table in tables if namespace.has_token or self.peer.may_access(table.readers, 4)])
         namespace.blocks = BlockDoor(
@@ -76,6 +78,7 @@ class RowCalls:
         """Store a block. False: it cannot be one, and becomes a file. The errors of `RowApi.put`."""
         if door.own is None:
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
+        await self._refuse_directory(namespace, door, call.names[0])
         content = call.data.buffer.data if isinstance(call.data, TierBlock) else memoryview(call.data)
         try:
             await door.store.put(door.own, call.names, [content], door.terms)
@@ -83,6 +86,13 @@ class RowCalls:
             door.store.drop(namespace.ino, call.names)
             return False
         return True
+
+    async def _refuse_directory(self, namespace: NamespaceHandle, door: BlockDoor, name: bytes) -> None:
+        """IsADirectory: the name means one, which a block would hide."""
+        if door.has_files or name in door.store.directories.get(namespace.ino, ()):
+            node = await self.volume.blocks.find(namespace.ino, name)
+            if node is not None and S_ISDIR(node.mode):
+                raise errors.IsADirectory(f"{os.fsdecode(name)} is a directory of the namespace's directory: no block")
 
     def exists(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
         found = np.zeros(len(names), np.bool_)

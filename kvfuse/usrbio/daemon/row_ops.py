@@ -129,9 +129,18 @@ class RowOps:
             lengths.view(np.uint32)[:count],
         )  # fmt: skip
 
+    def _has_name(self, batch: _Batch, names: frozenset[bytes]) -> bool:
+        """Some entry has one of these names."""
+        like = np.flatnonzero(np.isin(batch.lengths, [len(name) for name in names])).tolist()
+        starts, lengths = batch.offsets, batch.lengths
+        return any(bytes(self._aux[int(starts[n]) : int(starts[n]) + int(lengths[n])]) in names for n in like)
+
     def _put(self, batch: _Batch) -> Numbers | None:
         namespace, door, iov = batch.namespace, batch.door, batch.iov
         if namespace.read_only or not namespace.may_copy or namespace.waits or door.own is None or door.has_files:
+            return None
+        directories = door.store.directories.get(door.directory)
+        if directories and self._has_name(batch, directories):
             return None
         began = time.perf_counter()
         memory = iov.bytes  # keeps the mapping

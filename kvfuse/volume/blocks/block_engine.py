@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.layout import FEATURE_LENT
-from kvfuse.volume.api import FindAncestors, NameColumns, RowReaders, RowTerms
+from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_slabs import BlockSlabs, SlabStates
@@ -38,6 +38,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
+from kvfuse.volume.views import clock
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ SPARE_SHARE = 0.02
 SPARE_SLABS_MIN, SPARE_SLABS_MAX = 4, 64
 ACTIVE_SECONDS, IDLE_SECONDS = 0.01, 0.5
 """between looks at spare memory, slabs and water marks, while blocks are put, and otherwise"""
+SEQUENCE_LAG_US = 1000
+"""by which sequences are behind the clock, so that a burst does not run ahead of it"""
 SWEPT_AT_ONCE = 20_000
 ROOM_SECONDS = 10.0
 """for which a put waits for room while some is being made"""
@@ -97,6 +100,8 @@ class BlockEngine:
         self._token: trio.lowlevel.TrioToken | None = None
         self.shown = ShownTables(self.tables, self.arenas, core.tier.residents, self.eviction)
         self.with_files: set[int] = FileDirectories(self.shown)
+        self.directories: dict[int, frozenset[bytes]] = {}
+        """directory -> names in it that may mean directories; any thread may look"""
         self.names_held: Counter[int] = Counter()
         """directory -> names in it of files that become blocks"""
         self._restore()
@@ -190,6 +195,15 @@ class BlockEngine:
         if self.is_block_namespace(namespace):
             self.with_files.add(directory)
 
+    def note_directories(self, directory: int, namespace: int, names: Collection[bytes]) -> None:
+        """Names of a directory mean directories, or are about to."""
+        if names and self.is_block_namespace(namespace):
+            known = self.directories.get(directory, frozenset()) | frozenset(names)
+            if len(known) <= DIRECTORIES_MAX:
+                self.directories[directory] = known
+            else:  # each name is looked up
+                self.with_files.add(directory)
+
     async def has_names(self, directory: int) -> bool:
         """Blocks, or files that become some, are in a directory. EngineTimeout: that is not known yet."""
         with trio.move_on_after(0 if self.knows_all else ROOM_SECONDS):
@@ -211,6 +225,7 @@ class BlockEngine:
         return bool(rows)
 
     def directory_removed(self, directory: int) -> None:
+        self.directories.pop(directory, None)
         for table in self.tables.of(directory):
             self.tables.end(table)
 
@@ -268,10 +283,12 @@ class BlockEngine:
         *, plain_only: bool,
     ) -> tuple[Numbers, Words]:  # fmt: skip
         results, sequences = np.empty(len(sizes), np.int64), np.zeros(len(sizes), np.uint64)
-        now = self.now(table.namespace)
+        now_us = clock.now() // 1000
+        now = now_us // 1_000_000 + self.eviction.ahead.get(table.namespace, 0)
         self.native.put(
-            table.place, table.readers.directory, *names, plain_only, sources, sizes, time.time_ns() // 1000, now,
+            table.place, table.readers.directory, *names, plain_only, sources, sizes, now_us - SEQUENCE_LAG_US, now,
             terms.expires or self.eviction.expiry(table.namespace, now), terms.priority, results, sequences,
+            terms.shown_us or now_us,
         )  # fmt: skip
         if len(self.tables.of(table.readers.directory)) > 1:
             self._drop_beside(table, names, now, sequences)

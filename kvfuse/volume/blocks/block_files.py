@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from stat import S_IFREG, S_IMODE
 from typing import Any
 
@@ -40,6 +40,9 @@ PERMISSIONS = 0o777
 NOBODY = Caller(0, 0)
 ROOM_SECONDS = 1.0
 """for which a write waits for memory before its sketch becomes an ordinary file"""
+
+TIME_MAX_US = (1 << 32) * 10**6 - 1
+"""the latest time that a block can have"""
 
 BlockHandle = OpenBlock | SketchHandle
 
@@ -134,9 +137,12 @@ class BlockFiles:
         return handle
 
     async def _copy_to_sketch(self, ino: int, *, is_empty: bool) -> Sketch | Node:
-        """A sketch under the number of a block. A node: there is no memory for one. Stale."""
+        """A sketch under the number of a block. A node: there is no memory for one. Stale.
+
+        A block that has lost its name becomes a sketch without one.
+        """
         entry = self.open_blocks.entry_of(ino)
-        name = await self.name_of(entry)
+        name = await self.name_of(entry) if entry.nlink else b""
         size = 0 if is_empty else entry.size
         sketch = Sketch(ino, entry.directory, entry.table.namespace, name, entry.mode, entry.uid, entry.gid)
         if not self.sketches.resize(sketch, max(FLOOR, size)):
@@ -144,19 +150,18 @@ class BlockFiles:
         try:
             data = b"" if is_empty else await self.open_blocks.read_whole(entry)
             other = self.find(entry.directory, name)
-            if other is None or other.ino != ino:
-                raise errors.Stale(f"block {ino:#x} was replaced")
         except BaseException:
             self.sketches.resize(sketch, 0)
             raise
-        if isinstance(other, Sketch):  # somebody was faster
+        if isinstance(other, Sketch) and other.ino == ino:  # somebody was faster
             self.sketches.resize(sketch, 0)
             return other
+        sketch.nlink = int(other is not None and other.ino == ino)
         sketch.data += data
         sketch.is_changed = sketch.is_rewritten = is_empty
-        sketch.block = None if is_empty else entry
+        sketch.block = None if is_empty or not sketch.nlink else entry
         sketch.expires, sketch.priority = entry.expires, entry.priority
-        sketch.atime = sketch.mtime = sketch.ctime = entry.mtime
+        sketch.atime, sketch.mtime, sketch.ctime = entry.atime, entry.mtime, entry.ctime
         self.open_blocks.written.forget(ino)
         self.sketches.add(sketch)
         return sketch
@@ -296,7 +301,7 @@ class BlockFiles:
     async def put(
         self, like: Sketch | BlockEntry, directory: int, name: bytes, content: memoryview
     ) -> BlockEntry | None:
-        """Store a block with owner, mode and terms of another one, in the place of whatever has the name.
+        """Store a block with owner, mode, time and terms of another one, in the place of whatever has the name.
 
         Returns it; None: it was replaced, or removed, by now.
 
@@ -311,7 +316,7 @@ class BlockFiles:
             except errors.NoSpace as error:
                 raise errors.FileTooLarge(str(error)) from error  # too many tables: it becomes an ordinary file
             try:
-                terms = RowTerms(like.expires, like.priority)
+                terms = RowTerms(like.expires, like.priority, shown_us=_microseconds(like.mtime))
                 (sequence,) = await self.engine.put(table, [name], [content], terms, is_admitted=True)
                 break
             except errors.Stale:
@@ -346,6 +351,7 @@ class BlockFiles:
                 self.open_blocks.rewrite(sketch.ino, bytes(sketch.data))
             if sketch.block is not None and not sketch.is_changed and sketch.nlink and sketch.node is None:
                 self.open_blocks.written.note(sketch.ino, sketch.block)
+                self.open_blocks.looked_up.note(replace(sketch.block, ino=sketch.ino))
             self.sketches.end(sketch)
         elif not sketch.writers:
             self.sketches.leave(sketch)
@@ -374,7 +380,9 @@ class BlockFiles:
 
     async def _make_block_ordinary(self, entry: BlockEntry, name: bytes) -> Node:
         data = await self.open_blocks.read_whole(entry)
-        node = await self._make_file(entry, entry.directory, name, bytes(data), 0)
+        ino = 0 if is_block(entry.ino) else entry.ino
+        node = await self._make_file(entry, entry.directory, name, bytes(data), ino)
+        self.open_blocks.written.forget(entry.ino)
         self.engine.drop_entry(entry.table, entry.row, entry.sequence)
         return node
 
@@ -419,7 +427,7 @@ class BlockFiles:
             with trio.CancelScope(shield=True), suppress(errors.OperationError):
                 await self.names.unlink(directory, name)
             raise
-        node.atime, node.mtime = like.atime, like.mtime
+        node.atime, node.mtime, node.ctime = like.atime, like.mtime, like.ctime
         return node
 
     @staticmethod
@@ -430,7 +438,7 @@ class BlockFiles:
     # -- attributes ------------------------------------------------------------------------------------
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Sketch | BlockEntry | Node:
-        """As `api.InodeApi.set_attributes`. A node: the caller sets them, but for the size. Times of a block stay."""
+        """As `api.InodeApi.set_attributes`. A node: the caller sets them, but for the size."""
         if changes.size is not None:
             found = await self._set_size(ino, changes.size, caller)
             if isinstance(found, Node):
@@ -449,10 +457,14 @@ class BlockFiles:
             found.mode, found.uid, found.gid = mode, uid, gid
             found.is_changed |= is_other
             found.atime = found.atime if changes.atime is None else clock.storable(changes.atime)
-            found.mtime = found.mtime if changes.mtime is None else clock.storable(changes.mtime)
+            if changes.mtime is not None:
+                found.mtime = clock.storable(changes.mtime)
+                found.is_changed |= bool(found.data)
             found.ctime = clock.now()
-        elif isinstance(found, BlockEntry) and is_other:
-            return await self._move_to_readers(found, mode, uid, gid)
+        elif isinstance(found, BlockEntry) and found.nlink:
+            mtime = found.mtime if changes.mtime is None else 1000 * _microseconds(changes.mtime)
+            if is_other or mtime != found.mtime:
+                return await self._store_again(found, mode, uid, gid, mtime)
         return found
 
     async def _set_size(self, ino: int, size: int, caller: Caller) -> Sketch | BlockEntry | Node:
@@ -475,15 +487,16 @@ class BlockFiles:
         sketch = handle.sketch
         return sketch.node or (sketch if sketch.handles else self.find(*sketch.place) or sketch)
 
-    async def _move_to_readers(self, entry: BlockEntry, mode: int, uid: int, gid: int) -> BlockEntry:
-        """Give a block another owner or mode: it moves to another table, and has another number."""
+    async def _store_again(self, entry: BlockEntry, mode: int, uid: int, gid: int, mtime: int) -> BlockEntry:
+        """Give a block another owner, mode or time: it has another row, perhaps of another table."""
         name = await self.name_of(entry)
         data = await self.open_blocks.read_whole(entry)
-        entry.mode, entry.uid, entry.gid = mode, uid, gid
+        self.open_blocks.looked_up.forget(entry.ino)
+        entry.mode, entry.uid, entry.gid, entry.mtime = mode, uid, gid, mtime
         with memoryview(data) as content:
             block = await self.put(entry, entry.directory, name, content)
         for handle in self.open_blocks.by_ino.get(entry.ino, ()):
-            handle.entry.mode, handle.entry.uid, handle.entry.gid = mode, uid, gid
+            handle.entry.mode, handle.entry.uid, handle.entry.gid, handle.entry.mtime = mode, uid, gid, mtime
         if block is None:
             return entry
         self.open_blocks.written.note(entry.ino, block)
@@ -499,3 +512,8 @@ class BlockFiles:
 
     def statistics(self) -> dict[str, int]:
         return {"sketches": len(self.sketches.by_ino), **self.open_blocks.statistics()}
+
+
+def _microseconds(moment: int) -> int:
+    """The nearest time that a block can have. ``moment``: in nanoseconds."""
+    return min(max(moment // 1000, 1), TIME_MAX_US)

@@ -6,7 +6,6 @@ former one goes: who looks the name up finds the one or the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from stat import S_IFREG, S_IMODE, S_ISGID
@@ -14,28 +13,16 @@ from stat import S_IFREG, S_IMODE, S_ISGID
 import trio
 
 from kvfuse import errors
-from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller, DirEntry
+from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from kvfuse.volume.blocks.block_files import PERMISSIONS, BlockFiles
-from kvfuse.volume.blocks.block_numbers import (
-    FILE_COOKIE,
-    FIRST_ROW_COOKIE,
-    after_file,
-    file_cookie,
-    inode_of,
-    is_block,
-    row_cookie,
-    split_row_cookie,
-)
-from kvfuse.volume.blocks.block_tables import BlockTable
-from kvfuse.volume.blocks.open_blocks import BlockEntry, read_entry
+from kvfuse.volume.blocks.block_listing import BlockListing
+from kvfuse.volume.blocks.block_numbers import inode_of, is_block
+from kvfuse.volume.blocks.open_blocks import BlockEntry
 from kvfuse.volume.blocks.sketches import FLOOR, Sketch, SketchHandle
 from kvfuse.volume.inodes import privileges
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.listing import Listing
+from kvfuse.volume.views import clock
 from kvfuse.volume.views.handover import DECIDED
-
-ListedRow = tuple[int, int, int, int, bytes | None, int, int, int]
-"""as `Core.list_rows` has it: row, sequence, length, stored, name, slab, slot, length of the name"""
 
 
 @dataclass
@@ -48,6 +35,7 @@ class BlockNames:
         files = self.files
         self._core, self._engine, self._lookups, self._names = files.core, files.engine, files.lookups, files.names
         self._sketches = files.sketches
+        self.listing = BlockListing(files)
         self._moving = trio.Lock()
         """of whoever needs the locks of two sketches"""
 
@@ -72,68 +60,13 @@ class BlockNames:
         found = self.files.find(folder.ino, name)
         if found is not None:
             self._count_lookup(found.ino, folder.ino, name)
+        if isinstance(found, BlockEntry):
+            self.files.open_blocks.looked_up.note(found)
         return found
 
     def _count_lookup(self, ino: int, directory: int, name: bytes) -> None:
         if not is_block(ino):
             self._core.places.add(ino, directory, name)
-
-    async def list_entries(self, folder: Node, after: int, limit: int) -> list[DirEntry]:
-        """As `api.TreeApi.list_directory`. A new sketch that becomes a block between two calls may be listed twice."""
-        found: list[DirEntry] = []
-        if after < FIRST_ROW_COOKIE:
-            found += self._list_sketches(folder.ino, after)[:limit]
-            after = FIRST_ROW_COOKIE
-        seen = {entry.name for entry in found}
-        while after < FILE_COOKIE and len(found) < limit:
-            rows, after = await self._list_rows(folder.ino, after, limit - len(found))
-            found += [entry for entry in rows if entry.name not in seen]
-        if len(found) < limit:
-            start = after_file(after) if after > FILE_COOKIE else 0
-            for name, cookie, node in await Listing(self._lookups, folder.ino).read_entries(start, limit - len(found)):
-                found.append(DirEntry(name, file_cookie(cookie), node))
-        return found
-
-    def _list_sketches(self, directory: int, after: int) -> list[DirEntry]:
-        """Those whose names mean no block yet."""
-        found = [
-            DirEntry(sketch.name, _sketch_cookie(sketch), sketch)
-            for sketch in self._sketches.in_directory(directory)
-            if self._engine.find(directory, sketch.name) is None
-        ]
-        return sorted([entry for entry in found if entry.cookie > after], key=lambda entry: entry.cookie)
-
-    async def _list_rows(self, directory: int, after: int, limit: int) -> tuple[list[DirEntry], int]:
-        """(blocks behind a cookie, where to go on): of one table."""
-        place, row = split_row_cookie(after)
-        tables = sorted(self._engine.tables_of(directory), key=lambda table: table.place)
-        table = next((table for table in tables if table.place >= place), None)
-        if table is None:
-            return [], FILE_COOKIE
-        start = row if table.place == place else -1
-        rows, last = self._engine.native.list_rows(
-            table.place, directory, start, limit, self._engine.now(table.namespace)
-        )
-        end = row_cookie(table.place + 1, -1) if last < 0 else row_cookie(table.place, last)
-        names = await self._read_names(table, rows)
-        entries = []
-        for name, (number, sequence, *_) in zip(names, rows, strict=True):
-            entry = read_entry(table, number) if name else None
-            if entry is not None and entry.sequence == sequence:
-                meant = self._sketches.by_place.get((directory, name)) or self.files.open_blocks.written.show(entry)
-                entries.append(DirEntry(name, row_cookie(table.place, number), meant))
-        return entries, end
-
-    async def _read_names(self, table: BlockTable, rows: Sequence[ListedRow]) -> list[bytes]:
-        """The names of rows; those of blocks that are not in memory are read together. Empty: it is none any more."""
-        places = [row[5:] for row in rows if row[4] is None]
-        read = await self._engine.slabs.read_names(places) if places else []
-        if read:
-            found, _ = table.find(read, self._engine.now(table.namespace))
-            numbers = [row[0] for row in rows if row[4] is None]
-            read = [name if number == there else b"" for name, number, there in zip(read, numbers, found, strict=True)]
-        others = iter(read)
-        return [row[4] if row[4] is not None else next(others) for row in rows]
 
     # -- making ----------------------------------------------------------------------------------------
 
@@ -160,6 +93,7 @@ class BlockNames:
         if (decided := DECIDED.get()) is not None:
             decided(sketch.ino, 0)
         self._sketches.add(sketch)
+        self._note_change(folder)
         self._count_lookup(sketch.ino, *sketch.place)
         return SketchHandle(sketch, flags, caller)
 
@@ -174,9 +108,16 @@ class BlockNames:
                 break
         else:
             return False
+        self._note_change(folder)
         if self._lookups.is_strict(folder):
             await self._engine.writer.flush()
         return True
+
+    def _note_change(self, *folders: Node) -> None:
+        """Names of directories have changed."""
+        for folder in folders:
+            folder.mtime = folder.ctime = clock.now()
+            self._names.journal.pending.touch_times(folder)
 
     def _lasting_number(self, found: Sketch | BlockEntry) -> int:
         """The number that the name has for the next daemon, which knows no sketches."""
@@ -199,7 +140,7 @@ class BlockNames:
     async def rename(self, old: Node, name: bytes, new: Node, new_name: bytes, flags: int) -> bool:
         """Rename what is no ordinary file, or takes the name of such. False: both are ordinary files, or none.
 
-        The errors of rename(2). InvalidArgument: blocks cannot be exchanged.
+        What is exchanged becomes an ordinary file. The errors of rename(2).
         """
         while True:
             source, target = self.files.find(old.ino, name), self.files.find(new.ino, new_name)
@@ -211,6 +152,11 @@ class BlockNames:
                 raise errors.NotFound(f"{name!r} does not exist in directory {old.ino}")
             self._check_flags(flags, target or target_node, new_name)
             _check_directories(old, new, new_name)
+            if flags == RENAME_EXCHANGE:
+                for found in (source, target):
+                    if found is not None:
+                        await self.files.make_ordinary(found.ino)
+                return False
             if (old.ino, name) == (new.ino, new_name):
                 return True
             if source is None:
@@ -224,6 +170,7 @@ class BlockNames:
                 break
         if target_node is not None:
             await self.files.remove_file(new.ino, new_name)
+        self._note_change(old, new)
         self._core.counters.renames += 1
         if self._lookups.is_strict(new):
             await self._engine.writer.flush()
@@ -235,10 +182,8 @@ class BlockNames:
             raise errors.InvalidArgument(f"rename flags {flags:#x} are not supported")
         if flags == RENAME_NOREPLACE and target is not None:
             raise errors.Exists(f"{name!r} exists")
-        if flags == RENAME_EXCHANGE:
-            if target is None:
-                raise errors.NotFound(f"{name!r} does not exist")
-            raise errors.InvalidArgument("a block cannot be exchanged with another file")
+        if flags == RENAME_EXCHANGE and target is None:
+            raise errors.NotFound(f"{name!r} does not exist")
 
     async def _take_name(self, old: Node, name: bytes, new: Node, new_name: bytes) -> None:
         """An ordinary file takes the name of a block or sketch."""
@@ -308,7 +253,3 @@ def _check_directories(old: Node, new: Node, name: bytes) -> None:
         raise errors.NotFound(f"directory {new.ino} was removed")
     if old.namespace != new.namespace:
         raise errors.CrossesNamespaces(f"{name!r} would be in another namespace: copy it there")
-
-
-def _sketch_cookie(sketch: Sketch) -> int:
-    return 3 + sketch.ino % (FIRST_ROW_COOKIE - 8)

@@ -14,9 +14,11 @@ _ROW_MASK, _TAG_MASK = (1 << ROW_BITS) - 1, (1 << _TAG_BITS) - 1
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 FIRST_ROW_COOKIE = 1 << ROW_BITS
-"""cookies of sketches are smaller"""
-FILE_COOKIE = 1 << 62
-"""mark of cookies of files, which are listed last"""
+"""cookies of rows are larger"""
+FILE_COOKIE = 1 << 61
+"""mark of cookies of files and sketches, which are listed behind rows"""
+_LATE_COOKIE = 1 << 62
+"""mark of cookies of rows that were stored while a directory was listed: they come last"""
 
 
 def is_block(ino: int) -> bool:
@@ -37,7 +39,7 @@ def split_inode(ino: int) -> tuple[int, int, int]:
     return ino >> ROW_BITS + _TAG_BITS & (1 << _TABLE_BITS) - 1, ino >> _TAG_BITS & _ROW_MASK, ino & _TAG_MASK
 
 
-# -- cookies: sketches, then rows of one table after the other, then files ---------------------------------
+# -- cookies: rows of one table after the other, then files and sketches, then rows that came meanwhile ----------
 
 
 def row_cookie(table: int, row: int) -> int:
@@ -51,10 +53,15 @@ def split_row_cookie(cookie: int) -> tuple[int, int]:
 
 
 def file_cookie(cookie: int) -> int:
-    """The cookie of a file. ``cookie``: the one that it has in a directory without blocks."""
-    return FILE_COOKIE | cookie >> 1
+    """The cookie of a file or sketch. ``cookie``: the one that it has in a directory without blocks."""
+    return FILE_COOKIE | cookie >> 2
 
 
 def after_file(cookie: int) -> int:
     """Where a listing of files goes on behind `file_cookie`."""
-    return (cookie & FILE_COOKIE - 1) << 1 | 1
+    return (cookie & FILE_COOKIE - 1) << 2 | 3
+
+
+def late_cookie(cookie: int) -> int:
+    """The cookie of a row that was stored while its directory was listed. ``cookie``: as `row_cookie` has it."""
+    return _LATE_COOKIE | cookie

@@ -18,7 +18,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.slab.allocator import Slot
-from kvfuse.volume.api import NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Binding, Caller
+from kvfuse.volume.api import DIRECTORIES_MAX, NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Binding, Caller
 from kvfuse.volume.blocks.outlook import Outlook
 from kvfuse.volume.blocks.own_search import OwnSearch
 from kvfuse.volume.blocks.promotion import Promotion
@@ -257,11 +257,15 @@ class Blocks:
         return number if blocks is not None and blocks.is_block_namespace(number) else None
 
     async def has_files(self, directory: int) -> bool:
+        names: set[bytes] = set()
         entries = await Listing(self.lookup, directory).read_entries(0, FILES_LOOKED_FOR)
         while entries:
-            if any(not S_ISDIR(entry.attributes.mode) for entry in entries):
+            names.update(entry.name for entry in entries)
+            if any(not S_ISDIR(entry.attributes.mode) for entry in entries) or len(names) > DIRECTORIES_MAX:
                 return True
             entries = await Listing(self.lookup, directory).read_entries(entries[-1].cookie, FILES_LOOKED_FOR)
+        if self.core.blocks is not None:
+            self.core.blocks.note_directories(directory, (await self.lookup.find_directory(directory)).namespace, names)
         return False
 
     def waits(self, directory: int) -> bool:

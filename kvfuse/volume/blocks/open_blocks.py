@@ -2,6 +2,8 @@
 
 The content of an open block stays as it is, whatever happens to its name: its arena is pinned or, where too many are,
 or the block is not in memory, there is a copy of it. Where copies have no room the block is read as long as it exists.
+A block that is replaced or removed between the kernel's lookup and its open is a file without a name: its bytes are in
+its arena until that is used again, and its note there, and its checksum, say whether these are its own.
 Who writes to the file by the kernel changes it for all who have it open by that number: they share the kernel's pages.
 """
 
@@ -10,14 +12,16 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 from stat import S_IFREG
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
 
 from kvfuse import errors
+from kvfuse.checksum import crc32c
 from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import Caller
-from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.blocks.block_engine import SEQUENCE_LAG_US, BlockEngine
 from kvfuse.volume.blocks.block_numbers import inode_of, is_block, split_inode, tag_of
 from kvfuse.volume.blocks.block_tables import BlockTable
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
@@ -27,6 +31,11 @@ PINNED_SHARE = 4
 SECOND = 1_000_000_000
 TORN_READS = 8
 WRITTEN_MAX = 8192
+LOOKED_UP_MAX = 1024
+_NOTE = Struct("<QI")
+"""how a note begins: sequence and row of its block"""
+_TAIL = 64
+"""bytes at the end of an arena; notes are in front of them"""
 
 
 class Row(NamedTuple):
@@ -66,11 +75,14 @@ class BlockEntry:
     gid: int
     size: int
     mtime: int
+    used: int
     table: BlockTable
     row: int
     sequence: int
     arena: int
     page: int
+    note: int
+    checksum: int
     expires: int
     priority: int
     nlink: int = 1
@@ -78,11 +90,13 @@ class BlockEntry:
 
     @property
     def atime(self) -> int:
-        return self.mtime
+        return max(self.mtime, self.used)
 
     @property
     def ctime(self) -> int:
-        return self.mtime
+        """Sequences are about the microseconds at which blocks were stored."""
+        stored = self.sequence * 1000
+        return self.mtime if 0 < self.mtime - stored <= SEQUENCE_LAG_US * 1000 else stored
 
     @property
     def blocks(self) -> int:
@@ -105,9 +119,11 @@ def read_entry(table: BlockTable, number: int) -> BlockEntry | None:
         if not row.version & 1:
             return None
         readers = table.readers
+        mtime = row.stored * SECOND + (row.flags >> forms.MICROS) * 1000
         return BlockEntry(
             inode_of(table.place, number, row.sequence), S_IFREG | readers.mode, readers.uid, readers.gid, row.length,
-            row.stored * SECOND, table, number, row.sequence, row.arena, row.page, row.expires, row.priority,
+            mtime, row.used * SECOND, table, number, row.sequence, row.arena, row.page, row.note, row.checksum,
+            row.expires, row.priority,
         )  # fmt: skip
     return None
 
@@ -175,6 +191,30 @@ class WrittenNumbers:
         return self.show(entry) if entry is not None and known is not None and entry.sequence == known[2] else None
 
 
+class LookedUp:
+    """Blocks as the kernel was given them last: it opens them a moment later. Event loop only."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[int, BlockEntry] = OrderedDict()
+
+    def note(self, entry: BlockEntry) -> None:
+        self._entries[entry.ino] = entry
+        self._entries.move_to_end(entry.ino)
+        if len(self._entries) > LOOKED_UP_MAX:
+            self._entries.popitem(last=False)
+
+    def forget(self, ino: int) -> None:
+        """Other people may read it than until now."""
+        self._entries.pop(ino, None)
+
+    def find(self, ino: int) -> BlockEntry | None:
+        """A block that has lost its name."""
+        entry = self._entries.get(ino)
+        if entry is None or entry.table.has_ended:
+            return None
+        return replace(entry, ino=ino, nlink=0)
+
+
 @dataclass
 class CopyMemory:
     """Memory for bytes of files that have no other place. Event loop only."""
@@ -226,11 +266,15 @@ class OpenBlocks:
     engine: BlockEngine
     memory: CopyMemory
     written: WrittenNumbers = field(default_factory=WrittenNumbers)
+    looked_up: LookedUp = field(default_factory=LookedUp)
     by_ino: dict[int, list[OpenBlock]] = field(default_factory=dict)
     _pins: Counter[int] = field(default_factory=Counter)
 
     def entry_of(self, ino: int) -> BlockEntry:
-        """The block of an inode number. Stale: it was removed or replaced, and is not open."""
+        """The block of an inode number; without a name, if it was removed or replaced a moment ago, or is open.
+
+        Stale: it is none.
+        """
         entry = self.written.find(ino)
         if entry is None and is_block(ino):
             place, number, tag = split_inode(ino)
@@ -244,6 +288,8 @@ class OpenBlocks:
         if (known := self.by_ino.get(ino)) is not None:
             known[0].entry.nlink = 0
             return known[0].entry
+        if (lost := self.looked_up.find(ino)) is not None and not self._has_expired(lost):
+            return lost
         raise errors.Stale(f"block {ino:#x} was removed")
 
     def _has_expired(self, entry: BlockEntry) -> bool:
@@ -258,7 +304,8 @@ class OpenBlocks:
     async def keep(self, handle: OpenBlock) -> None:
         """Keep the content as long as the block is open, if there is room for that. Stale, EngineError."""
         entry = handle.entry
-        entry.table.room["used"][entry.row] = self.engine.now(entry.table.namespace)
+        if entry.nlink:
+            entry.table.room["used"][entry.row] = self.engine.now(entry.table.namespace)
         if self.share(handle):
             return
         if (found := self._pin_content(entry)) is not None:
@@ -322,10 +369,24 @@ class OpenBlocks:
                 return bytes(content)
             finally:
                 self._unpin(arena)
-        data = await self.engine.read_row(entry.table, entry.row, entry.sequence)
+        data = self._read_lost(entry) or await self.engine.read_row(entry.table, entry.row, entry.sequence)
         if data is None:
             raise errors.Stale(f"block {entry.ino:#x} was removed")
         return data
+
+    def _read_lost(self, entry: BlockEntry) -> bytes | None:
+        """A copy of a block that is no more, if its arena still has it."""
+        if not entry.arena or entry.table.has_ended or not self._pin(entry.arena):
+            return None
+        try:
+            memory = self.engine.arenas.by_number[entry.arena].bytes
+            start, note = entry.page * forms.PAGE, len(memory) - _TAIL - 8 * entry.note
+            if memory[note : note + 12].tobytes() != _NOTE.pack(entry.sequence, entry.row):
+                return None
+            data = memory[start : start + entry.size].tobytes()
+            return data if crc32c(data) == entry.checksum else None
+        finally:
+            self._unpin(entry.arena)
 
     # -- pins ------------------------------------------------------------------------------------------
 

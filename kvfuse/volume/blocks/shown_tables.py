@@ -161,12 +161,13 @@ class ShownTables:
         self._looked_at[directory] = False
         self.residents.watch_names(directory, lambda: self.names_come(directory))
 
-    def end_look(self, directory: int, *, has_files: bool, knows_all: bool) -> None:
+    def end_look(self, directory: int, *, has_files: bool, knows_all: bool) -> bool:
         """``has_files``: what was found. ``knows_all``: heads of all slabs were read."""
         is_plain = self._looked_at.get(directory) is False and not has_files
         tables = self.tables.of(directory)
         if is_plain and knows_all and len(tables) == 1:
             tables[0].words[COMPLETE] = 1
+        return is_plain
 
     def names_come(self, directory: int) -> None:
         """A name of a directory is about to mean an inode."""

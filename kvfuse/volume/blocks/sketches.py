@@ -140,9 +140,10 @@ class Sketches:
     _room: trio.Event = field(default_factory=trio.Event)
 
     def add(self, sketch: Sketch) -> None:
-        """A new sketch. Its name is free."""
+        """A new sketch. Its name is free, if it has one."""
         self.by_ino[sketch.ino] = sketch
-        self.enter(sketch)
+        if sketch.nlink:
+            self.enter(sketch)
 
     def enter(self, sketch: Sketch) -> None:
         """The name of the sketch means it from now on, if it means no other one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 
@@ -25,6 +25,9 @@ class BlockStoreView(Protocol):
 
     def note_file(self, directory: int, namespace: int) -> None:
         """A name of a directory is about to mean an ordinary file."""
+
+    def note_directories(self, directory: int, namespace: int, names: Collection[bytes]) -> None:
+        """Names of a directory mean directories, or are about to."""
 
     async def has_names(self, directory: int) -> bool:
         """Blocks, or files that become some, are in a directory. EngineTimeout: that is not known yet."""

@@ -179,8 +179,11 @@ class ApplyFirst:
         for end, meant in zip(plan.ends, plan.means, strict=True):
             found, directory = end.found, end.directory
             was = found.node
-            if meant is not None and self.core.blocks is not None and not meant.is_directory:
-                self.core.blocks.note_file(directory.ino, directory.namespace)
+            if meant is not None and self.core.blocks is not None:
+                if meant.is_directory:
+                    self.core.blocks.note_directories(directory.ino, directory.namespace, [end.name])
+                else:
+                    self.core.blocks.note_file(directory.ino, directory.namespace)
             leaves = was if was is unlinked else None
             moved = was if meant is None else None
             pending.set_name(directory.ino, end.name, meant, found.stored, moved, found.version, leaves)

@@ -260,3 +260,24 @@ def test_blocks_come_from_any_memory_and_go_into_any(mount: KvfuseMount, rng: ra
             store.put_many([b"a", b"b"], [iovs[0][:5], iovs[0][:8:2]])
         sizes = store.put_many([b"a", b"b"], [iovs[0][:5], iovs[0][-7:]])
         assert sizes.all()
+
+
+def test_a_put_does_not_hide_a_directory(mount: KvfuseMount) -> None:
+    folder = make_namespace(mount)
+    (folder / "before").mkdir()
+    with BlockStore(mount.point, "kv") as store:
+        store.put(b"key", b"value")
+        (folder / "after").mkdir()
+        for name in (b"before", b"after"):
+            with pytest.raises(IsADirectoryError):
+                store.put(name, b"value")
+            with pytest.raises(IsADirectoryError):
+                store.put_many([b"one", name, b"two"], [b"1", b"2", b"3"])
+            assert (store.get(b"one"), store.get(b"two")) == (b"1", b"3")
+            store.delete(b"one")
+            store.delete(b"two")
+            assert (folder / os.fsdecode(name)).is_dir()
+            assert store.get(name) is None
+        (folder / "after").rmdir()
+        store.put(b"after", b"value")
+        assert (folder / "after").read_bytes() == b"value"
