@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import begin_table, name_keys
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.blocks.head_tables import HeadTables, name_offset, plan_slab
-from kvfuse.volume.check.block_heads import HEAD_SIZE, SlabHeads, is_possible, parse_heads
+from kvfuse.volume.check.block_heads import HEAD_SIZE, SlabHeads, batches, is_possible, parse_heads
 from kvfuse.volume.check.evidence import Evidence
 
 SLABS_AT_ONCE = 32
@@ -145,7 +145,7 @@ class BlockCheck:
         """``every``: with the older ones of each name, sorted by it."""
         report, total = self.check.report, report_size(live)
         live = live[np.lexsort((live["slot"], live["slab"]))]
-        for start, end in _batches(live["length"]):
+        for start, end in batches(live["length"], BYTES_AT_ONCE):
             some = live[start:end]
             wrong = dict.fromkeys(await self._wrong_names(some), "its name is damaged")
             wrong |= dict.fromkeys(await self._wrong_bytes(some), "its bytes are damaged")
@@ -224,15 +224,3 @@ class NameKeys:
 
 def report_size(blocks: Blocks) -> int:
     return int(blocks["length"].sum(dtype=np.int64))
-
-
-def _batches(lengths: npt.NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
-    """Of neighbours that are read together."""
-    start = size = 0
-    for at, length in enumerate(lengths.tolist()):
-        if at > start and size + length > BYTES_AT_ONCE:
-            yield start, at
-            start, size = at, 0
-        size += length
-    if start < len(lengths):
-        yield start, len(lengths)

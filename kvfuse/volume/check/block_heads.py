@@ -6,6 +6,7 @@ of this loan, and if they repeat its incarnation. All else is older: heads of fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -90,3 +91,15 @@ def is_possible(heads: npt.NDArray[np.void], slot_size: int) -> npt.NDArray[np.b
         & (heads["sequence"] < SEQUENCE_MAX)
     )
     return possible
+
+
+def batches(lengths: npt.NDArray[np.uint32], size_max: int) -> Iterator[tuple[int, int]]:
+    """Of neighbours that are read together: at most so many bytes, or one block."""
+    start = size = 0
+    for at, length in enumerate(lengths.tolist()):
+        if at > start and size + length > size_max:
+            yield start, at
+            start, size = at, 0
+        size += length
+    if start < len(lengths):
+        yield start, len(lengths)

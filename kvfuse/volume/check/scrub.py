@@ -1,9 +1,10 @@
 """Everything that is stored is read again, slowly, for as long as the volume is mounted: cold blocks rot unseen.
 
-A pass reads every record, and of every sealed extent that a record names the bytes and the slot's head. It reads files
-with O_DIRECT where that is possible: the page cache would hide what the disk says. Of a volume that many hosts have
-each reads its share of the slabs. An error is logged once and counted; nothing is changed: `fsck --verify --repair`
-mends heads, and removes files whose bytes are wrong.
+A pass reads every record, and of every sealed extent that a record names the bytes and the slot's head; then the blocks
+of the block store (`BlockScrub`). It reads files with O_DIRECT where that is possible: the page cache would hide what
+the disk says. Of a volume that many hosts have each reads its share of the slabs. An error is logged once and counted.
+A damaged block is dropped; else nothing is changed: `fsck --verify --repair` mends heads, and removes files whose bytes
+are wrong.
 
 The volume changes meanwhile. So what looks wrong is an error only if the record that names it is still the same.
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Protocol
 
 import trio
@@ -25,6 +27,8 @@ from kvfuse.options.config import Options
 from kvfuse.remote.records.api import Record
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
+from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.check.block_scrub import BlockScrub
 from kvfuse.volume.check.evidence import Named, extents_in
 from kvfuse.volume.check.head_check import differences, head_of
 from kvfuse.volume.hosts.slab_leases import SlabLeases
@@ -44,6 +48,8 @@ RETRY_SECONDS = 5.0
 LOGGED_MAX = 10_000
 """Errors that are remembered, so that they are logged once."""
 
+REMEDY = ": 'kvfuse fsck --verify' tells what can be mended"
+
 log = logging.getLogger(__name__)
 
 
@@ -51,11 +57,13 @@ log = logging.getLogger(__name__)
 class ScrubCounters:
     passes: int = 0
     bytes: int = 0
-    """read of extents and heads"""
+    """read of extents, blocks and heads"""
     extents: int = 0
+    blocks: int = 0
+    """of the block store"""
     records: int = 0
     errors: int = 0
-    """each wrong record, extent or head once"""
+    """each wrong record, extent, head or block once"""
     last_pass_errors: int = 0
     last_pass_time: float = 0.0
     """when the last pass ended, seconds since the epoch; 0: none has"""
@@ -66,6 +74,7 @@ class Scrubbed(Protocol):
 
     core: Core
     leases: SlabLeases | None
+    engine: BlockEngine | None
 
 
 class Scrubber:
@@ -129,6 +138,14 @@ class Scrubber:
             for row in rows:
                 await self._check_record(row, segments or self._parts().core.segments)
             after = last_key(rows, damaged)
+        if (engine := self._parts().engine) is not None:
+            blocks = BlockScrub(
+                engine, segments or engine.core.segments, self._note_bytes, partial(self._error, remedy="")
+            )
+            try:
+                await blocks.run()
+            finally:
+                self.counters.blocks += blocks.blocks
         self.counters.passes += 1
         self.counters.last_pass_errors = self._pass_errors
         self.counters.last_pass_time = round(time.time(), 3)
@@ -211,7 +228,9 @@ class Scrubber:
         """A slot that is freed meanwhile is not used again before this ends."""
         with self._parts().core.reads.reading():
             await segments.read([transfer])
-        size = len(transfer.buffer)
+        await self._note_bytes(len(transfer.buffer))
+
+    async def _note_bytes(self, size: int) -> None:
         self.counters.bytes += size
         await self._pace(size)
 
@@ -219,9 +238,9 @@ class Scrubber:
         self._due = max(self._due, trio.current_time()) + size / self._rate
         await trio.sleep_until(self._due)
 
-    def _error(self, what: tuple[object, ...], text: str) -> None:
+    def _error(self, what: tuple[object, ...], text: str, remedy: str = REMEDY) -> None:
         self._pass_errors += 1
         if what not in self._logged and len(self._logged) < LOGGED_MAX:
             self._logged.add(what)
             self.counters.errors += 1
-            log.error("scrub: %s: 'kvfuse fsck --verify' tells what can be mended", text)
+            log.error("scrub: %s%s", text, remedy)
