@@ -7,46 +7,45 @@ the last durable one are there in order, up to any of them.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import trio
-from volume_lab import Chaos, Disk, MemoryRecords, MemorySegments
+from volume_lab import SECTOR, Chaos, Disk, MemoryRecords, MemorySegments
 
 from kvfuse.errors import EngineError
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import Options
 from kvfuse.remote.records.api import Lease, Versioned
 from kvfuse.remote.segments.api import Transfer
+from kvfuse.slab.layout import Superblock
 from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.running import run_volume
 from kvfuse.volume.volume import Volume
 
-SECTOR = 512
+MODES = "none", "prefix", "some", "sectors", "all"
 
 
-@dataclass
-class Medium:
-    """What is durable of a disk, and what is not yet."""
+@dataclass(frozen=True)
+class Instant:
+    """What was durable of a disk at one instant, and the log of what came later."""
 
-    disk: Disk
-    segments: dict[int, bytearray] = field(default_factory=dict)
-    writes: list[tuple[int, int, bytes]] = field(default_factory=list)
-    records: dict[bytes, Versioned] = field(default_factory=dict)
-    commits: list[dict[bytes, Versioned]] = field(default_factory=list)
-    """the records after each commit since the last durable one"""
-    sync_error: float = 0.0
+    superblock: Superblock
+    version: int
+    sizes: dict[int, int]
+    """of segments"""
+    segments: dict[int, bytes]
+    writes: Sequence[tuple[int, int, bytes]]
+    records: dict[bytes, Versioned]
+    commits: Sequence[dict[bytes, Versioned]]
 
-    def __post_init__(self) -> None:
-        self.records = dict(self.disk.records)
-        self.segments = {number: bytearray(image) for number, image in self.disk.segments.items()}
-
-    def cut(self, rng: random.Random) -> Disk:
-        """A disk as a loss of power may leave it now."""
-        segments = {number: bytearray(self.segments.get(number, bytes(len(image)))) for number, image in
-                    self.disk.segments.items()}  # fmt: skip
-        mode = rng.choice(["none", "prefix", "some", "sectors", "all"])
+    def cut(self, rng: random.Random, mode: str = "") -> Disk:
+        """A disk as a loss of power may leave it: ``mode`` is one of `MODES`, or any of them."""
+        segments = {
+            number: bytearray(self.segments.get(number, bytes(size))) for number, size in self.sizes.items()
+        }  # fmt: skip
+        mode = mode or rng.choice(MODES)
         writes = list(self.writes)
         if mode == "prefix":
             writes = writes[: rng.randint(0, len(writes))]
@@ -65,7 +64,41 @@ class Medium:
                     start = end
         number = rng.randint(0, len(self.commits))
         records = dict(self.commits[number - 1] if number else self.records)
-        return Disk(self.disk.superblock, records, self.disk.version, segments)
+        return Disk(self.superblock, records, self.version, segments)
+
+
+@dataclass
+class Medium:
+    """What is durable of a disk, and what is not yet."""
+
+    disk: Disk
+    segments: dict[int, bytes] = field(default_factory=dict)
+    """replaced, never changed"""
+    writes: list[tuple[int, int, bytes]] = field(default_factory=list)
+    records: dict[bytes, Versioned] = field(default_factory=dict)
+    commits: list[dict[bytes, Versioned]] = field(default_factory=list)
+    """the records after each commit since the last durable one"""
+    sync_error: float = 0.0
+    on_event: Callable[[], None] | None = None
+    """called after each write, commit and sync"""
+
+    def __post_init__(self) -> None:
+        self.records = dict(self.disk.records)
+        self.segments = {number: bytes(image) for number, image in self.disk.segments.items()}
+
+    def freeze(self) -> Instant:
+        disk = self.disk
+        sizes = {number: len(image) for number, image in disk.segments.items()}
+        log = dict(self.segments), tuple(self.writes), self.records, tuple(self.commits)
+        return Instant(disk.superblock, disk.version, sizes, *log)
+
+    def cut(self, rng: random.Random) -> Disk:
+        """A disk as a loss of power may leave it now."""
+        return self.freeze().cut(rng)
+
+    def note_event(self) -> None:
+        if self.on_event is not None:
+            self.on_event()
 
 
 class CutSegments(MemorySegments):
@@ -78,6 +111,7 @@ class CutSegments(MemorySegments):
         for segment, offset, buffer in batch:
             self._range(segment, offset, len(buffer))[:] = buffer
             self.medium.writes.append((segment, offset, bytes(buffer)))
+            self.medium.note_event()
 
     async def sync(self) -> None:
         medium, count = self.medium, len(self.medium.writes)
@@ -89,10 +123,15 @@ class CutSegments(MemorySegments):
                 if self.chaos.random.random() < 0.5:
                     self.disk.segments[segment][offset : offset + len(data)] = base[offset : offset + len(data)]
             raise EngineError("injected: sync")
+        changed: dict[int, bytearray] = {}
         for segment, offset, data in medium.writes[:count]:
-            image = medium.segments.setdefault(segment, bytearray(len(self.disk.segments[segment])))
-            image[offset : offset + len(data)] = data
+            if segment not in changed:
+                size = len(self.disk.segments[segment])
+                changed[segment] = bytearray(medium.segments.get(segment, bytes(size)))
+            changed[segment][offset : offset + len(data)] = data
+        medium.segments.update({segment: bytes(image) for segment, image in changed.items()})
         del medium.writes[:count]
+        medium.note_event()
 
 
 class CutRecords(MemoryRecords):
@@ -109,6 +148,7 @@ class CutRecords(MemoryRecords):
         if durable:
             self.medium.records = self.medium.commits[-1]
             self.medium.commits.clear()
+        self.medium.note_event()
         return version
 
 

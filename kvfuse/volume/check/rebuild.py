@@ -121,7 +121,7 @@ async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport
                 superblock = formatting.read_superblock(path)
             except VolumeError as error:
                 superblock = await _find_superblock(error, segments)
-            work = await _collect(superblock, segments, progress)
+            work = await collect(superblock, segments, progress)
         superblock = work.with_features(superblock)
         work.report.records_kept = _move_aside(options.records_path)
         formatting.write_superblock(path, superblock)
@@ -143,7 +143,7 @@ async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport
             )
         async with engines.open_segments(options, read_only=True) as segments:
             superblock = await _find_superblock(VolumeError(f"{title} has no superblock"), segments)
-            work = await _collect(superblock, segments, progress)
+            work = await collect(superblock, segments, progress)
         superblock = work.with_features(superblock)
         records = sealed.as_formatted(records, superblock)
         await records.commit(formatting.first_records(options), durable=True)
@@ -152,7 +152,10 @@ async def _rebuild_shared(options: Options, progress: Progress) -> RebuildReport
     return work.report
 
 
-async def _collect(superblock: Superblock, segments: SegmentStore, progress: Progress) -> _Rebuild:
+async def collect(
+    superblock: Superblock, segments: SegmentStore, progress: Progress = lambda what, done, total: None
+) -> _Rebuild:
+    """What segments tell."""
     work = _Rebuild(superblock.geometry, segments, progress)
     await work.read_headers()
     for done, (ino, pieces) in enumerate(sorted(work.pieces.items()), 1):
