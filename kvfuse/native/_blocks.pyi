@@ -33,6 +33,13 @@ class Core:
         """Free slabs, whose heads on the medium say so: they are the core's no more."""
     def load_slab(self, number: int, token: int, heads: Any) -> int:
         """Take over a slab by its heads, at a mount. How many blocks it has. Tables and spaces are there before."""
+    def load_foreign(self, number: int, token: int, heads: Any) -> int:
+        """Know the blocks of another host's slab as its heads say it now, no others. How many count; -1: it is ours."""
+    def forget_foreign(self, number: int) -> None:
+        """Know nothing of a slab of another host any more."""
+    def settle_shadows(self, sequence: int) -> None:
+        """`load_foreign` was called for all slabs of others since this sequence was the last one: blocks up to it that
+        none of them met shadow nothing any more."""
     def set_loading(self, loading: bool) -> None:
         """While slabs are loaded, names that are dropped are remembered: older blocks of theirs do not come."""
     def restore(self) -> None:

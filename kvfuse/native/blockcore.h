@@ -24,13 +24,17 @@
 #include "crc32c.h"
 
 enum { HEAD = 96, NAME_ROOM = 256, HEAD_MAGIC = 0x4B56, HEAD_VERSION = 1, STATE_FREE = 0, STATE_BLOCK = 1, STATE_SLAB = 2 };
-/* LOADED: as a head said. Above these, from MICROS on: microseconds of the time that the block shows */
-enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8, MICROS = 12 };
+/* LOADED: as a head said. FOREIGN: as a head of another host's slab said. SHADOWS: such a slab has, or
+   had, an older block of the name; SHADOWS_NOW: as was seen since `settle_shadows`. From bit MICROS on: microseconds of
+   the time that the block shows */
+enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8, FOREIGN = 16, SHADOWS = 32, SHADOWS_NOW = 64, MICROS = 12 };
+enum { NO_LIST = 253 }; /* no policy decides about the row */
 enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7 };
 enum { ABSENT = -1, NOT_RESIDENT = -2, NOT_MAPPED = -3, NO_ROOM = -4, CHANGED = -8 };
 enum { SLOT_FREE = 0, SLOT_STALE = 1, SLOT_HELD = 2, SLOT_OWNED = 16 };
 enum { ARENAS = 4096, TABLES = 4096, SPACES = 4096, SIZES = 256, SEEN = 256, LEARN_AFTER = 64, LEARNED_MAX = 64 };
 enum { SLOTS_MAX = 1 << 16, GROUP = 64, HEADS_AT_ONCE = 256, ROWS_AT_ONCE = 4096, SEQUENCE_BITS = 62 };
+enum { FOREIGN_ROWS_MAX = 16 << 20 }; /* blocks of other hosts that are known: the rest is absent */
 enum { SPARE, FILLING, FILLED };
 
 #define TAIL_MAGIC 0x4C4941544156564Bull
@@ -104,6 +108,13 @@ typedef struct {
     uint64_t *takeable; /* a bit for each slot: it is free or stale */
 } Slab;
 
+/* What is known of a slab that another host has. ``rows``: of each slot: 0, or table << 32 | row + 1, if that row is still
+   FOREIGN and in this slot. */
+typedef struct {
+    uint32_t slot_size, count, lead;
+    uint64_t *rows;
+} Foreign;
+
 typedef struct {
     uint32_t slot_size, cut, count, room; /* ``cut``: slabs that have slots of this size */
     uint32_t *slabs; /* that have free slots, the one to be used next last */
@@ -127,6 +138,7 @@ typedef struct Core {
     uint32_t slab_count, class_count, free_count, free_room, size_count, learned;
     SlabState *states;
     Slab *slabs;
+    Foreign *foreign;
     uint32_t *free_slabs;
     uint32_t sizes[SIZES];
     Class classes[SIZES];
@@ -142,7 +154,7 @@ typedef struct Core {
     Queue queue, unsynced; /* ``unsynced``: heads of free slots and of slabs that were written since the last sync */
     uint64_t synced; /* sequence up to which all blocks survive a loss of power */
     uint64_t dirty_bytes, dirty_max, stamp, puts, put_bytes, gets, get_bytes, recycled, relocated, refused, batches;
-    uint64_t resident;
+    uint64_t resident, foreign_rows, foreign_max, shadows; /* ``shadows``: whether rows may have that flag */
     int loading;
     struct Removed {
         Fingerprint fingerprint;
@@ -210,6 +222,17 @@ static void plan_slab(const Core *core, uint32_t slot_size, uint32_t *count, uin
             break;
     }
     *count = all - *lead;
+}
+
+/* Where the bytes of a slot are in its slab. 0: nobody knows how the slab is cut. */
+static int data_place(const Core *core, uint32_t number, uint32_t slot, uint64_t *offset, uint32_t *count)
+{
+    const Slab *slab = core->slabs + number;
+    const Foreign *foreign = core->foreign + number;
+    uint32_t slot_size = slab->owners ? core->classes[slab->class].slot_size : foreign->slot_size;
+    *count = slab->owners ? slab->count : foreign->count;
+    *offset = (uint64_t)(slot + (slab->owners ? slab->lead : foreign->lead)) * slot_size;
+    return slot < *count;
 }
 
 static uint64_t name_place(uint32_t count, uint32_t slot) { return (uint64_t)HEAD * (count + 1) + (uint64_t)NAME_ROOM * slot; }
@@ -637,6 +660,10 @@ static void release_row(Core *core, Table *table, Row *row)
         if (row->flags & (DIRTY | WRITING))
             core->dirty_bytes -= padded(row->length);
     }
+    if (row->flags & FOREIGN) {
+        core->foreign_rows--;
+        return;
+    }
     if (core->slabs[row->slab].owners)
         charge(core, table->space, -(int64_t)core->classes[core->slabs[row->slab].class].slot_size, -1);
     free_slot(core, row->slab, row->slot, (row->flags & WRITING) != 0);
@@ -676,7 +703,8 @@ static void note_removed(Core *core, Fingerprint fingerprint)
 static void end_row(Core *core, Table *table, uint32_t number, int64_t heir)
 {
     Row *row = table->index.rows + number;
-    core->states[row->slab].has_stale = 1;
+    if (!(row->flags & FOREIGN))
+        core->states[row->slab].has_stale = 1;
     if (heir >= 0)
         change_entries(&table->index, number, heir);
     begin_change(row);
@@ -797,6 +825,8 @@ static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *ter
     row->length = plan->length, row->checksum = plan->checksum;
     row->slab = plan->slab, row->slot = (uint16_t)plan->slot, row->spare_slot = 0;
     row->flags = DIRTY | (uint32_t)((terms->shown_us ? terms->shown_us : terms->now_us) % 1000000) << MICROS;
+    if (former >= 0 && table->index.rows[former].flags & (FOREIGN | SHADOWS))
+        row->flags |= SHADOWS | SHADOWS_NOW, core->shadows = 1;
     row->sequence = *sequence, row->directory = terms->directory;
     row->due = terms->now_us, row->used = terms->now, row->expires = terms->expires;
     row->stored = terms->shown_us ? (uint32_t)(terms->shown_us / 1000000) : terms->now;
@@ -1222,7 +1252,7 @@ static void doubt_unsynced(Core *core)
         Table *table = core->tables + t;
         for (uint32_t r = 0; table->is_known && !table->is_ended && r < table->index.header->row_end; r++) {
             Row *row = table->index.rows + r;
-            if (!(row->version & 1) || row->sequence <= core->synced || (row->flags & (DIRTY | WRITING)))
+            if (!(row->version & 1) || row->sequence <= core->synced || (row->flags & (DIRTY | WRITING | FOREIGN)))
                 continue;
             Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
             if (!arena) {
@@ -1259,6 +1289,7 @@ static void reserve_all(Core *core, Landing *landing, const Names *names, const 
     for (int64_t i = 0; i < landing->count; i++) {
         struct Coming *one = landing->rows + i;
         uint8_t name[NAME_MAX_BYTES], length;
+        uint32_t count;
         one->arena = NULL, places[i] = offsets[i] = 0, sizes[i] = ABSENT, slabs[i] = 0;
         if (!copy_name(names, i, 0, name, &length) || rows[i] < 0 || rows[i] >= table->index.rows_max)
             continue;
@@ -1266,13 +1297,12 @@ static void reserve_all(Core *core, Landing *landing, const Names *names, const 
         Fingerprint wanted = fingerprint_of(table->index.multipliers, row->directory, name, length);
         lock(core);
         if (!table->is_ended && (row->version & 1) && row->sequence == sequences[i] && !row->arena &&
-            core->slabs[row->slab].owners && row->name_length == length && is_same(row->fingerprint, wanted)) {
-            const Slab *slab = core->slabs + row->slab;
+            data_place(core, row->slab, row->slot, offsets + i, &count) && row->name_length == length &&
+            is_same(row->fingerprint, wanted)) {
             one->row = (uint32_t)rows[i], one->sequence = row->sequence, one->length = row->length;
             one->arena = take_memory(core, table, row->length, length, &one->offset, &one->note);
             sizes[i] = one->arena ? (int64_t)row->length : NO_MEMORY;
             slabs[i] = row->slab;
-            offsets[i] = (uint64_t)(row->slot + slab->lead) * core->classes[slab->class].slot_size;
         }
         unlock(core);
         if (!one->arena)
@@ -1353,47 +1383,179 @@ static void own_slot(Core *core, Table *table, uint32_t number)
     charge(core, table->space, core->classes[slab->class].slot_size, 1);
 }
 
-/* Enter a block that a head describes, unless there is a newer one of its name. 1: its slot is taken. The head has its
-   checksum, and yet may be anything. */
-static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *head)
+/* The table of a block that a head describes. The head has its checksum, and yet may be anything. NULL: it is none. */
+static Table *table_of_head(Core *core, uint32_t slot_size, const Head *head)
 {
     Table *table = table_for(core, head);
-    Slab *slab = core->slabs + number;
-    uint32_t slot_size = core->classes[slab->class].slot_size;
     if (!table || !head->length || head->length > slot_size || head->slot_size != slot_size || !head->name_length ||
         !head->sequence || head->sequence >> SEQUENCE_BITS || core->spaces[table->space].epoch != head->epoch)
-        return 0;
+        return NULL;
     if (head->sequence > core->sequence)
         core->sequence = head->sequence;
-    if (core->removed_count && removed_place(core->removed, core->removed_room, head->fingerprint)->is_known)
-        return 0;
-    int64_t place = find_row(&table->index, head->fingerprint);
-    if (place >= 0) {
-        const Row *other = table->index.rows + place; /* one that was put since is newer, whatever clocks said */
-        if (!(other->flags & LOADED) || other->sequence >= head->sequence)
-            return 0;
-        end_row(core, table, (uint32_t)place, NO_ROW);
-    }
-    place = take_row(table);
+    return table;
+}
+
+/* Enter a block that a head describes, which has no row. Its number; below 0: there is no place for it. */
+static int64_t enter_head(Table *table, uint32_t number, uint32_t slot, const Head *head, uint32_t flags)
+{
+    int64_t place = take_row(table);
     if (place < 0)
-        return 0;
+        return NO_ROW;
     Row *row = table->index.rows + place;
     begin_change(row);
     row->fingerprint = head->fingerprint;
     if (!enter_row(&table->index, (uint32_t)place)) {
         give_row(table, (uint32_t)place);
-        return 0;
+        return NO_ROW;
     }
-    row->arena = row->page = row->note = 0, row->flags = LOADED | head->micros % 1000000 << MICROS;
+    row->arena = row->page = row->note = 0, row->flags = flags | head->micros % 1000000 << MICROS;
     row->length = head->length, row->checksum = head->checksum;
     row->slab = number, row->slot = (uint16_t)slot, row->spare_slot = 0;
     row->sequence = head->sequence, row->directory = head->directory;
     row->due = (uint64_t)head->stored * 1000000, row->used = row->stored = head->stored, row->expires = head->expires;
-    row->uses = row->list = 0, row->priority = head->priority, row->name_length = head->name_length;
+    row->uses = 0, row->list = flags & FOREIGN ? NO_LIST : 0, row->priority = head->priority, row->name_length = head->name_length;
     end_change(row);
     table->index.header->live++;
+    return place;
+}
+
+/* Enter a block of an own slab, unless there is a newer one of its name. 1: its slot is taken. */
+static int load_head(Core *core, uint32_t number, uint32_t slot, const Head *head)
+{
+    Table *table = table_of_head(core, core->classes[core->slabs[number].class].slot_size, head);
+    if (!table || (core->removed_count && removed_place(core->removed, core->removed_room, head->fingerprint)->is_known))
+        return 0;
+    int64_t place = find_row(&table->index, head->fingerprint);
+    if (place >= 0) {
+        Row *other = table->index.rows + place; /* one that was put since is newer, whatever clocks said */
+        if (other->flags & FOREIGN && other->slab == number && other->slot == slot && other->sequence == head->sequence) {
+            core->foreign_rows--; /* another host had the slab until now */
+            other->flags = (other->flags & ~(uint32_t)FOREIGN) | LOADED;
+            other->list = 0;
+            own_slot(core, table, (uint32_t)place);
+            return 1;
+        }
+        if (!(other->flags & (LOADED | FOREIGN)) || other->sequence >= head->sequence)
+            return 0;
+        end_row(core, table, (uint32_t)place, NO_ROW);
+    }
+    place = enter_head(table, number, slot, head, LOADED);
+    if (place < 0)
+        return 0;
     own_slot(core, table, (uint32_t)place);
     return 1;
+}
+
+/* -- slabs of other hosts ----------------------------------------------------------------------------------------- */
+
+/* The row of a slot of another host's slab; NULL: it has none. */
+static Row *foreign_row(Core *core, uint32_t number, uint32_t slot, Table **table, uint32_t *place)
+{
+    uint64_t known = core->foreign[number].rows ? core->foreign[number].rows[slot] : 0;
+    if (!known)
+        return NULL;
+    *table = core->tables + (known >> 32), *place = (uint32_t)known - 1;
+    if (!(*table)->is_known || (*table)->is_ended || *place >= (*table)->index.header->row_end)
+        return NULL;
+    Row *row = (*table)->index.rows + *place;
+    return (row->version & 1) && row->flags & FOREIGN && row->slab == number && row->slot == slot ? row : NULL;
+}
+
+/* Nothing is known of a slab of another host any more. */
+static void forget_foreign(Core *core, uint32_t number)
+{
+    Foreign *foreign = core->foreign + number;
+    Table *table;
+    uint32_t place;
+    for (uint32_t slot = 0; foreign->rows && slot < foreign->count; slot++)
+        if (foreign_row(core, number, slot, &table, &place))
+            end_row(core, table, place, NO_ROW);
+    free(foreign->rows);
+    *foreign = (Foreign){0};
+}
+
+/* A head of another host's slab: 1: its row is entered, or is as it was. A block of ours that is older has been replaced. */
+static int meet_head(Core *core, uint32_t number, uint32_t slot, const Head *head)
+{
+    Table *table = table_of_head(core, core->foreign[number].slot_size, head);
+    if (!table)
+        return 0;
+    int64_t place = find_row(&table->index, head->fingerprint);
+    if (place >= 0) {
+        Row *other = table->index.rows + place;
+        if (other->flags & FOREIGN && other->slab == number && other->slot == slot && other->sequence == head->sequence)
+            return 1;
+        if (other->sequence >= head->sequence) {
+            if (!(other->flags & FOREIGN))
+                other->flags |= SHADOWS | SHADOWS_NOW, core->shadows = 1;
+            return 0;
+        }
+        end_row(core, table, (uint32_t)place, NO_ROW);
+    }
+    if (core->foreign_rows >= core->foreign_max || (place = enter_head(table, number, slot, head, FOREIGN)) < 0)
+        return 0;
+    core->foreign_rows++;
+    core->foreign[number].rows[slot] = ((uint64_t)(table - core->tables) << 32) + (uint64_t)place + 1;
+    return 1;
+}
+
+/* All heads of other hosts were seen since a sequence: blocks of ours up to it, of which none has an older one, shadow none. */
+static void settle_shadows(Core *core, uint64_t sequence)
+{
+    int is_any = 0;
+    for (uint32_t t = 0; t < TABLES && core->shadows; t++) {
+        Table *table = core->tables + t;
+        for (uint32_t r = 0; table->is_known && !table->is_ended && r < table->index.header->row_end; r++) {
+            Row *row = table->index.rows + r;
+            if (!(row->version & 1) || !(row->flags & SHADOWS))
+                continue;
+            if (row->sequence <= sequence && !(row->flags & SHADOWS_NOW))
+                row->flags &= ~(uint32_t)SHADOWS;
+            row->flags &= ~(uint32_t)SHADOWS_NOW;
+            is_any |= (row->flags & SHADOWS) != 0;
+        }
+    }
+    core->shadows = (uint64_t)is_any;
+}
+
+/* Know the blocks of a slab of another host as its heads say it now. -1: it is ours. */
+static int64_t load_foreign(Core *core, uint32_t number, uint32_t token, const uint8_t *meta, uint64_t size)
+{
+    Foreign *foreign = core->foreign + number;
+    Head first = {0}, head;
+    Table *table;
+    int64_t count = 0;
+    memcpy(&first, meta, size < HEAD ? 0 : HEAD);
+    lock(core);
+    if (core->states[number].is_ours || core->slabs[number].owners) {
+        unlock(core);
+        return -1;
+    }
+    int is_slab = is_sound_head(&first, STATE_SLAB) && first.token == token && first.slot_size &&
+                  !(first.slot_size % PAGE) && first.slot_size <= core->slab_size;
+    if (!is_slab || foreign->slot_size != first.slot_size)
+        forget_foreign(core, number);
+    if (is_slab && !foreign->rows) {
+        plan_slab(core, first.slot_size, &foreign->count, &foreign->lead);
+        foreign->rows = calloc(foreign->count + 1, sizeof *foreign->rows);
+        foreign->slot_size = first.slot_size;
+    }
+    uint32_t end = size / HEAD && foreign->rows ? (uint32_t)(size / HEAD - 1) : 0, place;
+    end = end < foreign->count ? end : foreign->count;
+    for (uint32_t slot = 0; slot < end; slot++) {
+        if (slot % HEADS_AT_ONCE == HEADS_AT_ONCE - 1) {
+            unlock(core);
+            lock(core);
+        }
+        memcpy(&head, meta + (uint64_t)HEAD * (slot + 1), HEAD);
+        int is_block = head.magic == HEAD_MAGIC && head.incarnation == first.incarnation && is_sound_head(&head, STATE_BLOCK);
+        Row *row = foreign_row(core, number, slot, &table, &place);
+        if (row && !(is_block && row->sequence == head.sequence && is_same(row->fingerprint, head.fingerprint)))
+            end_row(core, table, place, NO_ROW);
+        count += is_block && meet_head(core, number, slot, &head);
+    }
+    unlock(core);
+    return count;
 }
 
 /* Take over a slab by its heads, some at a time: the lock is free between. How many blocks it has; -1: it is here already. */
@@ -1411,6 +1573,9 @@ static int64_t load_slab(Core *core, uint32_t number, uint32_t token, const uint
     }
     state->slot_size = state->is_head_written = state->has_stale = 0;
     state->incarnation = first.incarnation, state->token = token;
+    int is_slab = is_sound_head(&first, STATE_SLAB) && first.token == token && first.slot_size == core->foreign[number].slot_size;
+    if (!is_slab)
+        forget_foreign(core, number);
     if (!is_sound_head(&first, STATE_SLAB) || first.token != token || !first.slot_size || first.slot_size % PAGE ||
         first.slot_size > core->slab_size || !cut_slab(core, number, first.slot_size)) {
         core->free_slabs[core->free_count++] = number;
@@ -1440,6 +1605,7 @@ static int64_t load_slab(Core *core, uint32_t number, uint32_t token, const uint
             owe_free_head(core, number, slot);
     }
     state->is_ours = 1; /* not before: a daemon that finds half of it loads it again */
+    forget_foreign(core, number); /* those that are no more */
     slab->held = slab->in_list = 0;
     offer_slab(core, number);
     free_slab(core, number);
@@ -1492,8 +1658,8 @@ static void restore_table(Core *core, Table *table)
         if (arena && (arena->table != (int)(table - core->tables) || !is_noted(arena, row, number)))
             arena = NULL;
         if (!slab || !slab->owners || row->slot >= slab->count || slab->owners[row->slot] >= SLOT_OWNED ||
-            (!arena && is_dirty)) { /* slabs or arenas were taken away meanwhile: it is lost */
-            if (slab && slab->owners)
+            (!arena && is_dirty) || row->flags & FOREIGN) { /* slabs or arenas were taken away meanwhile: it is lost */
+            if (slab && slab->owners && !(row->flags & FOREIGN))
                 core->states[row->slab].has_stale = 1;
             begin_change(row);
             change_entries(&table->index, number, NO_ROW);

@@ -46,6 +46,8 @@ DIRTY, WRITING, HOT = 1, 2, 4
 """flags of a row: it waits for a write; that is under way; it was read since its arena was filled or recycled"""
 MICROS = 12
 """bit of the flags from which on they have the microseconds of the time ``stored``"""
+FOREIGN, SHADOWS = 16, 32
+"""it is in a slab of another host; such a slab has, or had, an older block of its name"""
 TABLE_LIVE, TABLE_ENDED = 1, 2
 """states of a table"""
 SPARE, FILLING, FILLED = 0, 1, 2

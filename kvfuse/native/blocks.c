@@ -113,12 +113,14 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
         core->slab_count = core->free_room = slab_count, core->slab_size = slab_size, core->head_size = head_size;
         core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
         core->free_slabs = calloc(slab_count + 1, sizeof *core->free_slabs);
+        core->foreign = calloc(slab_count + 1, sizeof *core->foreign);
+        core->foreign_max = FOREIGN_ROWS_MAX;
         core->size_count = (uint32_t)count;
         memcpy(core->sizes, sizes.buf, (size_t)count * 4);
         core->dirty_max = UINT64_MAX;
         pthread_mutex_init(&core->lock, NULL);
     }
-    if (is_sound && (!core || !core->slabs || !core->free_slabs)) {
+    if (is_sound && (!core || !core->slabs || !core->free_slabs || !core->foreign)) {
         Py_CLEAR(self);
         PyErr_NoMemory();
     }
@@ -132,11 +134,13 @@ static void core_free(CoreObject *self)
     if (core) {
         for (uint32_t i = 0; core->slabs && i < core->slab_count; i++)
             free(core->slabs[i].owners);
+        for (uint32_t i = 0; core->foreign && i < core->slab_count; i++)
+            free(core->foreign[i].rows);
         for (int i = 0; i < SIZES; i++)
             free(core->classes[i].slabs);
         for (int i = 0; i < TABLES; i++)
             free(core->tables[i].free_rows);
-        free(core->slabs), free(core->free_slabs), free(core->queue.entries), free(core->unsynced.entries), free(core->removed);
+        free(core->slabs), free(core->free_slabs), free(core->foreign), free(core->queue.entries), free(core->unsynced.entries), free(core->removed);
         pthread_mutex_destroy(&core->lock);
         free(core);
     }
@@ -411,6 +415,52 @@ static PyObject *load_slab_heads(PyObject *self, PyObject *args)
     return count < 0 ? NULL : PyLong_FromLongLong(count);
 }
 
+static PyObject *load_foreign_heads(PyObject *self, PyObject *args)
+{
+    unsigned number, token;
+    Py_buffer meta;
+    if (!PyArg_ParseTuple(args, "IIy*", &number, &token, &meta))
+        return NULL;
+    Core *core = CORE;
+    long long count = -1;
+    if (number < core->slab_count) {
+        Py_BEGIN_ALLOW_THREADS
+        count = load_foreign(core, number, token, meta.buf, (uint64_t)meta.len);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&meta);
+    return PyLong_FromLongLong(count);
+}
+
+static PyObject *forget_foreign_slab(PyObject *self, PyObject *args)
+{
+    unsigned number;
+    if (!PyArg_ParseTuple(args, "I", &number))
+        return NULL;
+    Core *core = CORE;
+    if (number < core->slab_count) {
+        Py_BEGIN_ALLOW_THREADS
+        lock(core);
+        forget_foreign(core, number);
+        unlock(core);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *settle_shadowing(PyObject *self, PyObject *args)
+{
+    unsigned long long sequence;
+    if (!PyArg_ParseTuple(args, "K", &sequence))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    lock(CORE);
+    settle_shadows(CORE, sequence);
+    unlock(CORE);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *set_loading(PyObject *self, PyObject *args)
 {
     int loading;
@@ -539,7 +589,7 @@ static PyObject *drop_rows(PyObject *self, PyObject *args)
             const Row *row = table->index.rows + number[i];
             if (!(row->version & 1) || row->sequence != sequence[i])
                 continue;
-            size[i] = core->states[row->slab].slot_size;
+            size[i] = row->flags & FOREIGN ? core->foreign[row->slab].slot_size : core->states[row->slab].slot_size;
             drop_row(core, table, (uint32_t)number[i]);
         }
         unlock(core);
@@ -644,15 +694,13 @@ static PyObject *slot_places(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "II", &number, &slot))
         return NULL;
     Core *core = CORE;
-    unsigned long long name = 0, data = 0;
+    uint64_t name = 0, data = 0;
+    uint32_t count;
     lock(core);
-    const Slab *slab = number < core->slab_count && core->slabs[number].owners ? core->slabs + number : NULL;
-    if (slab && slot < slab->count) {
-        name = name_place(slab->count, slot);
-        data = (unsigned long long)(slot + slab->lead) * core->classes[slab->class].slot_size;
-    }
+    if (number < core->slab_count && data_place(core, number, slot, &data, &count))
+        name = name_place(count, slot);
     unlock(core);
-    return name ? Py_BuildValue("KK", name, data) : PyErr_Format(PyExc_ValueError, "slab %u has no slot %u", number, slot);
+    return name ? Py_BuildValue("KK", (unsigned long long)name, (unsigned long long)data) : PyErr_Format(PyExc_ValueError, "slab %u has no slot %u", number, slot);
 }
 
 /* -- batches ------------------------------------------------------------------------------------------------------ */
@@ -880,7 +928,8 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
                {"relocated", core->relocated}, {"refused", core->refused}, {"batches", core->batches},
                {"dirty_bytes", core->dirty_bytes}, {"dirty", core->queue.tail - core->queue.head},
                {"free_slabs", core->free_count}, {"queued", core->queue.tail},
-               {"free_slots_bytes", free_bytes}, {"sequence", core->sequence}, {"written_heads", core->unsynced.tail}};
+               {"free_slots_bytes", free_bytes}, {"foreign", core->foreign_rows},
+               {"shadows", core->shadows}, {"sequence", core->sequence}, {"written_heads", core->unsynced.tail}};
     unlock(core);
     PyObject *found = PyDict_New(); /* what makes objects may run anything: not under the lock */
     for (size_t i = 0; found && i < sizeof all / sizeof *all; i++) {
@@ -906,6 +955,9 @@ static PyMethodDef core_methods[] = {
     {"add_slabs", add_slabs, METH_VARARGS, "add_slabs(numbers, token)"},
     {"take_slabs", take_slabs, METH_VARARGS, "take_slabs(count) -> numbers"},
     {"load_slab", load_slab_heads, METH_VARARGS, "load_slab(number, token, heads) -> blocks"},
+    {"load_foreign", load_foreign_heads, METH_VARARGS, "load_foreign(number, token, heads) -> blocks, or -1"},
+    {"forget_foreign", forget_foreign_slab, METH_VARARGS, "forget_foreign(number)"},
+    {"settle_shadows", settle_shadowing, METH_VARARGS, "settle_shadows(sequence)"},
     {"set_loading", set_loading, METH_VARARGS, "set_loading(whether)"},
     {"restore", restore, METH_NOARGS, "restore()"},
     {"put", put, METH_VARARGS, "put(...) -> how many have a place"},

@@ -454,11 +454,6 @@ def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str
     if options.namespace.blocks is not None:
         origin = origins["namespace.blocks"]
         raise ConfigError(f"{origin}: namespace.blocks is not offered for a volume that several hosts share")
-    if options.namespace.kind == "blocks":
-        origin = origins["namespace.kind"]
-        raise ConfigError(
-            f"{origin}: namespace.kind=blocks is not offered for a volume that several hosts share: use cache"
-        )
     if options.has_segment_files and options.volume.path is None and folder is None:
         raise ConfigError("segments.path is not set: name the segments' folder, on a file system that all hosts share")
     if isinstance(segments, RadosOptions) and segments.pool is None:

@@ -88,6 +88,8 @@ class Allocator:
         """None: nobody is charged"""
         self.slab_opened: Callable[[], object] = lambda: None
         """called when a slot size took a free slab: there may soon be none left"""
+        self.lent_granted: Callable[[int], object] = lambda slab: None
+        """called when a slab was granted that is lent already: blocks are in it"""
 
     # -- taking and giving back --------------------------------------------------------------------
 
@@ -228,6 +230,7 @@ class Allocator:
             found.append(self._pop_free())
             self._note_lent(found[-1], token)
             self._dirty.add(found[-1])
+            self.slab_opened()
         return found
 
     def take_lent(self, slab: int) -> None:
@@ -256,6 +259,8 @@ class Allocator:
         if state.slot_size:
             self._restore_slab(state)
         self._granted.add(state.slab)
+        if state.slab in self.lent:
+            self.lent_granted(state.slab)
         if state.slab not in self._slabs and state.slab not in self.lent:
             heappush(self._returned, state.slab)
 

@@ -586,10 +586,19 @@ class RowApi(Protocol):
 
     directories: dict[int, frozenset[bytes]]
     """directory -> names in it that may mean directories; any thread may look"""
+    has_ended: bool
+    """its membership is over: the volume has another one"""
 
     @property
     def knows_all(self) -> bool:
-        """Heads of all slabs were read: a block that is not found is none. Any thread."""
+        """Heads of all slabs were read, of other hosts a moment ago: a block that is not found is none. Any thread."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Other hosts store blocks, too: strict answers wait for `renew`."""
+
+    async def renew(self, *, is_strict: bool) -> None:
+        """Know what other hosts have on the medium: as of now, or (relaxed) a second ago. EngineTimeout: strict."""
 
     def now(self, namespace: int) -> int:
         """Seconds since the epoch by the clock of a namespace. Any thread."""
@@ -642,6 +651,9 @@ class RowApi(Protocol):
 
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
         """Remove blocks. Which there were."""
+
+    async def remove(self, directory: int, names: Sequence[bytes], *, is_strict: bool = False) -> list[bool]:
+        """Remove blocks, those of other hosts, too. Which there were. NoSpace, QuotaExceeded, EngineError."""
 
 
 class NearApi(Protocol):

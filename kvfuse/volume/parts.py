@@ -155,18 +155,18 @@ class Parts:
         )
         editor = NamespaceEditor(self.names, namespaces)
         self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(editor))
-        self.engine: BlockEngine | None = None
-        if member is None:
-            self.engine = core.blocks = BlockEngine(
-                core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
-                options.cache.staging_size, self.blocks.search.ancestors,
-            )  # fmt: skip
+        view = self.leases.view if self.leases is not None else None
+        self.engine: BlockEngine | None = BlockEngine(
+            core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
+            options.cache.staging_size, self.blocks.search.ancestors, (lambda: view.lent) if view else None,
+        )  # fmt: skip
+        core.blocks = self.engine
         self.block_names: BlockNames | None = None
         """of a volume with a block store"""
         if self.engine is not None:
             files = BlockFiles(core, self.engine, self.lookups, self.names, self.writer, self.cutter)
             self.block_names = BlockNames(files)
-            self.space.elsewhere = [*self.space.elsewhere, BlockRoom(self.engine).make_room]
+            self.space.elsewhere = [BlockRoom(self.engine).make_room, *self.space.elsewhere]
         self.life = Lifetime()
 
     def _is_caller_coming(self) -> bool:

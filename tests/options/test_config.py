@@ -259,10 +259,6 @@ def test_who_shares_publishes_strictly_unless_told_otherwise(conf: Path) -> None
             ETCD + RADOS + "[namespace]\nblocks = 5",
             ":9: namespace.blocks is not offered for a volume that several hosts",
         ),
-        (
-            ETCD + RADOS + "[namespace]\nkind = 'blocks'",
-            ":9: namespace.kind=blocks is not offered for a volume that several hosts",
-        ),
         (ETCD + "deadline = 10\n" + RADOS, "client.lease is 10 s: it must be longer than records.deadline, 10 s"),
     ],
 )

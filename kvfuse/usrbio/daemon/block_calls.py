@@ -176,7 +176,7 @@ class BlockCalls:
     async def _look_up(self, namespace: NamespaceHandle, names: list[bytes], flags: int) -> bytes:
         """One byte for each name, 0 for those that do not exist."""
         if namespace.blocks is not None:
-            found = self.rows.exists(namespace.blocks, names)
+            found = await self.rows.exists(namespace.blocks, names)
             if all(found) or not namespace.blocks.has_files:
                 return bytes(found)
             files = await self.volume.blocks.exists(namespace.ino, names)
@@ -190,8 +190,9 @@ class BlockCalls:
         completions = call.ring.completions
         former = completions.begin_answers(call)
         if namespace.blocks is not None:
-            gone_rows = namespace.blocks.store.drop(namespace.ino, call.names)
-            if not namespace.blocks.has_files:
+            door = namespace.blocks
+            gone_rows = await door.store.remove(namespace.ino, call.names, is_strict=door.terms.is_strict)
+            if not door.has_files:
                 found = [one or was != 0 for one, was in zip(gone_rows, former, strict=True)]
                 self.finish(Done(call, 0, directory=namespace.ino, found=found))
                 return

@@ -112,7 +112,7 @@ class BlockDoor:
     def is_current(self) -> bool:
         """Whether the directory has the same tables as then, and as few files. Any thread."""
         store = self.store
-        same = self.tables is store.tables_of(self.directory)
+        same = self.tables is store.tables_of(self.directory) and not store.has_ended
         return same and (self.has_files or self.directory not in store.with_files)
 
 

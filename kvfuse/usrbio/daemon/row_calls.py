@@ -10,6 +10,7 @@ from functools import partial
 from stat import S_ISDIR
 
 import numpy as np
+import numpy.typing as npt
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.call import Call, Completion
@@ -38,19 +39,25 @@ class RowCalls:
             own = store.table(namespace.ino, number, self.peer.uid, namespace.group.gid, namespace.mode)
         store.shown.begin_look(namespace.ino)
         has_files = await self.volume.blocks.has_files(namespace.ino)
-        if store.shown.end_look(namespace.ino, has_files=has_files, knows_all=store.knows_all):
+        knows_all = store.knows_all and not store.is_shared
+        if store.shown.end_look(namespace.ino, has_files=has_files, knows_all=knows_all):
             store.with_files.discard(namespace.ino)
         tables = store.tables_of(namespace.ino)
         readable = tuple([table for table in tables if namespace.has_token or self.peer.may_access(table.readers, 4)])
+        is_strict = self.volume.blocks.waits(namespace.ino)
+        if is_strict and store.is_shared:  # each answer is what all hosts have now: the event loop asks
+            readable = ()
         namespace.blocks = BlockDoor(
             store, namespace.ino, number, own, tables, readable, has_files=has_files,
-            sees_all=len(readable) == len(tables),
-            terms=RowTerms(is_strict=self.volume.blocks.waits(namespace.ino)),
+            sees_all=len(readable) == len(tables) and not (is_strict and store.is_shared),
+            terms=RowTerms(is_strict=is_strict),
         )  # fmt: skip
 
     async def get(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
         """Answer a GET. False: the directory has no such block; a file may have its name. PermissionDenied."""
         name = call.names[0]
+        if door.terms.is_strict or door.store.find(namespace.ino, name) is None:
+            await door.store.renew(is_strict=door.terms.is_strict)
         for _ in range(4):
             found = door.store.find(namespace.ino, name)
             if found is None:
@@ -94,16 +101,24 @@ class RowCalls:
             if node is not None and S_ISDIR(node.mode):
                 raise errors.IsADirectory(f"{os.fsdecode(name)} is a directory of the namespace's directory: no block")
 
-    def exists(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
+    async def exists(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
+        found = self._look_for(door, names)
+        if door.store.is_shared and (door.terms.is_strict or not found.all()):
+            await door.store.renew(is_strict=door.terms.is_strict)
+            found = self._look_for(door, names)
+        answers: list[bool] = found.tolist()
+        return answers
+
+    def _look_for(self, door: BlockDoor, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         found = np.zeros(len(names), np.bool_)
         for table in door.store.tables_of(door.directory):
             found |= table.find(names, door.store.now(table.namespace))[0] >= 0
-        answers: list[bool] = found.tolist()
-        return answers
+        return found
 
     async def prefetch(self, door: BlockDoor, namespace: NamespaceHandle, names: Sequence[bytes]) -> list[bool]:
         """Bring blocks into memory. Which are there then."""
         loaded = np.zeros(len(names), np.bool_)
+        await self.exists(door, names)
         for table in door.store.tables_of(door.directory):
             if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_slabs import BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
 from kvfuse.volume.inodes.core import Core
@@ -52,6 +53,10 @@ ACTIVE_SECONDS, IDLE_SECONDS = 0.01, 0.5
 SEQUENCE_LAG_US = 1000
 """by which sequences are behind the clock, so that a burst does not run ahead of it"""
 SWEPT_AT_ONCE = 20_000
+SHARED_PARTS = 16
+"""one slab in so many is the most that a host of a shared volume has free ahead of need"""
+NO_SLABS_SECONDS = 0.2
+"""for which nobody is asked for slabs after there were none"""
 ROOM_SECONDS = 10.0
 """for which a put waits for room while some is being made"""
 
@@ -73,6 +78,8 @@ class BlockEngine:
     interval: float
     staging_size: int
     find_ancestors: FindAncestors
+    lent_slabs: Callable[[], Mapping[int, bytes]] | None = None
+    """of a volume that hosts share: token of each slab that is lent, as far as records are known"""
 
     def __post_init__(self) -> None:
         core, geometry = self.core, self.core.geometry
@@ -89,6 +96,15 @@ class BlockEngine:
         announce = partial(core.add_feature, FEATURE_LENT)
         stores = core.make_segments, self.commit, announce
         self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, *stores)
+        self.others: OtherSlabs | None = None
+        """blocks of other hosts"""
+        if self.lent_slabs is not None:
+            self.slabs.more = self._take_more_slabs
+            self.others = OtherSlabs(
+                self.native, self.slabs.heads, self.lent_slabs, self._states.has, self._open_tables,
+                self._has_been_used, self.interval,
+            )  # fmt: skip
+            core.slabs.lent_granted = self._slab_granted
         self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
         self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use)
         self._epochs: dict[int, int] = {}
@@ -97,11 +113,17 @@ class BlockEngine:
         self._work = trio.Event()
         self._has_looked = trio.Event()
         self._has_loaded = trio.Event()
+        self._more_to_load = trio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
         self.shown = ShownTables(self.tables, self.arenas, core.tier.residents, self.eviction)
         self.with_files: set[int] = FileDirectories(self.shown)
         self.directories: dict[int, frozenset[bytes]] = {}
         """directory -> names in it that may mean directories; any thread may look"""
+        self._is_closing = False
+        self._no_slabs_until = -1.0
+        self.has_ended = False
+        """its membership is over"""
+        self._uses = -1
         self.names_held: Counter[int] = Counter()
         """directory -> names in it of files that become blocks"""
         self._restore()
@@ -109,12 +131,42 @@ class BlockEngine:
 
     @property
     def _spare_slabs(self) -> int:
-        wanted = int(SPARE_SHARE * self.core.geometry.slab_count)
-        return min(max(wanted, SPARE_SLABS_MIN), SPARE_SLABS_MAX)
+        count = self.core.geometry.slab_count
+        wanted = min(max(int(SPARE_SHARE * count), SPARE_SLABS_MIN), SPARE_SLABS_MAX)
+        return wanted if self.others is None else max(1, min(wanted, count // SHARED_PARTS))
 
     @property
     def knows_all(self) -> bool:
-        return not self.slabs.to_load
+        return not self.slabs.to_load and (self.others is None or self.others.is_young(time.monotonic()))
+
+    @property
+    def is_shared(self) -> bool:
+        return self.others is not None
+
+    async def renew(self, *, is_strict: bool) -> None:
+        if self.others is not None:
+            await self.others.renew(is_strict=is_strict)
+
+    def _has_been_used(self) -> bool:
+        """Somebody stored or read blocks since this was called last."""
+        found, before = self.native.statistics(), self._uses
+        self._uses = found["puts"] + found["gets"] + self.shown.noted
+        return bool(self.tables.all) and self._uses != before
+
+    def _slab_granted(self, slab: int) -> None:
+        """A slab came that has blocks: another host held it, or this one went on."""
+        if not self._states.has(slab):
+            self.slabs.to_load.append(slab)
+            self._more_to_load.set()
+
+    async def _take_more_slabs(self) -> bool:
+        now = trio.current_time()
+        if self.core.more_slabs is None or now < self._no_slabs_until:
+            return False
+        if await self.core.more_slabs():
+            return True
+        self._no_slabs_until = now + NO_SLABS_SECONDS
+        return False
 
     def tables_of(self, directory: int) -> tuple[BlockTable, ...]:
         return self.tables.of(directory)
@@ -206,9 +258,10 @@ class BlockEngine:
 
     async def has_names(self, directory: int) -> bool:
         """Blocks, or files that become some, are in a directory. EngineTimeout: that is not known yet."""
-        with trio.move_on_after(0 if self.knows_all else ROOM_SECONDS):
+        await self.renew(is_strict=True)
+        with trio.move_on_after(0 if not self.slabs.to_load else ROOM_SECONDS):
             await self._has_loaded.wait()
-        if not self.knows_all:
+        if self.slabs.to_load:
             raise errors.EngineTimeout("heads of blocks are being read, and the medium does not answer in time")
         if self.names_held[directory]:
             return True
@@ -235,7 +288,16 @@ class BlockEngine:
             self.tables.end(table)
         self._epochs.pop(number, None)
         self.update_quotas()
+        if self.others is not None:
+            self.others.distrust()
         self.wake()
+
+    def settings_changed(self, number: int) -> None:
+        """The settings of a namespace are others, or it is none any more: so a host said."""
+        found = self.core.namespaces.all.get(number)
+        is_same = found is not None and found.settings.is_blocks and self._epochs.get(number) == found.settings.epoch
+        if number in self._epochs and not is_same:
+            self.clear(number)
 
     def readers_change(self, directories: Sequence[int] | None) -> None:
         """Before other people may use these directories (None: any) than until now: what clients have mapped ends."""
@@ -407,17 +469,31 @@ class BlockEngine:
             batch.append(Transfer(*self.core.geometry.locate(addr), memory_at(int(places[number]), int(sizes[number]))))
         came, results = np.zeros(count, np.uint8), np.zeros(count, np.int64)
         if batch:
+            found = table.rows[rows[wanted]].copy()
             await self.core.segments.read(batch)
-            came[wanted] = 1
+            came[wanted] = (found["sequence"] == sequences[wanted]) & await self._are_confirmed(found)
         landing.land(came, results)
         if len(damaged := wanted[results[wanted] == 0]):
             self._drop_damaged(table, names, rows[damaged], sequences[damaged])
         return results
 
+    async def _are_confirmed(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Whether other hosts' heads still say what rows do. ``found``: a copy of these from before bytes were read."""
+        answers = np.ones(len(found), np.bool_)
+        foreign = np.flatnonzero(found["flags"] & np.uint32(forms.FOREIGN))
+        if len(foreign) and self.others is not None:
+            answers[foreign] = await self.others.are_confirmed(found[foreign])
+        return answers
+
     def _drop_damaged(self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words) -> None:
         """Blocks whose bytes were not those of their heads, unless they were replaced, or came otherwise, meanwhile."""
         found = table.rows
         still = (found["sequence"][rows] == sequences) & (found["arena"][rows] == 0)
+        foreign = still & (found["flags"][rows] & np.uint32(forms.FOREIGN) != 0)
+        if foreign.any() and self.others is not None:  # the other host has replaced or removed them
+            self.native.drop_rows(table.place, rows[foreign], sequences[foreign], np.zeros(len(rows), np.int64))
+            self.others.expire()
+            still &= ~foreign
         if still.any():
             self.core.counters.checksum_failures += int(np.count_nonzero(still))
             log.warning("%d blocks of directory %d are damaged, and dropped", still.sum(), table.readers.directory)
@@ -497,6 +573,27 @@ class BlockEngine:
         answers: list[bool] = found.tolist()
         return answers
 
+    async def remove(self, directory: int, names: Sequence[bytes], *, is_strict: bool = False) -> list[bool]:
+        """Remove blocks, those of other hosts, too. Which there were. NoSpace, QuotaExceeded, EngineError."""
+        if self.others is not None:
+            await self.renew(is_strict=is_strict)
+            there = [self.find(directory, name) is not None for name in names]
+            await self._bury(directory, names)
+            return [was or one for was, one in zip(there, self.drop(directory, names), strict=True)]
+        return self.drop(directory, names)
+
+    async def _bury(self, directory: int, names: Sequence[bytes]) -> None:
+        """Put graves in the place of blocks that slabs of other hosts have, or have older ones of."""
+        for table in self.tables.of(directory):
+            rows, _ = table.find(names, self.now(table.namespace))
+            flags = table.rows["flags"][rows]
+            chosen = np.flatnonzero((rows >= 0) & (flags & np.uint32(forms.FOREIGN | forms.SHADOWS) != 0)).tolist()
+            if chosen:
+                dead = [memoryview(b"\0")] * len(chosen)
+                await self.put(
+                    table, [names[number] for number in chosen], dead, RowTerms(GRAVE_EXPIRES), is_admitted=True
+                )
+
     def drop_entry(self, table: BlockTable, row: int, sequence: int) -> bool:
         """Remove a block, if it is still the one of a row. Whether it was."""
         sizes = np.zeros(1, np.int64)
@@ -504,10 +601,24 @@ class BlockEngine:
         self.note_put()
         return bool(sizes[0])
 
+    async def remove_entry(self, table: BlockTable, row: int, sequence: int, name: bytes) -> bool:
+        """Remove a block of any host, if it is still the one of a row. Whether it was. The errors of `remove`."""
+        flags = int(table.rows["flags"][row])
+        if self.others is not None and flags & (forms.FOREIGN | forms.SHADOWS):
+            rows, sequences = table.find([name], self.now(table.namespace))
+            if (rows[0], sequences[0]) != (row, sequence):
+                return False
+            await self._bury(table.readers.directory, [name])
+            return True
+        return self.drop_entry(table, row, sequence)
+
     async def read_row(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block of the medium. None: it is none any more, or it was damaged, and is dropped. EngineError."""
         data = await self._read_beside(table, row, sequence)
-        if data is None and self.drop_entry(table, row, sequence):
+        is_foreign = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
+        if data is None and self.drop_entry(table, row, sequence) and is_foreign and self.others is not None:
+            self.others.expire()
+        elif data is None and not is_foreign:
             self.core.counters.checksum_failures += 1
             log.warning("a block of directory %d is damaged, and dropped", table.readers.directory)
         return data
@@ -522,14 +633,18 @@ class BlockEngine:
         target = bytearray(length)
         where = self.core.geometry.locate(int(found["slab"]) * self.core.geometry.slab_size + offset)
         await self.core.segments.read([Transfer(*where, memoryview(target))])
+        if not (await self._are_confirmed(found[np.newaxis])).all():
+            return None
         return target if crc32c(target) == checksum and int(table.rows["sequence"][row]) == sequence else None
 
     # -- tasks ---------------------------------------------------------------------------------------------
 
     def _restore(self) -> None:
         """Go on with what the former daemon left in shared memory; what it did not leave is loaded from heads."""
-        lent = self.core.slabs.lent
+        lent: Mapping[int, bytes] = self.core.slabs.lent
         count = self.core.geometry.slab_count
+        if self.others is not None and self.core.left.is_resumed:  # granted again later: nobody else has taken them
+            lent = dict.fromkeys(self._states.known(count), b"")
         self._states.forget_others(lent, count)
         known = self._states.known(count)
         goes_on = self._states.are_restored and known
@@ -544,7 +659,7 @@ class BlockEngine:
         is_there = self.is_block_namespace(namespace) and self._epoch(namespace) == epoch
         return self._space(namespace) if is_there else None
 
-    def _open_tables(self, heads: Sequence[bytes]) -> None:
+    async def _open_tables(self, heads: Sequence[bytes]) -> None:
         """Open the tables of the blocks that heads describe."""
         for table in heads:
             rows = np.frombuffer(table, forms.HEAD, len(table) // forms.HEAD.itemsize)
@@ -554,6 +669,7 @@ class BlockEngine:
                     namespace, directory, uid, gid, mode, epoch = fields
                     if self.is_block_namespace(namespace) and self._epoch(namespace) == epoch:
                         self.table(directory, namespace, uid, gid, mode)
+                    await trio.lowlevel.checkpoint()
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -567,16 +683,19 @@ class BlockEngine:
             )
             nursery.start_soon(failing.service, "reads of blocks", self.shown.run)
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
+            if self.others is not None:
+                nursery.start_soon(failing.service, "blocks of other hosts", self.others.run)
 
     async def _load(self) -> None:
-        if not self.slabs.to_load:
+        while True:
+            self._more_to_load = trio.Event()
+            if self.slabs.to_load:
+                began = time.perf_counter()
+                await self.slabs.load(self._open_tables)
+                log.info("%d blocks found in %.2f s", self.slabs.loaded_blocks, time.perf_counter() - began)
             self.slabs.loaded.set()
-        else:
-            began = time.perf_counter()
-            await self.slabs.load(self._open_tables)
-            log.info("%d blocks found in %.2f s", self.slabs.loaded_blocks, time.perf_counter() - began)
-        self._has_loaded.set()
-        await trio.sleep_forever()
+            self._has_loaded.set()
+            await self._more_to_load.wait()
 
     async def _keep_ready(self) -> None:
         """Have memory and slabs at hand before blocks need them, and room in full namespaces."""
@@ -604,6 +723,10 @@ class BlockEngine:
 
     async def _keep_slabs(self) -> None:
         free = self.native.statistics()["free_slabs"]
+        if self._is_closing:
+            return
+        if self.others is not None and free > 4 * self._spare_slabs:
+            self.slabs.give_back(free - 2 * self._spare_slabs)
         if free < self._spare_slabs and not self.slabs.are_wanted:
             try:
                 await self.slabs.lend(2 * self._spare_slabs)
@@ -612,8 +735,11 @@ class BlockEngine:
 
     async def close(self) -> None:
         """Everything that was put is durable. EngineError."""
+        self._is_closing = True
         if self.writer.durable < self.writer.queued:
             await self.writer.flush()
+        if self.others is not None:
+            self.slabs.give_back(self.core.geometry.slab_count)
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -624,4 +750,5 @@ class BlockEngine:
             "slabs": len(self.core.slabs.lent),
             "loading_slabs": len(self.slabs.to_load),
             "evicted": self.eviction.statistics(),
+            **(self.others.statistics() if self.others is not None else {}),
         }

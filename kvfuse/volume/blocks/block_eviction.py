@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.native._blocks import name_keys
 from kvfuse.policy.blockrows import ROW
@@ -129,7 +130,7 @@ class BlockEviction:
         self._tell()
         for number, found in self._policies.items():
             with found.lock:
-                gone = found.policy.expired(self._now() + self.ahead.get(number, 0))
+                gone = found.policy.expired(self._now() + self.ahead.get(number, 0), forms.SHADOWS)
             self._drop(gone, "expired")
         self._keep_below()
 
@@ -244,7 +245,7 @@ class BlockEviction:
             for one, weight in weights.items():
                 found = self._policies[one]
                 with found.lock:
-                    gone = found.policy.victims(max(1, (size - freed) * weight // total), self._now())
+                    gone = found.policy.victims(max(1, (size - freed) * weight // total), self._now(), forms.SHADOWS)
                 freed += self._drop(gone, "room")
             if freed >= size:
                 break
@@ -264,7 +265,7 @@ class BlockEviction:
         freed = 0
         for found in self._policies.values():
             with found.lock:
-                gone = found.policy.in_slabs(chosen.tolist(), self._now())
+                gone = found.policy.in_slabs(chosen.tolist(), self._now(), forms.SHADOWS)
             freed += self._drop(gone, "room")
         return freed
 

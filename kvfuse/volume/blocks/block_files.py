@@ -383,7 +383,7 @@ class BlockFiles:
         ino = 0 if is_block(entry.ino) else entry.ino
         node = await self._make_file(entry, entry.directory, name, bytes(data), ino)
         self.open_blocks.written.forget(entry.ino)
-        self.engine.drop_entry(entry.table, entry.row, entry.sequence)
+        await self.engine.remove_entry(entry.table, entry.row, entry.sequence, name)
         return node
 
     async def _become_ordinary(self, sketch: Sketch) -> Node:
@@ -403,7 +403,7 @@ class BlockFiles:
         if ino:
             self.sketches.by_ino.pop(ino, None)
         if sketch.nlink:
-            self.engine.drop(sketch.directory, [name])
+            await self.engine.remove(sketch.directory, [name])
         else:
             await self.names.unlink(sketch.directory, name)
         return node

@@ -51,7 +51,10 @@ class BlockNames:
         if not self.is_known_block_directory(ino):
             return None
         node = await self._lookups.find_directory(ino)
-        return node if self._engine.is_block_namespace(node.namespace) else None
+        if not self._engine.is_block_namespace(node.namespace):
+            return None
+        await self._engine.renew(is_strict=self._engine.is_shared and self._lookups.is_strict(node))
+        return node
 
     # -- looking ---------------------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class BlockNames:
         while (found := self.files.find(folder.ino, name)) is not None:
             if (decided := DECIDED.get()) is not None:
                 decided(self._lasting_number(found), 0)
-            if await self._detach(found):
+            if await self._detach(found, name):
                 break
         else:
             return False
@@ -124,14 +127,14 @@ class BlockNames:
         entry = self.files.search.find(*found.place) if isinstance(found, Sketch) else found
         return inode_of(entry.table.place, entry.row, entry.sequence) if entry is not None else found.ino
 
-    async def _detach(self, found: Sketch | BlockEntry) -> bool:
+    async def _detach(self, found: Sketch | BlockEntry, name: bytes) -> bool:
         """It loses its name. False: it did not have it any more."""
         if isinstance(found, BlockEntry):
-            return self._engine.drop_entry(found.table, found.row, found.sequence)
+            return await self._engine.remove_entry(found.table, found.row, found.sequence, name)
         async with found.lock:
             if self._sketches.by_place.get(found.place) is not found:
                 return False
-            self._engine.drop(found.directory, [found.name])
+            await self._engine.remove(found.directory, [found.name])
             self._sketches.unlink(found)
             return True
 
@@ -193,7 +196,7 @@ class BlockNames:
         directory, moved = await self._names.rename(old.ino, name, new.ino, new_name, 0)
         target = self.files.find(new.ino, new_name)
         if target is not None:
-            await self._detach(target)
+            await self._detach(target, new_name)
         await self._names.publish(directory, moved)
 
     async def _move(self, source: Sketch | BlockEntry, name: bytes, new: Node, new_name: bytes) -> bool:
@@ -212,7 +215,7 @@ class BlockNames:
                 block = await self.files.put(source, new.ino, new_name, content)
             if target is not None:
                 self._sketches.unlink(target)
-        self._engine.drop_entry(source.table, source.row, source.sequence)
+        await self._engine.remove_entry(source.table, source.row, source.sequence, name)
         if block is not None:
             self.files.open_blocks.written.note(source.ino, block)
         return True
@@ -239,7 +242,7 @@ class BlockNames:
                     self._sketches.enter(target)
                 raise
             if block is not None:
-                self._engine.drop_entry(*block)
+                await self._engine.remove_entry(*block, before[1])
             if target is not None:
                 self._sketches.unlink(target)
             if not is_block(sketch.ino):

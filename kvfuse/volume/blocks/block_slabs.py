@@ -75,6 +75,10 @@ class SlabStates:
         is_other[list(lent)] = False
         rows[is_other] = 0
 
+    def has(self, slab: int) -> bool:
+        """The core has it, with all its blocks."""
+        return bool(self.bytes[slab * forms.SLAB_STATE_SIZE + 8])
+
     def known(self, slab_count: int) -> set[int]:
         """Slabs that the former daemon had in use."""
         rows = self.bytes[: slab_count * forms.SLAB_STATE_SIZE].reshape(slab_count, -1)
@@ -103,6 +107,8 @@ class BlockSlabs:
     """set once all heads were read"""
     loans: int = 0
     """how often slabs were lent"""
+    more: Callable[[], Awaitable[bool]] | None = None
+    """takes slabs that no host of a shared volume has: whether there were any"""
     arriving: int = 0
     """slabs that the volume lent, and the core has not yet: nothing is in them"""
     _wanted_until: float = -math.inf
@@ -139,6 +145,8 @@ class BlockSlabs:
         await self.announce()
         token = os.urandom(TOKEN_SIZE)
         lent = self.allocator.lend(count, token)
+        if not lent and self.more is not None and await self.more():
+            lent = self.allocator.lend(count, token)
         if not lent:
             return False
         self.arriving = len(lent)
@@ -158,13 +166,15 @@ class BlockSlabs:
     def give_back(self, count: int) -> int:
         """Give up to so many free slabs back to the volume. How many they are."""
         slabs = self.core.take_slabs(count)
-        for slab in slabs:
+        for slab in slabs:  # of a host that goes on, some are not granted again yet
+            if slab not in self.allocator.lent:
+                continue
             self.allocator.take_lent(slab)
         return len(slabs)
 
     # -- at a mount ------------------------------------------------------------------------------------
 
-    async def load(self, is_wanted: Callable[[Sequence[bytes]], None]) -> None:
+    async def load(self, is_wanted: Callable[[Sequence[bytes]], Awaitable[None]]) -> None:
         """Read the heads of all slabs in ``to_load``, until that is done. ``is_wanted``: gets heads before they count.
 
         What cannot be read is tried again: blocks in it are absent until then.
@@ -178,7 +188,7 @@ class BlockSlabs:
                 log.warning("heads of blocks cannot be read yet: %s", error)
                 await trio.sleep(RETRY_SECONDS)
                 continue
-            is_wanted(tables)
+            await is_wanted(tables)
             for slab, table in zip(some, tables, strict=True):
                 self.loaded_blocks += self.core.load_slab(
                     slab, int.from_bytes(self.allocator.lent[slab], "little"), table

@@ -37,11 +37,12 @@ class HeadTables:
             found.append((segment, start, length))
         return found
 
-    async def read_heads(self, slabs: Sequence[int]) -> list[bytes]:
-        """The heads of each slab, as many as its slot size says that it has. EngineError."""
-        firsts = await self.read([(slab, 0, forms.PAGE) for slab in slabs])
+    async def read_heads(self, slabs: Sequence[int], guesses: Sequence[int] | None = None) -> list[bytes]:
+        """The heads of each slab, as many as its slot size says. ``guesses``: bytes of them. EngineError."""
+        guesses = [forms.PAGE] * len(slabs) if guesses is None else guesses
+        firsts = await self.read([(slab, 0, guess) for slab, guess in zip(slabs, guesses, strict=True)])
         sizes = [self._heads_size(first) for first in firsts]
-        longer = [place for place, size in enumerate(sizes) if size > forms.PAGE]
+        longer = [place for place, size in enumerate(sizes) if size > len(firsts[place])]
         if longer:
             found = await self.read([(slabs[place], 0, sizes[place]) for place in longer])
             for place, table in zip(longer, found, strict=True):

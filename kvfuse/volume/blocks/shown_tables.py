@@ -72,6 +72,8 @@ class ShownTables:
     residents: Residents
     eviction: BlockEviction
     """hears what is read"""
+    noted: int = 0
+    """reads and questions that were ever noted"""
     _touches: deque[RowTouches] = field(default_factory=deque)
     _opened: trio.Event = field(default_factory=trio.Event)
     _looked_at: dict[int, bool] = field(default_factory=dict)
@@ -190,6 +192,7 @@ class ShownTables:
     def _note(self, touches: RowTouches, now: int) -> int:
         table, asked = touches.table, touches.take_asked()
         numbers: Numbers = np.array(touches.take(), np.int64)
+        self.noted += len(numbers) + len(asked)
         if table.has_ended:
             return len(numbers)
         rows = table.rows

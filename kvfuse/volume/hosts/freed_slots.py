@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from kvfuse.slab.image import SlabState
+from kvfuse.slab.image import LENT, SlabState
 from kvfuse.volume.inodes.chunk import COMMITTED, RESTED, Extent
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import FreedSlot
@@ -139,6 +139,8 @@ class FreedSlots:
             found[schema.key_slab(key)].remove(key)
 
     def _is_durable(self, state: SlabState, key: bytes) -> bool:
+        if state.slot_size == LENT:
+            return False
         offset = schema.split_freed_key(key).addr - state.slab * self.core.geometry.slab_size
         index, rest = divmod(offset, state.slot_size) if state.slot_size else (0, 1)
         in_image = not rest and 0 <= index < 8 * len(state.bitmap)

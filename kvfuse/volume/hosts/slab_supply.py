@@ -122,14 +122,17 @@ class SlabSupply:
     async def take_used(self, heir: Callable[[int], int]) -> None:
         """Take slabs of nobody that are in use, where there are caches: first ``heir`` of each does, later all do."""
         now = trio.current_time()
-        if not self.core.caches or now < self._looked_used + USED_SECONDS:
+        has_blocks = any(found.settings.is_blocks for found in self.core.namespaces.all.values())
+        if not (self.core.caches or has_blocks) or now < self._looked_used + USED_SECONDS:
             return
         self._looked_used = now
         rest, given = GIVEN_SECONDS + self.core.grace.seconds, self.view.given
         used = {
             slab
             for slab in self.view.unheld()
-            if self.view.use(slab).slots_used and now > given.get(slab, -math.inf) + rest
+            if self.view.use(slab).slots_used
+            and (self.core.caches or slab in self.view.lent)
+            and now > given.get(slab, -math.inf) + rest
         }
         wanted = [slab for slab in sorted(used) if slab in self._used or heir(slab) == self.core.client]
         self._used = used.difference(wanted)

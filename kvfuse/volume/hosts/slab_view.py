@@ -16,7 +16,7 @@ import trio
 
 from kvfuse.errors import EngineError, VolumeError
 from kvfuse.remote.records.api import ABSENT, Change, RecordStore
-from kvfuse.slab.image import SlabState, durable_slots
+from kvfuse.slab.image import LENT, TOKEN_SIZE, SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import NOBODY, Counts, SlabHolder
@@ -61,6 +61,8 @@ class SlabView:
         """clients that are alive"""
         self.holders: dict[int, Seen] = {}
         self.uses: dict[int, SlabUse] = {}
+        self.lent: dict[int, bytes] = {}
+        """slab that has blocks of a block store -> token of its loan"""
         self._unclear: set[int] = set()
         """slabs whose holder's record is damaged"""
         self.counts: dict[int, Counts] = {}
@@ -249,9 +251,13 @@ class SlabView:
     def _apply_slab(self, key: bytes, value: bytes | None, version: int) -> None:
         slab = schema.key_slab(key)
         use = UNUSED
+        self.lent.pop(slab, None)
         if value is not None:
             state = SlabState(slab, *schema.decode_slab(value))
-            if state.slot_size:
+            if state.slot_size == LENT and len(state.bitmap) == TOKEN_SIZE and slab < self.geometry.slab_count:
+                use = SlabUse(self.geometry.slab_size, 1)  # its heads alone say how much of it is used
+                self.lent[slab] = state.bitmap
+            elif state.slot_size:
                 use = SlabUse(state.slot_size, int(durable_slots(state, self.geometry).sum()))
         before = self.uses.pop(slab, UNUSED)
         added = use.slot_size * use.slots_used - before.slot_size * before.slots_used

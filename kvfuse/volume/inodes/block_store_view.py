@@ -20,6 +20,9 @@ class BlockStoreView(Protocol):
     def clear(self, number: int) -> None:
         """All blocks of a namespace are gone: its epoch has grown, and that is stored."""
 
+    def settings_changed(self, number: int) -> None:
+        """Another host may have changed the settings of a namespace, or it is none any more."""
+
     def update_quotas(self) -> None:
         """Quotas, or what files have of them, changed."""
 

@@ -157,6 +157,8 @@ class NamespaceNews:
         is_new = number not in namespaces.all
         namespaces.put(number, settings, above if is_new else None)
         self.grants.settle(number)
+        if self.core.blocks is not None:
+            self.core.blocks.settings_changed(number)
         if is_new and self.folders.hold_path(number) is None:
             self._has_unfound.set()
 
@@ -167,6 +169,8 @@ class NamespaceNews:
         if has_other_token(self.core, number, Settings()):
             end_access(self.core, self.core.nodes.get(number))
         self.core.namespaces.remove(number, at_once=True)
+        if self.core.blocks is not None:
+            self.core.blocks.settings_changed(number)
 
     def _take_use(self, key: bytes, value: bytes | None) -> None:
         number, client = schema.split_use_key(key)

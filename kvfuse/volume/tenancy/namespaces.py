@@ -135,10 +135,6 @@ class NamespaceEditor:
         if settings.kind == former.kind or not (settings.is_blocks or former.is_blocks):
             return
         core, count, remedy = self.names.core, 0, ""
-        if settings.is_blocks and core.blocks is None:
-            raise errors.InvalidArgument(
-                "kind=blocks is not offered for a volume that several hosts share: use kind=cache"
-            )
         if former.is_blocks and core.blocks is not None and not is_cleared:
             count = core.blocks.use(number)[1]
             remedy = f"'kvfuse namespace set PATH kind={settings.kind} --clear' clears them"

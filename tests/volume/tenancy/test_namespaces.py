@@ -45,7 +45,9 @@ async def make_folder(volume: Volume, name: bytes, parent: int = ROOT_INODE, cal
     return (await volume.tree.make_directory(parent, name, 0o755, caller)).ino
 
 
-async def make_namespace(volume: Volume, name: bytes, settings: bytes = b"kind=blocks", parent: int = ROOT_INODE) -> int:
+async def make_namespace(
+    volume: Volume, name: bytes, settings: bytes = b"kind=blocks", parent: int = ROOT_INODE
+) -> int:
     ino = await make_folder(volume, name, parent)
     await volume.inodes.set_xattr(ino, NAMESPACE, settings)
     return ino

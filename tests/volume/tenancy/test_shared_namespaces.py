@@ -108,15 +108,6 @@ async def test_a_namespace_that_many_hosts_used_can_be_ended(rng: random.Random,
     assert (await check(disk)).clean
 
 
-async def test_a_shared_volume_has_no_namespace_of_blocks(rng: random.Random, autojump_clock: Clock) -> None:
-    async with hosts(rng, 1) as (one,):
-        with pytest.raises(errors.InvalidArgument, match="several hosts share"):
-            await make_namespace(one, ROOT_INODE, b"new", kind="blocks")
-        space = await make_namespace(one, ROOT_INODE, b"space", kind="cache")
-        with pytest.raises(errors.InvalidArgument, match="several hosts share"):
-            await change_namespace(one, space, kind="blocks")
-
-
 @pytest.mark.parametrize("removes", [False, True], ids=["ended", "removed"])
 async def test_nothing_is_left_of_a_namespace_with_quotas(
     rng: random.Random, autojump_clock: Clock, removes: bool

@@ -1,0 +1,239 @@
+"""Blocks that are rows, on a volume that several hosts have: each finds what the others stored."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import inside
+import pytest
+import trio
+import trio.testing
+from namespace_lab import make_namespace
+from shared_lab import check_disk, eventually, joined, volumes
+from volume_lab import MIB, Chaos, Disk, lab_options
+
+from kvfuse import errors
+from kvfuse.options.config import Options
+from kvfuse.volume.api import ROOT_INODE, Caller, RowTerms
+from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.volume import Volume
+
+KERNEL = Caller(0, 0)
+pytestmark = pytest.mark.usefixtures("autojump_clock")
+
+
+@pytest.fixture
+def options() -> Options:
+    return lab_options(capacity=64 * MIB, strict=False)
+
+
+@pytest.fixture
+def disk(options: Options) -> Disk:
+    return Disk.format(options, shared=True)
+
+
+class Host:
+    """One host's doors to a folder of blocks."""
+
+    def __init__(self, volume: Volume, folder: int, *, is_strict: bool = False) -> None:
+        self.volume, self.folder, self.is_strict = volume, folder, is_strict
+
+    @property
+    def engine(self) -> BlockEngine:
+        engine = self.volume.parts.engine
+        assert engine is not None
+        return engine
+
+    async def put(self, name: bytes, data: bytes) -> None:
+        """By a ring."""
+        number = await self.volume.blocks.block_namespace(self.folder)
+        assert number is not None
+        table = self.engine.table(self.folder, number, 0, 0, 0o644)
+        await self.engine.put(table, [name], [memoryview(data)], RowTerms(is_strict=self.is_strict))
+
+    async def written(self) -> None:
+        await self.engine.writer.flush()
+
+    async def get(self, name: bytes) -> bytes | None:
+        """As a ring does that finds nothing in memory."""
+        await self.engine.renew(is_strict=self.is_strict)
+        found = self.engine.find(self.folder, name)
+        data = await self.engine.read(found[0], name) if found is not None else None
+        return bytes(data) if data is not None else None
+
+    async def read(self, name: bytes) -> bytes | None:
+        """By the file door."""
+        try:
+            found = await self.volume.tree.lookup(self.folder, name)
+            handle = await self.volume.files.open(found.ino, os.O_RDONLY, KERNEL)
+        except (errors.NotFound, errors.Stale):
+            return None
+        self.volume.tree.forget(found.ino, 1)
+        try:
+            return bytes(await self.volume.files.read(handle, 0, 1 << 30))
+        finally:
+            await self.volume.files.release(handle)
+
+    async def names(self) -> list[bytes]:
+        found, after = list[bytes](), 0
+        while entries := await self.volume.tree.list_directory(self.folder, after, 5):
+            found += [entry.name for entry in entries]
+            after = entries[-1].cookie
+        return sorted(found)
+
+    async def until(self, name: bytes, data: bytes | None) -> None:
+        async def has_come() -> bool:
+            return await self.get(name) == data
+
+        await eventually(has_come)
+
+
+async def hosts_of(volumes: list[Volume], *, is_strict: bool = False, **settings: str) -> list[Host]:
+    folder = await make_namespace(volumes[0], ROOT_INODE, b"blocks", kind="blocks", **settings)
+    for volume in volumes[1:]:
+
+        async def has_heard(volume: Volume = volume) -> bool:
+            found = inside.names(volume).core.namespaces.all.get(folder)
+            return found is not None and found.settings.is_blocks
+
+        await eventually(has_heard)
+    return [Host(volume, folder, is_strict=is_strict) for volume in volumes]
+
+
+async def test_blocks_of_one_host_are_found_by_the_other_at_all_doors(
+    disk: Disk, options: Options, rng: random.Random
+) -> None:
+    data = {b"%d-%s" % (n, b"n" * n): rng.randbytes(rng.choice([1, 4096, 70_000])) for n in range(60)}
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await hosts_of(mounted)
+        for name, content in data.items():
+            await one.put(name, content)
+        await one.written()
+        before = {key: row for key, row in disk.records.items() if key[:1] not in b"m"}
+        for name, content in data.items():
+            assert await two.get(name) == content
+            assert await two.read(name) == content
+        assert await two.names() == sorted(data)
+        assert before == {key: row for key, row in disk.records.items() if key[:1] not in b"m"}
+
+
+async def test_puts_make_no_records(disk: Disk, options: Options, rng: random.Random) -> None:
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await hosts_of(mounted)
+        await one.put(b"first", b"x")
+        await one.written()
+        await trio.sleep(10)  # slabs ahead of need have come
+        before = inside.records(one.volume).counters.commits + inside.records(two.volume).counters.commits
+        for number in range(1000):
+            await one.put(b"%d" % number, b"y" * 100)
+        await one.written()
+        for number in range(0, 1000, 100):
+            assert await two.get(b"%d" % number) == b"y" * 100
+        after = inside.records(one.volume).counters.commits + inside.records(two.volume).counters.commits
+        assert after - before <= 10, "some slabs were lent, or none"
+
+
+async def test_the_later_put_of_a_name_counts_everywhere(disk: Disk, options: Options, rng: random.Random) -> None:
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await hosts_of(mounted)
+        await one.put(b"name", b"first")
+        await one.written()
+        assert await two.get(b"name") == b"first"
+        await two.put(b"name", b"second")
+        await two.written()
+        await one.until(b"name", b"second")
+        await one.put(b"name", b"third")
+        await one.written()
+        await two.until(b"name", b"third")
+        assert await one.get(b"name") == b"third"
+    async with volumes(disk, options, 1, rng) as mounted:
+        (three,) = [Host(volume, one.folder) for volume in mounted]
+        assert await three.get(b"name") == b"third"
+
+
+@pytest.mark.parametrize("is_dropped_first", [False, True])
+async def test_a_block_that_another_host_removes_is_gone_everywhere(
+    disk: Disk, options: Options, rng: random.Random, is_dropped_first: bool
+) -> None:
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await hosts_of(mounted)
+        await one.put(b"name", b"first")
+        await one.put(b"other", b"stays")
+        await one.written()
+        assert await two.get(b"name") == b"first"
+        if is_dropped_first:  # an own one, over that of the other host
+            await two.put(b"name", b"second")
+            assert await two.engine.remove(two.folder, [b"name", b"none"]) == [True, False]
+        else:
+            await two.volume.tree.unlink(two.folder, b"name")
+        assert await two.get(b"name") is None
+        assert await two.names() == [b"other"]
+        await two.written()
+        await one.until(b"name", None)
+        assert await one.names() == [b"other"]
+        await one.written()
+        for _ in range(100):  # graves go, and nothing comes back
+            await trio.sleep(1)
+            assert await two.get(b"name") is None
+            two.engine.wake()
+            if not two.engine.native.statistics()["shadows"]:
+                break
+        assert not two.engine.native.statistics()["shadows"], "the grave is not needed any more"
+        two.engine.eviction.look()
+        await two.written()
+    async with volumes(disk, options, 1, rng) as mounted:
+        (three,) = [Host(volume, one.folder) for volume in mounted]
+        assert await three.get(b"other") == b"stays"
+        assert await three.get(b"name") is None
+
+
+async def test_a_clear_ends_the_blocks_of_all_hosts(disk: Disk, options: Options, rng: random.Random) -> None:
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await hosts_of(mounted)
+        await one.put(b"one", b"1")
+        await two.put(b"two", b"2")
+        await one.written()
+        await two.written()
+        assert await one.get(b"two") == b"2"
+        assert await two.get(b"one") == b"1"
+        node = await inside.lookups(one.volume).find_node(one.folder)
+        await one.volume.parts.xattrs.namespaces.keeper.clear(node, None)
+        assert await one.get(b"one") is None
+        assert await one.get(b"two") is None
+
+        async def has_heard() -> bool:
+            return not any(two.engine.find(two.folder, name) for name in (b"one", b"two"))
+
+        await eventually(has_heard, seconds=2)
+        assert await two.names() == []
+        await two.put(b"again", b"3")
+        await two.written()
+        await one.until(b"again", b"3")
+
+
+async def test_blocks_of_a_killed_host_stay_readable(disk: Disk, options: Options, rng: random.Random) -> None:
+    chaos = [Chaos(random.Random(rng.random()), delay=0.1) for _ in range(2)]
+    data = {b"%d" % n: rng.randbytes(rng.choice([100, 5000, 70_000])) for n in range(40)}
+    async with joined(disk, options, 1, chaos[0]) as first:
+        async with joined(disk, options, 2, chaos[1]) as second:
+            one, two = await hosts_of([first, second])
+            for name, content in data.items():
+                await two.put(name, content)
+            await two.written()
+            chaos[1].killed = True
+        for name, content in data.items():
+            assert await one.get(name) == content
+        own = len(one.engine.core.slabs.lent)
+
+        async def has_adopted() -> bool:
+            return len(one.engine.core.slabs.lent) > own and not one.engine.slabs.to_load
+
+        await eventually(has_adopted, seconds=120)
+        for name, content in data.items():
+            assert await one.get(name) == content
+        assert one.engine.native.statistics()["foreign"] == 0
+        assert await one.engine.remove(one.folder, list(data)) == [True] * len(data)
+        await one.put(b"own", b"own")
+        assert await one.names() == [b"own"]
+    await check_disk(disk)
