@@ -166,7 +166,15 @@ class Parts:
         if self.engine is not None:
             files = BlockFiles(core, self.engine, self.lookups, self.names, self.writer, self.cutter)
             self.block_names = BlockNames(files)
-            self.space.elsewhere = [BlockRoom(self.engine).make_room, *self.space.elsewhere]
+            if self.coherence is not None:
+                granting = self.coherence.granting
+                self.engine.quota_sources = [granting.take, granting.await_others]
+            room = BlockRoom(self.engine)
+            if self.coherence is not None:
+                self.engine.ask_hosts = self.coherence.giving.reports.ask
+                self.engine.await_hosts = self.space.elsewhere[-1]
+                self.coherence.giving.blocks = room
+            self.space.elsewhere = [room.make_room, *self.space.elsewhere]
         self.life = Lifetime()
 
     def _is_caller_coming(self) -> bool:
@@ -225,7 +233,7 @@ class Parts:
         )
         giving = Giving(core, reports, leases, evictor, shared)
         news = NamespaceNews(core, journal, lookups, self.names.folders, clearing)
-        granting = Granting(core, journal, news, evictor)
+        granting = Granting(core, journal, news, evictor, view.has_orphans)
         sources.insert(0, granting.take)
         elsewhere.insert(0, granting.await_others)
         self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news, granting)
@@ -286,6 +294,8 @@ class Parts:
     async def abandon(self) -> None:
         """End everything: changes that are not stored by now never will be. Returns when nothing is in flight."""
         await self.life.end()
+        if self.engine is not None:
+            self.engine.abandon()
         self.journal.flusher.give_up()
         self.core.dentries.unbind_all()
         self.core.namespaces.gates.end()

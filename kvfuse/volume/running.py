@@ -59,10 +59,12 @@ async def make_parts(
     disk: DiskTier | None = None,
     keeper: Keeper = NO_KEEPER,
     handover: Handover | None = None,
+    blocks_keeper: Keeper | None = None,
 ) -> Parts:
     """Make the parts of a volume, from its records. ``former``: of the last membership, which has the ``disk`` tier.
 
-    ``keeper``, ``handover``: have the state that a former daemon left.
+    ``keeper``, ``handover``: have the state that a former daemon left. ``blocks_keeper``: of the block store, if that
+    is another one.
     """
     if handover is not None and former is None:
         find_ring_files(keeper, handover)
@@ -71,7 +73,7 @@ async def make_parts(
     core.disk = disk if former is None else former.disk
     if former is not None:
         core.succeed(former)
-    return Parts(core, options, held.member, keeper)
+    return Parts(core, options, held.member, keeper if blocks_keeper is None else blocks_keeper)
 
 
 class Running:
@@ -275,7 +277,9 @@ class Running:
             try:
                 assert self._held.again is not None
                 self._held = await self._held.again()
-                parts = await make_parts(self._options, self._held, core, handover=core.nodes.handover)
+                parts = await make_parts(
+                    self._options, self._held, core, handover=core.nodes.handover, blocks_keeper=self._keeper
+                )
                 core = parts.core  # it has the state that it took over, even if it never runs
                 await self._run_again(parts)
             except (errors.EngineError, errors.VolumeError) as error:

@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,15 @@ WORDS = "volume.capacity=256MiB", "volume.segment_size=64MiB", "cache.tier_size=
 HOSTS = "one", "two", "three"
 
 
-@pytest.fixture
-def mounts(etcd_alone: EtcdServers) -> Iterator[list[KvfuseMount]]:
-    """The volume as three hosts have it mounted. At the end all are unmounted, and it must be clean."""
+@contextmanager
+def hosts(etcd: EtcdServers, count: int, *words: str) -> Iterator[list[KvfuseMount]]:
+    """The volume as several hosts have it mounted. At the end all are unmounted, and it must be clean."""
     with tempfile.TemporaryDirectory(prefix="kvfuse-rows-") as base, ExitStack() as stack:
-        conf = shared_conf(Path(base), etcd_alone)
+        conf = shared_conf(Path(base), etcd)
         made = []
-        for name in HOSTS:
+        for name in HOSTS[:count]:
             (Path(base) / name).mkdir()
-            made.append(KvfuseMount(Path(base) / name, WORDS, source=conf))
+            made.append(KvfuseMount(Path(base) / name, (*WORDS, *words), source=conf))
             stack.callback(made[-1].remove)
             made[-1].mount()
         (made[0].point / "kv").mkdir()
@@ -52,7 +52,7 @@ def stats(mount: KvfuseMount) -> Any:
 
 
 def kind_of(mount: KvfuseMount) -> str:
-    return next((one["settings"]["kind"] for one in stats(mount)["namespaces"] if one["path"] == "kv"), "")
+    return next((one["settings"]["kind"] for one in stats(mount)["namespaces"] if one["path"] == "/kv"), "")
 
 
 def content(seed: int, name: str) -> bytes:
@@ -60,63 +60,67 @@ def content(seed: int, name: str) -> bytes:
     return rng.randbytes(rng.choice([100, 4096, 65_536, 300_000]))
 
 
-def test_blocks_are_found_by_all_hosts_and_outlive_theirs(mounts: list[KvfuseMount], seed: int) -> None:
-    one, two, three = mounts
-    names = [f"{number}" for number in range(60)]
-    with (
-        BlockStore(one.point, "kv", deadline=30) as first,
-        BlockStore(two.point, "kv", deadline=30) as second,
-        BlockStore(three.point, "kv", deadline=30) as third,
-    ):
-        stores = first, second, third
-        for number, name in enumerate(names):
-            stores[number % 3].put(name.encode(), content(seed, name))
-        for store, mount in zip(stores, mounts, strict=True):
-            wait_until(lambda store=store: all(store.exists([n.encode() for n in names])), "blocks to be written")
+def test_blocks_are_found_by_all_hosts_and_outlive_theirs(etcd_alone: EtcdServers, seed: int) -> None:
+    with hosts(etcd_alone, 3) as mounts:
+        one, two, three = mounts
+        names = [f"{number}" for number in range(60)]
+        with (
+            BlockStore(one.point, "kv", deadline=30) as first,
+            BlockStore(two.point, "kv", deadline=30) as second,
+            BlockStore(three.point, "kv", deadline=30) as third,
+        ):
+            stores = first, second, third
+            for number, name in enumerate(names):
+                stores[number % 3].put(name.encode(), content(seed, name))
+            for store, mount in zip(stores, mounts, strict=True):
+                wait_until(lambda store=store: all(store.exists([n.encode() for n in names])), "blocks to be written")
+                for name in names:
+                    assert store.get(name.encode()) == content(seed, name)
+                    assert (mount.point / "kv" / name).read_bytes() == content(seed, name)
+                assert sorted(os.listdir(mount.point / "kv")) == sorted(names)
+            second.delete_many([b"0", b"1", b"2"])
+            (three.point / "kv" / "3").unlink()
+            gone, rest = names[:4], names[4:]
+            for store in stores:
+                wait_until(
+                    lambda store=store: not any(store.exists([n.encode() for n in gone])), "removals to be heard of"
+                )
+                assert all(store.exists([n.encode() for n in rest]))
+        two.kill()
+        for mount in (one, three):
+            with BlockStore(mount.point, "kv", deadline=30) as store:
+                for name in rest:
+                    assert store.get(name.encode()) == content(seed, name)
+
+        def are_adopted() -> bool:
+            return stats(one)["store"]["slabs"] + stats(three)["store"]["slabs"] > 0 and all(
+                stats(mount)["store"]["loading_slabs"] == 0 for mount in (one, three)
+            )
+
+        wait_until(are_adopted, "slabs to be adopted")
+        for mount in (one, three):
+            assert sorted(os.listdir(mount.point / "kv")) == sorted(rest)
+            for name in rest:
+                assert (mount.point / "kv" / name).read_bytes() == content(seed, name)
+
+
+def test_a_killed_daemon_of_a_shared_volume_goes_on(etcd_alone: EtcdServers, seed: int) -> None:
+    with hosts(etcd_alone, 2, "outlive=true") as mounts:
+        one, two = mounts
+        names = [f"{number}" for number in range(40)]
+        with BlockStore(one.point, "kv", deadline=30) as store:
+            for name in names:
+                store.put(name.encode(), content(seed, name))
+            pid = serving_of(one.pid)
+            assert pid is not None
+            os.kill(pid, 9)
+            os.statvfs(one.point)
+            for name in names:
+                assert (one.point / "kv" / name).read_bytes() == content(seed, name)
+        with BlockStore(two.point, "kv", deadline=30) as store:
+            wait_until(lambda: all(store.exists([n.encode() for n in names])), "blocks to be written")
             for name in names:
                 assert store.get(name.encode()) == content(seed, name)
-                assert (mount.point / "kv" / name).read_bytes() == content(seed, name)
-            assert sorted(os.listdir(mount.point / "kv")) == sorted(names)
-        second.delete([b"0", b"1", b"2"])
-        (three.point / "kv" / "3").unlink()
-        gone, rest = names[:4], names[4:]
-        for store in stores:
-            wait_until(lambda store=store: not any(store.exists([n.encode() for n in gone])), "removals to be heard of")
-            assert all(store.exists([n.encode() for n in rest]))
-    two.kill()
-    for mount in (one, three):
-        with BlockStore(mount.point, "kv", deadline=30) as store:
-            for name in rest:
-                assert store.get(name.encode()) == content(seed, name)
-
-    def are_adopted() -> bool:
-        return stats(one)["store"]["slabs"] + stats(three)["store"]["slabs"] > 0 and all(
-            stats(mount)["store"]["loading_slabs"] == 0 for mount in (one, three)
-        )
-
-    wait_until(are_adopted, "slabs to be adopted")
-    for mount in (one, three):
-        assert sorted(os.listdir(mount.point / "kv")) == sorted(rest)
-        for name in rest:
-            assert (mount.point / "kv" / name).read_bytes() == content(seed, name)
-
-
-def test_a_killed_daemon_of_a_shared_volume_goes_on(mounts: list[KvfuseMount], seed: int) -> None:
-    one, two, _ = mounts
-    names = [f"{number}" for number in range(40)]
-    with BlockStore(one.point, "kv", deadline=30) as store:
-        for name in names:
-            store.put(name.encode(), content(seed, name))
-        pid = serving_of(one.pid)
-        assert pid is not None
-        os.kill(pid, 9)
-        os.statvfs(one.point)
-        for name in names:
-            assert (one.point / "kv" / name).read_bytes() == content(seed, name)
-    with BlockStore(two.point, "kv", deadline=30) as store:
-        wait_until(lambda: all(store.exists([n.encode() for n in names])), "blocks to be written")
-        for name in names:
-            assert store.get(name.encode()) == content(seed, name)
-    with BlockStore(one.point, "kv", deadline=30) as store:
-        store.put(b"more", b"more")
-        assert store.get(b"more") == b"more"
+        with BlockStore(one.point, "kv", deadline=30) as store:
+            store.put(b"more", b"more")
+            assert store.get(b"more") == b"more"

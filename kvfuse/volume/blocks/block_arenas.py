@@ -199,6 +199,12 @@ class BlockArenas:
             freed += freed < FREED_AT_ONCE and self._free(place)
         return freed, len(own) - freed
 
+    def leave(self) -> None:
+        """Free all arenas but those that clients hold, which no daemon goes on with."""
+        for place, arena in list(self._places.items()):
+            if not self._free(place):
+                self._keeper.drop(f"{ARENA_PREFIX}{arena.number}")
+
     @property
     def _known(self) -> set[int]:
         return {arena.place for arena in self.by_number.values()}

@@ -30,7 +30,7 @@ from kvfuse.slab.layout import FEATURE_LENT
 from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
-from kvfuse.volume.blocks.block_slabs import BlockSlabs, SlabStates
+from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
@@ -39,6 +39,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
+from kvfuse.volume.slots.space import RoomSource
 from kvfuse.volume.views import clock
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,11 @@ class BlockEngine:
         self.directories: dict[int, frozenset[bytes]] = {}
         """directory -> names in it that may mean directories; any thread may look"""
         self._is_closing = False
+        self.ask_hosts: Callable[[int], bool] | None = None
+        self.await_hosts: RoomSource | None = None
+        """of a shared volume: have other hosts give slabs, and wait for these"""
+        self.quota_sources: Sequence[RoomSource] = ()
+        """of a shared volume: what takes more of a quota, and what waits for other hosts"""
         self._no_slabs_until = -1.0
         self.has_ended = False
         """its membership is over"""
@@ -421,12 +427,51 @@ class BlockEngine:
             await self._look_soon()
             return
         if why == forms.NO_QUOTA:
-            if is_late or not self.eviction.make_room_in(table.namespace, size):
+            if not is_late and await self._find_quota(0, table.namespace, size, give_up):
+                return
+            if not is_late and self.eviction.make_room_in(table.namespace, size):
+                return
+            if is_late or not await self._find_quota(1, table.namespace, size, give_up):
                 text = f"namespace {table.namespace}: no room for a block of {size} bytes"
                 raise errors.QuotaExceeded(text, table.namespace)
             return
-        if not await self.slabs.lend(self._spare_slabs) and (is_late or not self.eviction.make_room(size)):
+        if await self.slabs.lend(self._spare_slabs):
+            return
+        if self.ask_hosts is not None:  # those that have more blocks give some of their slabs
+            self.ask_hosts(self._spare_slabs * self.core.geometry.slab_size)
+        if not is_late and self.eviction.make_room(size):
+            return
+        if is_late or self.await_hosts is None or not await self.await_hosts(give_up, None):
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
+
+    async def _find_quota(self, source: int, namespace: int, size: int, deadline: float) -> bool:
+        """Have other hosts of a shared volume leave more of a quota to this one. ``source``: of `quota_sources`."""
+        for number in self.core.namespaces.accounts.chain(namespace) if self.quota_sources else ():
+            account = self.core.namespaces.accounts.all[number]
+            have, most = self.core.namespaces.accounts.use_here(number), account.most
+            slot_size = self.core.slabs.classes.class_for(size) if size else 0
+            lack = NamespaceUse(max(0, have.size + slot_size - most.size), max(0, have.files + 1 - most.files))
+            if account.bound is not None and any(lack):
+                account.lack = lack
+                return await self.quota_sources[source](deadline, number)
+        return False
+
+    def evict(self, number: int, size: int) -> None:
+        self.eviction.make_room_in(number, size)
+        self.wake()
+
+    async def _keep_to_parts(self) -> None:
+        """Adopted blocks count towards this host's part of quotas: take more, or evict."""
+        accounts = self.core.namespaces.accounts
+        for number, account in list(accounts.all.items()):
+            if account.bound is None or not self.use(number)[0]:
+                continue
+            have = accounts.use_here(number)
+            if have.size > account.most.size or have.files > account.most.files:
+                await self._find_quota(0, number, 0, trio.current_time())
+                excess = accounts.use_here(number).size - account.most.size
+                if excess > 0 or accounts.use_here(number).files > account.most.files:
+                    self.eviction.make_room_in(number, max(excess, 1))
 
     def note_put(self) -> None:
         """Something was put. Any thread."""
@@ -706,6 +751,8 @@ class BlockEngine:
             can_write = not self.core.read_only
             if can_write and any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()
+            if self.quota_sources:
+                await self._keep_to_parts()
             if self.tables.all:
                 while await self.arenas.keep_spares():
                     is_busy = True
@@ -740,6 +787,17 @@ class BlockEngine:
             await self.writer.flush()
         if self.others is not None:
             self.slabs.give_back(self.core.geometry.slab_count)
+
+    def abandon(self) -> None:
+        """The membership is over, and its slabs are others': nobody finds a block here any more. `run` has ended."""
+        self.has_ended = True
+        for table in list(self.tables.all.values()):
+            if not table.has_ended:
+                self.tables.end(table)
+        while self.tables.sweep(SWEPT_AT_ONCE, self.arenas.forget):
+            pass
+        self.arenas.leave()
+        self.keeper.drop(STATES)
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -220,9 +220,10 @@ class BlockEviction:
                 full.add(account.number)
         own = [found.settings for found in self._policies.values()]
         if own:
-            slabs, found = self.core.slabs, self.native.statistics()
-            total = self.core.geometry.data_size
-            free = slabs.free_bytes + found["free_slots_bytes"] + found["free_slabs"] * self.core.geometry.slab_size
+            part, found = self.core.part(), self.native.statistics()
+            total = part.size
+            free = part.size - part.used + found["free_slots_bytes"]
+            free += found["free_slabs"] * self.core.geometry.slab_size
             if total - free > min(one.high_water for one in own) * total:
                 low = min(one.low_water for one in own) * total
                 self._evict(list(self._policies), int(total - free - low))
@@ -260,6 +261,7 @@ class BlockEviction:
             with found.lock:
                 columns = found.policy.by_slab()
             sizes[columns.slabs] += columns.sizes
+        sizes[self.slot_sizes[: len(sizes)] == 0] = 0  # slabs of other hosts
         used = np.flatnonzero(sizes)
         chosen = used[np.argsort(sizes[used], kind="stable")[:count]]
         freed = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import trio
@@ -10,6 +11,8 @@ from kvfuse.volume.blocks.block_engine import BlockEngine
 
 SLABS = 4
 """that are given back at once: a file that lacks room mostly lacks more"""
+GIVE_SECONDS = 5.0
+"""for which slabs are emptied for another host at a time"""
 WRITE_SECONDS = 1.0
 """for which a call waits until emptied slabs are written as free ones"""
 
@@ -35,3 +38,11 @@ class BlockRoom:
             while not engine.slabs.give_back(SLABS):
                 await engine.writer.await_progress()
         return True
+
+    async def give(self, count: int, give: Callable[[Iterable[int]], Awaitable[int]]) -> int:
+        """Empty up to so many slabs for another host. ``give``: gives free slabs to it. How many. EngineError."""
+        given, deadline = 0, trio.current_time() + GIVE_SECONDS
+        while given < count and trio.current_time() < deadline and await self.make_room(deadline, None):
+            await self.engine.commit()  # before that, a slab is not known to be free
+            given += await give(self.engine.core.slabs.free_slabs()[: count - given])
+        return given

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import trio
 
 from kvfuse.errors import EngineError, OperationError
+from kvfuse.volume.blocks.block_room import BlockRoom
 from kvfuse.volume.eviction.evictor import Evictor
 from kvfuse.volume.eviction.shared_eviction import SharedEviction
 from kvfuse.volume.hosts.reports import Reports
@@ -39,6 +40,8 @@ class Giving:
     leases: SlabLeases
     evictor: Evictor
     eviction: SharedEviction
+    blocks: BlockRoom | None = None
+    """of the block store"""
 
     async def run(self) -> None:
         """Send and hear reports, and give others room, until cancelled."""
@@ -59,7 +62,10 @@ class Giving:
                     await trio.sleep(RETRY_SECONDS)
 
     async def _give(self, client: int) -> None:
-        slabs = self._choose(self._count_for(client))
+        count = self._count_for(client)
+        slabs = self._choose(count)
+        if self.blocks is not None and len(slabs) < count:
+            self.reports.counters.given_slabs += await self.blocks.give(count - len(slabs), self.leases.give)
         if not slabs:
             return
         self.eviction.removal.giving.update(slabs)

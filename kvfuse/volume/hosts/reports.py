@@ -25,6 +25,7 @@ from kvfuse.remote.records.api import Change, RecordStore
 from kvfuse.volume.hosts.fair_shares import Shares
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.cache import used_elsewhere
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.sealed import ScanPages
@@ -86,8 +87,9 @@ class Reports:
 
     @property
     def evictable(self) -> int:
-        """Bytes of blocks that the caches of this host have on their books."""
-        return sum([cache.policy.size for cache in self.core.caches.values()])
+        """Bytes of blocks that the caches of this host have on their books, and its block store has."""
+        rows = self.core.blocks.use(ROOT)[0] if self.core.blocks is not None else 0
+        return rows + sum([cache.policy.size for cache in self.core.caches.values()])
 
     # -- lacking room ----------------------------------------------------------------------------------
 

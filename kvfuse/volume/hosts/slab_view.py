@@ -125,6 +125,10 @@ class SlabView:
             if self.seen(slab).holder.client == NOBODY and slab not in self._unclear:
                 yield slab
 
+    def has_orphans(self) -> bool:
+        """Blocks of the block store are in slabs that no client has which is alive."""
+        return any(self.seen(slab).holder.client not in self.members for slab in self.lent)
+
     def gone(self) -> list[int]:
         """Clients that left something behind: slabs, or counts."""
         return sorted({*self.held_counts, *self.counts} - self.members)

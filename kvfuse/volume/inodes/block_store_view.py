@@ -14,6 +14,9 @@ class BlockStoreView(Protocol):
     def use(self, number: int) -> tuple[int, int]:
         """(bytes of slots, blocks) of a namespace and those in it."""
 
+    def evict(self, number: int, size: int) -> None:
+        """Remove blocks of a namespace, and those in it, of so many bytes: another host lacks the room."""
+
     def room(self) -> tuple[int, int]:
         """(blocks, bytes that are free in the slabs that the store has) of the volume."""
 

@@ -229,6 +229,14 @@ class Accounts:
         account = self.all.get(number)
         return NamespaceUse(account.size, account.files) if account is not None else NamespaceUse(0, 0)
 
+    def use_here(self, number: int) -> NamespaceUse:
+        """As `use`, with the blocks of the block store, which keep to what this host may have now."""
+        own = self.use(number)
+        if self.blocks is None:
+            return own
+        blocks = self.blocks.claim(number, own)
+        return NamespaceUse(own.size + blocks.size, own.files + blocks.files)
+
     def use_of_hosts(self, number: int) -> NamespaceUse:
         """Of a namespace and those in it, by all hosts."""
         account = self.all.get(number)

@@ -236,6 +236,14 @@ class GrantBook:
         account = self._accounts.all.get(number)
         if account is not None:
             account.bound = self._bound(number) if self.is_ready.is_set() and account.is_known else NO_USE
+            use = self._accounts.use_here(number)  # blocks keep to it from here on; until then threads stored some
+            held = self._held.get(number)
+            if held is not None and self._is_awaited(number) and use != NamespaceUse(*map(min, use, held)):
+                self._held[number] = NamespaceUse(*map(max, use, held))
+                self.settle(number)
+
+    def _is_awaited(self, number: int) -> bool:
+        return number in self.heard and self._client in self.heard[number].awaited
 
     def _bound(self, number: int) -> NamespaceUse | None:
         grants = self.heard.get(number)
@@ -243,7 +251,7 @@ class GrantBook:
             settings = self._accounts.all[number].settings
             return NO_USE if settings.capacity or settings.blocks else None
         if self._client in grants.awaited:
-            held = bound = self._held.setdefault(number, self._accounts.use(number))
+            held = bound = self._held.setdefault(number, self._accounts.use_here(number))
         else:
             bound = grants.bound(self._client)
             held = self._held.get(number, bound)
@@ -259,6 +267,11 @@ class GrantBook:
         return NamespaceUse(
             *[grants.free[at] + sum([max(part[at] - use[at], 0) for part, use in slack]) for at in range(2)]
         )
+
+    def has_given_too_much(self, number: int) -> bool:
+        """More was stored, before `hold` was called, than the part that the client was about to keep."""
+        held, use = self._held.get(number), self._accounts.use_here(number)
+        return held is not None and any(have > most for have, most in zip(use, held, strict=True))
 
     def stored_uses(self, number: int) -> Mapping[int, NamespaceUse]:
         """Other clients' stored use of a namespace and those in it."""

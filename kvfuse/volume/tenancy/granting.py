@@ -57,6 +57,8 @@ class Granting:
     journal: Journal
     news: NamespaceNews
     evictor: Evictor
+    has_orphans: Callable[[], bool] = lambda: False
+    """slabs have blocks of the block store, and no client that is alive holds them"""
 
     def __post_init__(self) -> None:
         self._accounts = self.core.namespaces.accounts
@@ -102,11 +104,32 @@ class Granting:
         grants = self._book.heard.get(namespace)
         if grants is None:
             return True
+        if DEPARTED in grants.parts and self._is_block_namespace(namespace):
+            await self._inherit(namespace)
+            grants = self._book.heard.get(namespace, grants)
         share = TAKEN_SHARE * (len(grants.parts.keys() - {DEPARTED, self._client}) + 1)
         if await self._change(namespace, lambda grants: grants.taken(self._client, lack, share)):
             self._waits.pop(namespace, None)
             return True
         return False
+
+    async def _inherit(self, namespace: int) -> None:
+        """Take of the part of clients that are gone what their blocks need that this one adopted; and, when all of
+        these are adopted, give the rest of it free."""
+        use = self._accounts.use_here(namespace)
+        left = (await self._read_uses(namespace, {DEPARTED}))[DEPARTED]
+        are_adopted = not self.has_orphans()
+
+        def decide(grants: Grants) -> Grants:
+            departed, own = grants.part(DEPARTED), grants.part(self._client)
+            slack = [max(have - need, 0) for have, need in zip(departed, left, strict=True)]
+            more = [min(one, max(used - has, 0)) for one, used, has in zip(slack, use, own, strict=True)]
+            rest = [0 if are_adopted else one - mine for one, mine in zip(slack, more, strict=True)]
+            kept = NamespaceUse(*[have - one + other for have, one, other in zip(departed, slack, rest, strict=True)])
+            part = NamespaceUse(*[has + mine for has, mine in zip(own, more, strict=True)])
+            return grants.with_part(DEPARTED, kept).with_part(self._client, part)
+
+        await self._change(namespace, decide)
 
     async def _ask(self, namespace: int, lack: NamespaceUse) -> None:
         """Tell the others what is missing."""
@@ -137,7 +160,11 @@ class Granting:
     def _may_come(self, namespace: int) -> bool:
         """Others have blocks of caches there, and gave some lately."""
         is_cache = any(self._accounts.is_within(number, namespace) for number in self.core.caches)
-        has_blocks = any(count > 0 for count in self._accounts.use_of_hosts(namespace)) and not self.core.is_alone()
+        is_cache |= any(self._is_block_namespace(one) for one in self._inner(namespace))
+        parts = self._book.heard[namespace].parts.items() if namespace in self._book.heard else ()
+        has_blocks = any(count > 0 for count in self._accounts.use_of_hosts(namespace))
+        has_blocks |= any(part.size > 0 for client, part in parts if client not in (self._client, DEPARTED))
+        has_blocks &= not self.core.is_alone()
         now = trio.current_time()
         began, last = self._waits.get(namespace, (now, now))
         self._waits[namespace] = (began if now < last + PAUSE_SECONDS else now, now)
@@ -170,7 +197,7 @@ class Granting:
 
     async def _serve(self, number: int) -> bool:
         """True: others still lack something."""
-        use, grants = partial(self._accounts.use, number), self._book.heard.get(number)
+        use, grants = partial(self._accounts.use_here, number), self._book.heard.get(number)
         if grants is None:  # its quotas ended while another namespace was served
             return False
         if self._client in grants.awaited:
@@ -190,6 +217,8 @@ class Granting:
 
     async def _evict(self, number: int, wanted: NamespaceUse) -> None:
         """Evict this client's part of what others lack, but for what is about to be free here."""
+        if not self.core.read_only and self.core.blocks is not None:
+            self._evict_blocks(number, wanted)
         caches = [cache for one, cache in self.core.caches.items() if self._accounts.is_within(one, number)]
         size, count = sum([one.policy.size for one in caches]), sum([len(one.policy) for one in caches])
         if not size or self.core.read_only:
@@ -200,6 +229,21 @@ class Granting:
         if mine > 0:
             await self.evictor.evict_some(mine, number)
 
+    def _evict_blocks(self, number: int, wanted: NamespaceUse) -> None:
+        """As `_evict`, of blocks of the block store."""
+        blocks = self.core.blocks
+        size, count = blocks.use(number) if blocks is not None else (0, 0)
+        if blocks is None or not size or not any(self._is_block_namespace(one) for one in self._inner(number)):
+            return
+        grants = self._book.heard.get(number, Grants())
+        others = [max(part.size, 0) for one, part in grants.parts.items() if one not in (self._client, DEPARTED)]
+        lack = max(wanted.size, -(-wanted.files * size // max(count, 1)))
+        blocks.evict(number, -(-lack * size // (size + sum(others))))
+
+    def _is_block_namespace(self, number: int) -> bool:
+        found = self.core.namespaces.all.get(number)
+        return found is not None and found.settings.is_blocks
+
     async def _drop_gone(self, number: int) -> bool:
         """Take back parts of clients that are gone. True: there were some. EngineError."""
         grants = self._book.heard[number]
@@ -209,6 +253,11 @@ class Granting:
             return False
         _, version = await self.news.read_settings()  # namespaces in it
         uses = await self._read_uses(number, gone)
+        if any(self._is_block_namespace(one) for one in self._inner(number)):
+            # Its blocks are on the medium, and count for whoever adopts them: see `_inherit`.
+            uses = {
+                client: NamespaceUse(*map(max, uses[client], self._book.heard[number].part(client))) for client in gone
+            }
 
         def decide(grants: Grants) -> Grants:
             for client in gone:
@@ -324,7 +373,12 @@ class Granting:
                 wanted = decide(grants) if grants is not None else None
                 if grants is None or wanted is None or wanted == grants:
                     return False
+                former = grants.part(self._client)
                 self._book.hold(number, wanted.part(self._client))
+                is_smaller = any(new < old for new, old in zip(wanted.part(self._client), former, strict=True))
+                if is_smaller and self._book.has_given_too_much(number):  # a thread stored a block meanwhile
+                    self._book.release(number)
+                    continue
                 if await self._put(number, wanted, {key: self.news.versions[key], **(expect or {})}):
                     return True
                 await self.news.read(number)
