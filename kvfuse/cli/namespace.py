@@ -215,7 +215,7 @@ def list_command(mountpoint: Path, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    columns = ["path", "kind", "capacity", "used", "files", "hit ratio", "policy"]
+    columns = ["path", "kind", "capacity", "used", "blocks", "files", "hit ratio", "policy"]
     print_table(columns, [_list_row(row) for row in rows])
 
 
@@ -259,7 +259,10 @@ def _usage_rows(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "kind", row["settings"]["kind"]
     yield "capacity", format_size(row["capacity"])
     yield "used", format_size(row["used"]["bytes"])
-    yield "files", row["used"]["files"]
+    blocks = row["used"].get("blocks", 0)
+    if row["settings"]["kind"] == "blocks" or blocks:
+        yield "blocks", f"{blocks}, {format_size(row['used']['block_bytes'])}"
+    yield "files", row["used"]["files"] - blocks
     here = row.get("used_here", row["used"])
     if here != row["used"]:
         sign = "-" if here["bytes"] < 0 else ""  # it removed more of what others had added than it added
@@ -305,7 +308,8 @@ def _list_row(row: dict[str, Any]) -> list[Any]:
     settings, used, cache = row["settings"], row["used"], row["cache"]
     sizes = format_size(row["capacity"]), format_size(used["bytes"])
     served = (cache["hit_ratio"], f"{settings['eviction']}, {settings['admission']}") if cache else (None, None)
-    return [row["path"], settings["kind"], *sizes, used["files"], *served]
+    blocks = used.get("blocks", 0)
+    return [row["path"], settings["kind"], *sizes, blocks, used["files"] - blocks, *served]
 
 
 def _shown(name: str, text: str) -> str:

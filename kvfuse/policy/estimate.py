@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvfuse.policy.seen import SMALL_BATCH, mix, mix_one
 
@@ -53,8 +54,8 @@ class HitEstimate:
         self._sampled = 0.0
         self._bins = [0.0] * _BINS
 
-    def ask(self, keys: Sequence[int]) -> None:
-        """Blocks were asked for, present or not: a chain, root first."""
+    def ask(self, keys: Sequence[int] | NDArray[np.uint64]) -> int:
+        """Blocks were asked for, present or not: a chain, root first. How many of them are followed."""
         self._requests += len(keys)
         followed = self._followed(keys)
         weight = _HASHES / (self._threshold + 1)
@@ -65,11 +66,26 @@ class HitEstimate:
                 self._bins[min(int(_bin_of(distance)), _BINS - 1)] += weight
         for key, hashed in reversed(followed):  # the root is the most recent, as in the policies
             self._touch(key, hashed)
+        return len(followed)
+
+    def shrink(self, count_min: int) -> None:
+        """Follow half of the keys from now on, but not fewer than ``count_min``."""
+        self._followed_max = max(self._followed_max // 2, min(count_min, self._followed_max))
+        while len(self._largest) > self._followed_max:
+            largest, key = heapq.heappop(self._largest)
+            self._threshold = -largest - 1
+            self._is_last[self._last_use.pop(key)] = False
 
     def stored(self, key: int) -> None:
         """A block was stored. One that nobody had asked for can be hit from now on: not all who store look before."""
         if key not in self._last_use and (hashed := mix_one(key)) <= self._threshold:
             self._touch(key, hashed)
+
+    def stored_column(self, keys: NDArray[np.uint64]) -> None:
+        """`stored`, for many."""
+        for key, hashed in self._followed(keys):
+            if key not in self._last_use:
+                self._touch(key, hashed)
 
     def hit_ratio(self, blocks: float) -> float:
         """Hits of a cache of so many blocks among all requests so far; of an endless one where it is infinite."""
@@ -86,8 +102,12 @@ class HitEstimate:
         """Factor of ``FACTORS`` -> hit ratio of so many times ``capacity_blocks``."""
         return {factor: self.hit_ratio(factor * capacity_blocks) for factor in FACTORS}
 
-    def _followed(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+    def _followed(self, keys: Sequence[int] | NDArray[np.uint64]) -> list[tuple[int, int]]:
         """(key, its hash) of those that are followed."""
+        if isinstance(keys, np.ndarray):
+            hashes = mix(keys)
+            places = np.flatnonzero(hashes <= np.uint64(self._threshold))
+            return list(zip(keys[places].tolist(), hashes[places].tolist(), strict=True))
         if len(keys) < SMALL_BATCH:
             return [(key, hashed) for key in keys if (hashed := mix_one(key)) <= self._threshold]
         hashes = mix(keys)

@@ -626,6 +626,9 @@ class RowApi(Protocol):
     ) -> Numbers:  # fmt: skip
         """Copy what is in memory: lengths, or codes of `kvfuse.native.blockforms`. Any thread."""
 
+    def note_chain(self, directory: int, names: NameColumns, *, is_read: bool = False) -> npt.NDArray[np.bool_]:
+        """Somebody asks for a chain of blocks, root first; ``is_read``: for bytes. Which there are. Any thread."""
+
     def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
         """A copy of a block that is in memory; its length, if above ``room``; below 0: it is not. Any thread."""
 
@@ -638,9 +641,10 @@ class RowApi(Protocol):
         """
 
     async def fetch(
-        self, table: Any, names: Sequence[bytes], rows: Numbers, sequences: npt.NDArray[np.uint64]
+        self, table: Any, names: Sequence[bytes], rows: Numbers, sequences: npt.NDArray[np.uint64],
+        *, is_ahead: bool = False,
     ) -> Numbers:  # fmt: skip
-        """Bring blocks into memory: 1 for each that came. EngineError."""
+        """Bring blocks into memory: 1 for each that came. ``is_ahead``: nobody reads them now. EngineError."""
 
     async def read(self, table: Any, name: bytes) -> bytearray | None:
         """A copy of a block; None: there is none any more. EngineError."""

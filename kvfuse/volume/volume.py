@@ -152,9 +152,12 @@ class Volume:
         core, number, space = self.parts.core, namespace.number, self.space()
         used, here = core.namespaces.accounts.use_of_hosts(number), core.namespaces.accounts.use(number)
         segments_tier: SegmentsTier = "remote" if core.records.limits.shared else "disk"
-        measures, cache = core.namespaces.measures[number], namespace.cache
+        measures, cache, size, count = core.namespaces.measures[number], namespace.cache, 0, 0
+        figures = cache.statistics(measures.unread, segments_tier) if cache is not None else None
         if core.blocks is not None:
             size, count = core.blocks.use(number)
+            if core.blocks.is_block_namespace(number):
+                figures = core.blocks.describe(number, measures.unread, segments_tier)
             used = here = NamespaceUse(used.size + size, used.files + count)
         if number == ROOT:
             used = here = NamespaceUse(space.size - space.free, space.files - space.files_free)
@@ -162,12 +165,12 @@ class Volume:
             "number": number,
             "path": os.fsdecode(self.parts.names.folders.path_of(number)),
             "settings": namespace.settings.shown,
-            "used": {"bytes": used.size, "files": used.files},
+            "used": {"bytes": used.size, "files": used.files, "blocks": count, "block_bytes": size},
             "used_here": {"bytes": here.size, "files": here.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
             "measures": measures.statistics(),
             "compression": self.parts.journal.flusher.packer.statistics(number),
-            "cache": cache.statistics(measures.unread, segments_tier) if cache is not None else None,
+            "cache": figures,
         }
 
     def stats_of(self, uid: int) -> dict[str, object]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse import errors
+from kvfuse.native.blockforms import name_columns
 from kvfuse.usrbio.daemon.call import Call, Completion
 from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
@@ -61,6 +62,8 @@ class RowCalls:
         for _ in range(4):
             found = door.store.find(namespace.ino, name)
             if found is None:
+                if not door.has_files:
+                    door.store.note_chain(namespace.ino, name_columns([name]), is_read=True)
                 return False
             table, row, sequence = found
             if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
@@ -102,12 +105,14 @@ class RowCalls:
                 raise errors.IsADirectory(f"{os.fsdecode(name)} is a directory of the namespace's directory: no block")
 
     async def exists(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
-        found = self._look_for(door, names)
-        if door.store.is_shared and (door.terms.is_strict or not found.all()):
-            await door.store.renew(is_strict=door.terms.is_strict)
-            found = self._look_for(door, names)
-        answers: list[bool] = found.tolist()
+        await self._renew(door, names)
+        answers: list[bool] = door.store.note_chain(door.directory, name_columns(names)).tolist()
         return answers
+
+    async def _renew(self, door: BlockDoor, names: Sequence[bytes]) -> None:
+        """Look for blocks of other hosts, where that may find more of these."""
+        if door.store.is_shared and (door.terms.is_strict or not self._look_for(door, names).all()):
+            await door.store.renew(is_strict=door.terms.is_strict)
 
     def _look_for(self, door: BlockDoor, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         found = np.zeros(len(names), np.bool_)
@@ -118,7 +123,7 @@ class RowCalls:
     async def prefetch(self, door: BlockDoor, namespace: NamespaceHandle, names: Sequence[bytes]) -> list[bool]:
         """Bring blocks into memory. Which are there then."""
         loaded = np.zeros(len(names), np.bool_)
-        await self.exists(door, names)
+        await self._renew(door, names)
         for table in door.store.tables_of(door.directory):
             if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
                 continue
@@ -130,7 +135,9 @@ class RowCalls:
             wanted = here[~loaded[here]]
             if len(wanted):
                 some = [names[number] for number in wanted.tolist()]
-                loaded[wanted] = await door.store.fetch(table, some, rows[wanted], sequences[wanted]) != 0
+                loaded[wanted] = (
+                    await door.store.fetch(table, some, rows[wanted], sequences[wanted], is_ahead=True) != 0
+                )
         answers: list[bool] = loaded.tolist()
         return answers
 

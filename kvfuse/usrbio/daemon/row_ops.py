@@ -175,6 +175,10 @@ class RowOps:
         del memory
         got = results[results >= 0]
         is_known = not door.has_files and door.store.knows_all
+        absent = np.flatnonzero(results == forms.ABSENT)
+        if len(absent) and is_known:
+            names = self._aux, batch.offsets[absent], batch.lengths[absent]
+            door.store.note_chain(door.directory, names, is_read=True)
         results[results < 0] = np.where(results[results < 0] == forms.ABSENT, -errno.ENOENT if is_known else LEFT, LEFT)
         count = int(np.count_nonzero(results != LEFT))
         if count:

@@ -37,6 +37,7 @@ from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
+from kvfuse.volume.namespaces.cache import SegmentsTier
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.space import RoomSource
@@ -63,6 +64,7 @@ ROOM_SECONDS = 10.0
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -291,6 +293,7 @@ class BlockEngine:
     def clear(self, number: int) -> None:
         """All blocks of a namespace are gone: its epoch has grown, and that is stored."""
         for table in self.tables.of_namespace(number):
+            self.eviction.cleared(table)
             self.tables.end(table)
         self._epochs.pop(number, None)
         self.update_quotas()
@@ -499,7 +502,9 @@ class BlockEngine:
                 best = table, int(rows[0]), int(sequences[0])
         return best
 
-    async def fetch(self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words) -> Numbers:
+    async def fetch(
+        self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words, *, is_ahead: bool = False
+    ) -> Numbers:
         """Bring blocks into memory. 1 for each that came; what is damaged is dropped. EngineError."""
         count = len(names)
         places, sizes = np.zeros(count, np.uint64), np.zeros(count, np.int64)
@@ -518,6 +523,8 @@ class BlockEngine:
             await self.core.segments.read(batch)
             came[wanted] = (found["sequence"] == sequences[wanted]) & await self._are_confirmed(found)
         landing.land(came, results)
+        if not is_ahead:
+            self.eviction.books[table.namespace].counters["brought"] += int(np.count_nonzero(came))
         if len(damaged := wanted[results[wanted] == 0]):
             self._drop_damaged(table, names, rows[damaged], sequences[damaged])
         return results
@@ -559,6 +566,8 @@ class BlockEngine:
             if size == forms.NOT_RESIDENT and (await self.fetch(table, [name], rows, sequences))[0] == 0:
                 found = await self._read_beside(table, int(rows[0]), int(sequences[0]))
                 if found is not None:
+                    self.eviction.note_use(table, rows)
+                    self.eviction.books[table.namespace].counters["brought"] += 1
                     return found
         return None
 
@@ -575,8 +584,17 @@ class BlockEngine:
             rows,
             results,
         )
-        self.eviction.note_use(table, rows)
+        copied: Mask = results >= 0  # who asks for another one asks again
+        self.eviction.note_use(table, rows if copied.all() else rows[copied])
         return results
+
+    def note_chain(self, directory: int, names: NameColumns, *, is_read: bool = False) -> Mask:
+        tables = self.tables.of(directory)
+        rows, sequences = np.full((len(tables), len(names[1])), -1, np.int64), np.empty(len(names[1]), np.uint64)
+        for table, own in zip(tables, rows, strict=True):
+            self.native.find(table.place, directory, *names, False, self.now(table.namespace), own, sequences)
+        self.eviction.note_chain(tables, names, list(rows), is_read=is_read)
+        return np.asarray(rows.max(axis=0, initial=-1) >= 0)
 
     def copy(self, table: BlockTable, name: bytes, room: int) -> memoryview | int:
         rows, _ = table.find([name], self.now(table.namespace))
@@ -595,7 +613,10 @@ class BlockEngine:
 
     def hold(self, directory: int, name: bytes) -> HeldRow | None:
         found = self.find(directory, name)
-        return self.arenas.hold(*found) if found is not None else None
+        held = self.arenas.hold(*found) if found is not None else None
+        if found is not None and held is not None:
+            self.eviction.note_use(found[0], np.array([found[1]], np.int64))
+        return held
 
     def drop_others(self, table: BlockTable, names: Sequence[bytes]) -> None:
         """Names that are about to mean blocks of one table mean none of the directory's other tables. Any thread."""
@@ -798,6 +819,9 @@ class BlockEngine:
             pass
         self.arenas.leave()
         self.keeper.drop(STATES)
+
+    def describe(self, number: int, unread: Mapping[str, int], tier: SegmentsTier) -> dict[str, Any]:
+        return self.eviction.describe(number, unread, tier)
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,10 @@ from kvfuse.native._blocks import name_keys
 from kvfuse.policy.blockrows import ROW
 from kvfuse.policy.column_policy import ColumnPolicy, Victims
 from kvfuse.volume.api import NameColumns
+from kvfuse.volume.blocks.block_books import BlockBooks
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.namespaces.cache import REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 
 STEP_SHARE = 0.005
@@ -33,6 +35,8 @@ SCATTERED_SHARE = 0.03
 NOTED_MAX = 1 << 14
 ROWS_AHEAD = 1 << 14
 """rows that a policy knows before they are used, at least"""
+CHUNK = 1 << 16
+"""rows that are looked at together"""
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -66,8 +70,8 @@ class BlockEviction:
     use: Callable[[int], tuple[int, int]]
     ahead: dict[int, int] = field(default_factory=dict)
     """namespace -> seconds by which its clock was moved ahead"""
-    counters: Counter[str] = field(default_factory=Counter)
-    """blocks by the reason why they went; and ``refused`` ones"""
+    books: defaultdict[int, BlockBooks] = field(default_factory=lambda: defaultdict(BlockBooks))
+    """namespace -> its figures"""
     _policies: dict[int, NamespacePolicy] = field(default_factory=dict)
     _noted: deque[tuple[BlockTable, Numbers, Numbers | None]] = field(default_factory=deque)
     """(table, rows, sizes) of puts; without sizes: of uses"""
@@ -89,16 +93,39 @@ class BlockEviction:
             self._noted.append((table, results, sizes))
 
     def note_use(self, table: BlockTable, rows: Numbers) -> None:
-        """Blocks were read, or asked for; a row below 0: it is absent. Any thread."""
+        """Blocks were read. Any thread."""
         if len(self._noted) < NOTED_MAX:
             self._noted.append((table, rows, None))
 
-    def note_chain(self, table: BlockTable, names: NameColumns, rows: Numbers) -> None:
-        """Somebody asked for a chain of blocks, root first; a row below 0: it is absent. Any thread."""
-        found, now = self._policies.get(table.namespace), self._now()
-        if found is not None and table.place in found.tables and len(rows):
+    def note_chain(
+        self, tables: Sequence[BlockTable], names: NameColumns, rows: Sequence[Numbers], *, is_read: bool = False
+    ) -> None:
+        """Somebody asked for a chain of blocks, root first, of a directory with these tables. Any thread.
+
+        ``rows``: of each table; below 0: it has no such block. ``is_read``: for their bytes.
+        """
+        if not tables or not len(names[1]):
+            return
+        keys, now = self._keys(tables[0], names, len(names[1])), self._now()
+        there = np.max(rows, axis=0) >= 0
+        books, uses = self.books[tables[0].namespace], None
+        with books.lock:
+            if is_read:
+                uses = books.read(keys, there, now)
+            else:
+                books.asked(keys, there, now)
+        found = self._policies.get(tables[0].namespace)
+        if found is None:
+            return
+        for table, own in zip(tables, rows, strict=True):
+            which = own >= 0
+            if table is tables[0]:
+                which |= ~there
+            if uses is not None:
+                which &= uses
             with found.lock:
-                found.policy.used(table.place, self._keys(table, names, len(rows)), rows, now)
+                if which.any() and table.place in found.tables:
+                    found.policy.used(table.place, keys[which], own[which], now)
 
     def admits(self, table: BlockTable, names: NameColumns) -> npt.NDArray[np.bool_] | None:
         """Which blocks are worth storing; None: all. Any thread."""
@@ -110,7 +137,7 @@ class BlockEviction:
         count = len(names[1])
         with found.lock:
             admitted = found.policy.admits(self._keys(table, names, count), self._now(), False)
-        self.counters["refused"] += count - int(np.count_nonzero(admitted))
+        self.books[table.namespace].counters["refused"] += count - int(np.count_nonzero(admitted))
         return admitted
 
     def _keys(self, table: BlockTable, names: NameColumns, count: int) -> Words:
@@ -132,6 +159,9 @@ class BlockEviction:
             with found.lock:
                 gone = found.policy.expired(self._now() + self.ahead.get(number, 0), forms.SHADOWS)
             self._drop(gone, "expired")
+        for books in list(self.books.values()):
+            with books.lock:
+                books.look(self._now())
         self._keep_below()
 
     def _tell(self) -> None:
@@ -146,11 +176,16 @@ class BlockEviction:
             places = rows[there]
             if not len(places) or int(places.max()) >= found.tables[table.place][1]:
                 continue
-            keys = table.rows["low"][places]
+            keys, books = table.rows["low"][places], self.books[table.namespace]
+            with books.lock:
+                if sizes is not None:
+                    books.stored(keys)
+                elif not (uses := books.read(keys, np.ones(len(keys), np.bool_), now)).all():
+                    keys, places = keys[uses], places[uses]
             with found.lock:
                 if sizes is not None:
                     found.policy.added(table.place, places, keys, sizes[there], now)
-                else:
+                elif len(places):
                     found.policy.used(table.place, keys, places, now)
 
     def _meet_tables(self) -> None:
@@ -275,16 +310,42 @@ class BlockEviction:
         """The bytes of slots that are free."""
         freed = 0
         for place in np.unique(gone.tables).tolist():
-            own = gone.tables == place
+            own, table = gone.tables == place, self.tables.all[place]
             rows = np.ascontiguousarray(gone.rows[own], dtype=np.int64)
+            keys, stored = table.rows["low"][rows], table.rows["stored"][rows]
             sizes = np.zeros(len(rows), np.int64)
             self.native.drop_rows(place, rows, np.ascontiguousarray(gone.sequences[own]), sizes)
             freed += int(sizes.sum())
-            self.counters[reason] += int(np.count_nonzero(sizes))
+            self._count_gone(table, keys[sizes > 0], stored[sizes > 0], reason)
         return freed
 
+    def _count_gone(self, table: BlockTable, keys: Words, stored: npt.NDArray[np.uint32], reason: str) -> None:
+        books, now = self.books[table.namespace], self._now() + self.ahead.get(table.namespace, 0)
+        with books.lock:
+            books.gone(keys, reason, np.maximum(now - stored.astype(np.float64), 0.0))
+
+    def cleared(self, table: BlockTable) -> None:
+        """All blocks of a table are about to go."""
+        for start in range(0, len(table.rows), CHUNK):
+            rows = table.rows[start : start + CHUNK]
+            rows = rows[rows["version"] & np.uint64(1) == 1]
+            self._count_gone(table, rows["low"], rows["stored"], "cleared")
+
+    # -- figures -----------------------------------------------------------------------------------------
+
+    def describe(self, namespace: int, unread: Mapping[str, int], tier: SegmentsTier) -> dict[str, Any]:
+        """Figures of a namespace, as `Cache.statistics`."""
+        self._tell()
+        tables, found = self.tables.of_namespace(namespace), self._policies.get(namespace)
+        size = found.policy.size if found is not None else 0
+        books = self.books[namespace]
+        with books.lock:
+            return books.statistics(sum(table.live for table in tables), size, unread, tier)
+
     def statistics(self) -> dict[str, Any]:
-        return dict(self.counters)
+        """Blocks that went, by reason, and those that were not admitted."""
+        names = (*REASONS, "refused")
+        return {name: sum([books.counters[name] for books in self.books.values()]) for name in names}
 
 
 def _excess(settings: Settings, size: int, count: int, share: float) -> int:

@@ -306,6 +306,7 @@ class OpenBlocks:
         entry = handle.entry
         if entry.nlink:
             entry.table.room["used"][entry.row] = self.engine.now(entry.table.namespace)
+            self.engine.eviction.note_use(entry.table, np.array([entry.row], np.int64))
         if self.share(handle):
             return
         if (found := self._pin_content(entry)) is not None:

@@ -203,7 +203,7 @@ class ShownTables:
             self.eviction.note_use(table, numbers)
         for keys in asked:
             names = file_names(keys)
-            self.eviction.note_chain(table, name_columns(names), table.find(names, now)[0])
+            self.eviction.note_chain([table], name_columns(names), [table.find(names, now)[0]])
         return len(numbers) + sum(map(len, asked))
 
     async def run(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
+
+from kvfuse.volume.namespaces.cache import SegmentsTier
 
 
 class BlockStoreView(Protocol):
@@ -16,6 +18,8 @@ class BlockStoreView(Protocol):
 
     def evict(self, number: int, size: int) -> None:
         """Remove blocks of a namespace, and those in it, of so many bytes: another host lacks the room."""
+    def describe(self, number: int, unread: Mapping[str, int], tier: SegmentsTier) -> dict[str, Any]:
+        """Figures of a namespace, as `Cache.statistics`."""
 
     def room(self) -> tuple[int, int]:
         """(blocks, bytes that are free in the slabs that the store has) of the volume."""

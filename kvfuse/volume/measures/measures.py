@@ -12,6 +12,8 @@ from bisect import bisect_left
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse import errors
@@ -51,6 +53,11 @@ class Histogram:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def add_column(self, values: npt.NDArray[np.float64]) -> None:
+        for place, count in enumerate(np.bincount(np.searchsorted(self.bounds, values)).tolist()):
+            self.counts[place] += count
+        self.sum += float(values.sum())
 
     def statistics(self) -> dict[str, Any]:
         return {"bounds": self.bounds, "counts": self.counts.tolist(), "sum": round(self.sum, 6)}
