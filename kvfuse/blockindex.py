@@ -175,6 +175,9 @@ class Table:
             numbers[rows[is_block]] = slots[is_block]
         return numbers
 
+    look_up = find
+    """for who does not read them: as `MappedTable.look_up`"""
+
     def lacks(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """The keys that certainly have no block. All keys have 1 to 255 bytes. The caller asks `holds` afterwards."""
         if not self.words[COMPLETE]:

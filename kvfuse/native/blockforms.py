@@ -59,6 +59,9 @@ PAGE = 4096
 HEAD_MAGIC = 0x4B56
 STATE_OFFSET = 72
 """of a table's state in its header; behind it, also u64: valid until, complete, neighbours"""
+ASKS_OFFSET, AHEAD_OFFSET = 132, 136
+"""in a table's header, u32: whoever looks blocks up asks the daemon of those that are not in memory; u64: seconds by
+which the clock of the namespace is ahead"""
 SLAB_STATE_SIZE = 16
 """bytes that one slab takes in the states"""
 NAME_ROOM = 256

@@ -629,6 +629,15 @@ class RowApi(Protocol):
     def note_chain(self, directory: int, names: NameColumns, *, is_read: bool = False) -> npt.NDArray[np.bool_]:
         """Somebody asks for a chain of blocks, root first; ``is_read``: for bytes. Which there are. Any thread."""
 
+    def look_up(
+        self, directory: int, namespace: int, names: NameColumns, *, is_timed: bool
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32] | None]:
+        """Somebody looks for a chain of blocks: (`speeds.Tier`, seconds until it and all before it are there) of each.
+
+        Where the times were not wanted there are none, and every present block may have tier 1. NONE: it is absent, or
+        computed sooner than read. Event loop only.
+        """
+
     def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
         """A copy of a block that is in memory; its length, if above ``room``; below 0: it is not. Any thread."""
 

@@ -27,6 +27,7 @@ _HEADER = struct.Struct("<8sIIQQQ")
 """magic, version, buckets, offset of the rows, size, directory"""
 _SERIAL_OFFSET = 64
 _STATE, _VALID_UNTIL, _COMPLETE, _NEIGHBOURS = range(4)
+_LATEST = (1 << 32) - 1
 _FIRST = bytes(8)
 """where the one name of a batch of one begins"""
 _LENGTHS = [struct.pack("<I", length) for length in range(256)]
@@ -51,6 +52,8 @@ class MappedTable:
         self.memory = memory
         self.serial = int(memory[_SERIAL_OFFSET : _SERIAL_OFFSET + 8].view(np.uint64)[0])
         self._words = memory[forms.STATE_OFFSET : forms.STATE_OFFSET + 32].view(np.uint64).data
+        self._asks = memory[forms.ASKS_OFFSET : forms.ASKS_OFFSET + 4].view(np.uint32).data
+        self._ahead = memory[forms.AHEAD_OFFSET : forms.AHEAD_OFFSET + 8].view(np.uint64).data
         self.rows: npt.NDArray[np.void] = forms.rows_of(memory, buckets)
 
     @property
@@ -73,18 +76,27 @@ class MappedTable:
         """A block that was not found before this call is none. The caller asks `holds`, too."""
         return bool(self._words[_COMPLETE])
 
+    def _now(self) -> int:
+        """Seconds since the epoch, by the clock of the namespace."""
+        return min(int(time.time()) + int(self._ahead[0]), _LATEST)
+
+    def look_up(self, keys: Sequence[bytes]) -> Numbers:
+        """As `find`, for who does not read them: below 0 also where the daemon knows whether a block is worth it."""
+        rows = self.find(keys)
+        if self._asks[0]:
+            rows[self.rows["arena"][np.maximum(rows, 0)] == 0] = forms.NOT_RESIDENT
+        return rows
+
     def find(self, keys: Sequence[bytes]) -> Numbers:
         """The row of each key, below 0 for others. All keys have 1 to 255 bytes."""
         rows: Numbers = np.empty(len(keys), np.int64)
         columns = forms.name_columns(file_names(keys if isinstance(keys, list) else list(keys)))
-        native.table_get(
-            self.memory, self.directory, *columns, int(time.time()), _NONE, _NONE, _NONE, rows, rows, False
-        )
+        native.table_get(self.memory, self.directory, *columns, self._now(), _NONE, _NONE, _NONE, rows, rows, False)
         return rows
 
     def lacks(self, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Of keys that were not found: those that certainly have no block. The caller asks `holds` afterwards."""
-        return np.full(len(keys), self.is_complete)
+        """Of keys that `look_up` did not find: those that certainly have no block. The caller asks `holds`, too."""
+        return np.full(len(keys), self.is_complete and not self._asks[0])
 
     def get(
         self, keys: Sequence[bytes], arenas: npt.NDArray[np.void], targets: Addresses, rooms: Numbers
@@ -98,7 +110,7 @@ class MappedTable:
         results: Numbers = np.empty(len(keys), np.int64)
         columns = forms.name_columns(file_names(keys if isinstance(keys, list) else list(keys)))
         native.table_get(
-            self.memory, self.directory, *columns, int(time.time()), arenas, targets, rooms, rows, results, True
+            self.memory, self.directory, *columns, self._now(), arenas, targets, rooms, rows, results, True
         )
         return rows, results
 
@@ -107,7 +119,7 @@ class MappedTable:
         (name,) = file_names([key])
         row, result = bytearray(8), bytearray(8)
         native.table_get(
-            self.memory, self.directory, name, _FIRST, _LENGTHS[len(name)], int(time.time()), arenas, target, room, row,
+            self.memory, self.directory, name, _FIRST, _LENGTHS[len(name)], self._now(), arenas, target, room, row,
             result, True,
         )  # fmt: skip
         return int.from_bytes(row, "little", signed=True), int.from_bytes(result, "little", signed=True)

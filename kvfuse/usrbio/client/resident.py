@@ -282,7 +282,7 @@ class ResidentBlocks:
         tables = self._present()
         if not tables:
             return None
-        slots = [mapped.table.find(keys) for mapped in tables]
+        slots = [mapped.table.look_up(keys) for mapped in tables]
         found: Found = np.max(slots, axis=0) >= 0
         missing: Sequence[bytes] = keys
         if found.any():

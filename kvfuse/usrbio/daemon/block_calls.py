@@ -175,12 +175,16 @@ class BlockCalls:
 
     async def _look_up(self, namespace: NamespaceHandle, names: list[bytes], flags: int) -> bytes:
         """One byte for each name, 0 for those that do not exist."""
-        if namespace.blocks is not None:
-            found = await self.rows.exists(namespace.blocks, names)
-            if all(found) or not namespace.blocks.has_files:
+        if (door := namespace.blocks) is not None:
+            look_up = self.rows.costs if flags & Flag.COSTS else self.rows.exists
+            found = await look_up(namespace, door, names)
+            if all(found) or not door.has_files:
                 return bytes(found)
-            files = await self.volume.blocks.exists(namespace.ino, names)
+            files = await self._look_up_files(namespace, names, flags)
             return bytes([one or other for one, other in zip(found, files, strict=True)])
+        return await self._look_up_files(namespace, names, flags)
+
+    async def _look_up_files(self, namespace: NamespaceHandle, names: list[bytes], flags: int) -> bytes:
         if flags & Flag.COSTS:
             return encode_costs(*await self.volume.blocks.costs(namespace.ino, names))
         return bytes(await self.volume.blocks.exists(namespace.ino, names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from kvfuse.native.blockforms import name_columns
 from kvfuse.usrbio.daemon.call import Call, Completion
 from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
+from kvfuse.usrbio.protocol.costs import encode_costs
 from kvfuse.volume.api import RingApi, RowTable, RowTerms
 from kvfuse.volume.tier.shared_tier import TierBlock
 
@@ -104,9 +106,24 @@ class RowCalls:
             if node is not None and S_ISDIR(node.mode):
                 raise errors.IsADirectory(f"{os.fsdecode(name)} is a directory of the namespace's directory: no block")
 
-    async def exists(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
+    async def exists(self, namespace: NamespaceHandle, door: BlockDoor, names: Sequence[bytes]) -> bytes:
+        """A byte for each name: 0, it is absent, or sooner computed than read."""
+        tiers, _ = await self._look_up(namespace, door, names, is_timed=False)
+        found: bytes = (tiers != 0).tobytes()
+        return found
+
+    async def costs(self, namespace: NamespaceHandle, door: BlockDoor, names: Sequence[bytes]) -> bytes:
+        """As `exists`, encoded with when each is expected to be there."""
+        tiers, seconds = await self._look_up(namespace, door, names, is_timed=True)
+        return encode_costs(tiers, seconds if seconds is not None else np.zeros(len(tiers), np.float32))
+
+    async def _look_up(
+        self, namespace: NamespaceHandle, door: BlockDoor, names: Sequence[bytes], *, is_timed: bool
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32] | None]:
+        began = time.perf_counter()
         await self._renew(door, names)
-        answers: list[bool] = door.store.note_chain(door.directory, name_columns(names)).tolist()
+        answers = door.store.look_up(door.directory, door.namespace, name_columns(names), is_timed=is_timed)
+        namespace.measures.seconds["exists"].add(time.perf_counter() - began)
         return answers
 
     async def _renew(self, door: BlockDoor, names: Sequence[bytes]) -> None:

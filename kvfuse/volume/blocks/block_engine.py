@@ -36,6 +36,7 @@ from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.measures.speeds import Tier, worth_reading
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
 from kvfuse.volume.namespaces.cache import SegmentsTier
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
@@ -225,6 +226,8 @@ class BlockEngine:
         """Quotas, or what files have of them, changed."""
         for number, place in list(self._spaces.items()):
             self._put_space(number, place, self._above(number))
+        for table in self.tables.all.values():
+            self._tell_clients(table)
 
     def claim(self, number: int, files: NamespaceUse) -> NamespaceUse:
         """As of `BlockQuotas`."""
@@ -233,6 +236,20 @@ class BlockEngine:
             return NO_USE
         self._put_space(number, place, self._above(number), files)
         return NamespaceUse(*self.native.space_use(place))
+
+    def _tell_clients(self, table: BlockTable) -> None:
+        number = table.namespace
+        table.tell_clients(asks=self._recompute_rate(number) > 0, ahead=self.eviction.ahead.get(number, 0))
+
+    def _recompute_rate(self, number: int) -> int:
+        found = self.core.namespaces.all.get(number)
+        return found.settings.recompute_rate if found is not None else 0
+
+    def advance(self, number: int, seconds: float) -> None:
+        """Move the clock by which a namespace judges its blocks."""
+        self.eviction.advance(number, seconds)
+        self.update_quotas()
+        self.wake()
 
     def use(self, number: int) -> tuple[int, int]:
         """(bytes of slots, blocks) of a namespace and those in it."""
@@ -322,6 +339,7 @@ class BlockEngine:
         table = next((other for other in found if other.namespace == namespace), None)
         if table is None:
             table = self.tables.open(namespace, space, epoch, readers)
+            self._tell_clients(table)
             self.wake()
         return table
 
@@ -520,7 +538,8 @@ class BlockEngine:
         came, results = np.zeros(count, np.uint8), np.zeros(count, np.int64)
         if batch:
             found = table.rows[rows[wanted]].copy()
-            await self.core.segments.read(batch)
+            with self.core.reads.speeds.remote.reading(int(sizes[wanted].sum())):
+                await self.core.segments.read(batch)
             came[wanted] = (found["sequence"] == sequences[wanted]) & await self._are_confirmed(found)
         landing.land(came, results)
         if not is_ahead:
@@ -589,12 +608,37 @@ class BlockEngine:
         return results
 
     def note_chain(self, directory: int, names: NameColumns, *, is_read: bool = False) -> Mask:
-        tables = self.tables.of(directory)
-        rows, sequences = np.full((len(tables), len(names[1])), -1, np.int64), np.empty(len(names[1]), np.uint64)
+        tables, rows = self._find_all(directory, names)
+        self.eviction.note_chain(tables, names, rows, is_read=is_read)
+        return _any_of(rows, len(names[1]))
+
+    def _find_all(self, directory: int, names: NameColumns) -> tuple[tuple[BlockTable, ...], list[Numbers]]:
+        """(tables, row in each of every name; below 0: it has none)."""
+        tables, count = self.tables.of(directory), len(names[1])
+        rows, sequences = [np.empty(count, np.int64) for _ in tables], np.empty(count, np.uint64)
         for table, own in zip(tables, rows, strict=True):
             self.native.find(table.place, directory, *names, False, self.now(table.namespace), own, sequences)
-        self.eviction.note_chain(tables, names, list(rows), is_read=is_read)
-        return np.asarray(rows.max(axis=0, initial=-1) >= 0)
+        return tables, rows
+
+    def look_up(
+        self, directory: int, namespace: int, names: NameColumns, *, is_timed: bool
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32] | None]:
+        tables, rows = self._find_all(directory, names)
+        self.eviction.note_chain(tables, names, rows)
+        rate, there = self._recompute_rate(namespace), _any_of(rows, len(names[1]))
+        if not (is_timed or (rate and there.any())):
+            return there.astype(np.uint8), None
+        tiers, sizes = np.zeros(len(there), np.uint8), np.zeros(len(there), np.int64)
+        for table, own in zip(tables, rows, strict=True):
+            here = np.flatnonzero(own >= 0)
+            found = table.room[own[here]]
+            tiers[here], sizes[here] = np.where(found["arena"] != 0, Tier.DRAM, Tier.REMOTE), found["length"]
+        seconds = self.core.reads.speeds.arrivals(tiers, sizes)
+        if rate:
+            count = worth_reading(seconds, sizes, rate)
+            self.eviction.count_slow(namespace, int(np.count_nonzero(there[count:])))
+            tiers[count:] = Tier.NONE
+        return tiers, seconds
 
     def copy(self, table: BlockTable, name: bytes, room: int) -> memoryview | int:
         rows, _ = table.find([name], self.now(table.namespace))
@@ -834,3 +878,11 @@ class BlockEngine:
             "evicted": self.eviction.statistics(),
             **(self.others.statistics() if self.others is not None else {}),
         }
+
+
+def _any_of(rows: Sequence[Numbers], count: int) -> Mask:
+    """Which of so many names are in one of the tables."""
+    found = np.zeros(count, np.bool_)
+    for own in rows:
+        found |= own >= 0
+    return found

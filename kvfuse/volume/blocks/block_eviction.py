@@ -35,6 +35,8 @@ SCATTERED_SHARE = 0.03
 NOTED_MAX = 1 << 14
 ROWS_AHEAD = 1 << 14
 """rows that a policy knows before they are used, at least"""
+AHEAD_MAX = 1 << 31
+"""seconds: times of rows have 32 bits"""
 CHUNK = 1 << 16
 """rows that are looked at together"""
 
@@ -106,7 +108,7 @@ class BlockEviction:
         """
         if not tables or not len(names[1]):
             return
-        keys, now = self._keys(tables[0], names, len(names[1])), self._now()
+        keys, now = self._keys(tables[0], names, len(names[1])), self._now(tables[0].namespace)
         there = np.max(rows, axis=0) >= 0
         books, uses = self.books[tables[0].namespace], None
         with books.lock:
@@ -136,7 +138,7 @@ class BlockEviction:
             return None
         count = len(names[1])
         with found.lock:
-            admitted = found.policy.admits(self._keys(table, names, count), self._now(), False)
+            admitted = found.policy.admits(self._keys(table, names, count), self._now(table.namespace), False)
         self.books[table.namespace].counters["refused"] += count - int(np.count_nonzero(admitted))
         return admitted
 
@@ -145,30 +147,41 @@ class BlockEviction:
         name_keys(table.memory, table.readers.directory, *names, keys)
         return keys
 
-    def _now(self) -> float:
-        """Seconds since the epoch, by a clock that never runs backwards. Any thread."""
+    def _now(self, namespace: int) -> float:
+        """Seconds since the epoch, by the clock of a namespace, which never runs backwards. Any thread."""
         self._latest = max(self._latest, time.time())
-        return self._latest
+        return self._latest + self.ahead.get(namespace, 0)
 
     # -- what the event loop does ------------------------------------------------------------------------
+
+    def count_slow(self, namespace: int, count: int) -> None:
+        """So many blocks that were just asked for are not worth reading. Any thread."""
+        books = self.books[namespace]
+        with books.lock:
+            books.slow(count)
+
+    def advance(self, namespace: int, seconds: float) -> None:
+        """Move the clock of a namespace ahead, by whole seconds."""
+        self._tell()
+        self.ahead[namespace] = min(self.ahead.get(namespace, 0) + round(seconds), AHEAD_MAX)
 
     def look(self) -> None:
         """Tell policies what was noted, remove what has expired, and keep namespaces below their high water marks."""
         self._tell()
         for number, found in self._policies.items():
             with found.lock:
-                gone = found.policy.expired(self._now() + self.ahead.get(number, 0), forms.SHADOWS)
+                gone = found.policy.expired(self._now(number), forms.SHADOWS)
             self._drop(gone, "expired")
-        for books in list(self.books.values()):
+        for number, books in list(self.books.items()):
             with books.lock:
-                books.look(self._now())
+                books.look(self._now(number))
         self._keep_below()
 
     def _tell(self) -> None:
         self._meet_tables()
-        now = self._now()
         for _ in range(len(self._noted)):
             table, rows, sizes = self._noted.popleft()
+            now = self._now(table.namespace)
             found = self._policies.get(table.namespace)
             if found is None or table.place not in found.tables:
                 continue
@@ -281,7 +294,7 @@ class BlockEviction:
             for one, weight in weights.items():
                 found = self._policies[one]
                 with found.lock:
-                    gone = found.policy.victims(max(1, (size - freed) * weight // total), self._now(), forms.SHADOWS)
+                    gone = found.policy.victims(max(1, (size - freed) * weight // total), self._now(one), forms.SHADOWS)
                 freed += self._drop(gone, "room")
             if freed >= size:
                 break
@@ -300,9 +313,9 @@ class BlockEviction:
         used = np.flatnonzero(sizes)
         chosen = used[np.argsort(sizes[used], kind="stable")[:count]]
         freed = 0
-        for found in self._policies.values():
+        for number, found in self._policies.items():
             with found.lock:
-                gone = found.policy.in_slabs(chosen.tolist(), self._now(), forms.SHADOWS)
+                gone = found.policy.in_slabs(chosen.tolist(), self._now(number), forms.SHADOWS)
             freed += self._drop(gone, "room")
         return freed
 
@@ -320,7 +333,7 @@ class BlockEviction:
         return freed
 
     def _count_gone(self, table: BlockTable, keys: Words, stored: npt.NDArray[np.uint32], reason: str) -> None:
-        books, now = self.books[table.namespace], self._now() + self.ahead.get(table.namespace, 0)
+        books, now = self.books[table.namespace], self._now(table.namespace)
         with books.lock:
             books.gone(keys, reason, np.maximum(now - stored.astype(np.float64), 0.0))
 

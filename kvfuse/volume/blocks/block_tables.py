@@ -60,6 +60,8 @@ class BlockTable:
         self.all_rows = forms.rows_of(self.memory, int(self.memory[12:16].view(np.uint32)[0]))
         """also those that were never in use: what looks at these has them made"""
         self._shown = self.memory[_SHOWN_OFFSET : forms.PAGE].view(np.uint64).data
+        self._asks = self.memory[forms.ASKS_OFFSET : forms.ASKS_OFFSET + 4].view(np.uint32).data
+        self._ahead = self.memory[forms.AHEAD_OFFSET : forms.AHEAD_OFFSET + 8].view(np.uint64).data
         self.ancestors: object = None
         """of its directory, if it is shown, see `views.ancestors`; None: not known yet"""
 
@@ -71,6 +73,10 @@ class BlockTable:
     @is_shown.setter
     def is_shown(self, value: bool) -> None:
         self._shown[0] = value
+
+    def tell_clients(self, *, asks: bool, ahead: int) -> None:
+        """``asks``: they ask whether what is not in memory is worth reading. ``ahead``: seconds, of their clock."""
+        self._asks[0], self._ahead[0] = asks, ahead
 
     def descriptor(self) -> int:
         """A new one, which can only be read."""

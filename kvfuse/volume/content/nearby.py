@@ -80,7 +80,7 @@ class Nearby:
 
     def patience(self, neighbours: Neighbours, wanted: Sequence[Wanted]) -> float:
         """Seconds after which these reads, of other hosts, are late: the engine is asked for what has not come."""
-        engine = self.core.reads.speeds.remote.expect(sum([one.high - one.low for one in wanted]))
+        engine: float = self.core.reads.speeds.remote.expect(sum([one.high - one.low for one in wanted]))
         return max(HEDGE_FACTOR * min(neighbours.expect(wanted), engine), engine, HEDGE_MIN)
 
     async def read(

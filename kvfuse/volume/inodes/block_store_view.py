@@ -18,6 +18,7 @@ class BlockStoreView(Protocol):
 
     def evict(self, number: int, size: int) -> None:
         """Remove blocks of a namespace, and those in it, of so many bytes: another host lacks the room."""
+
     def describe(self, number: int, unread: Mapping[str, int], tier: SegmentsTier) -> dict[str, Any]:
         """Figures of a namespace, as `Cache.statistics`."""
 
@@ -29,6 +30,9 @@ class BlockStoreView(Protocol):
 
     def settings_changed(self, number: int) -> None:
         """Another host may have changed the settings of a namespace, or it is none any more."""
+
+    def advance(self, number: int, seconds: float) -> None:
+        """Move the clock by which a namespace judges its blocks."""
 
     def update_quotas(self) -> None:
         """Quotas, or what files have of them, changed."""

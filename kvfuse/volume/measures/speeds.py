@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
-from itertools import accumulate
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 FORGETTING = 0.98
 """weight of what is known beside one read more"""
@@ -72,8 +73,8 @@ class Speed:
         self._seconds_a_byte = min(slope, t / x) if x else slope
         self._latency = max(0.0, (t - self._seconds_a_byte * x) / count)
 
-    def expect(self, size: int) -> float:
-        """Seconds until ``size`` bytes are there whose reads begin now."""
+    def expect(self, size: Any) -> Any:
+        """Seconds until ``size`` bytes, a number or an array, are there whose reads begin now."""
         return self._latency + (self.under_way + size) * self._seconds_a_byte
 
 
@@ -94,21 +95,20 @@ class Speeds:
     disk: Speed = field(default_factory=lambda: Speed(200e-6, 1e9))
     remote: Speed = field(default_factory=lambda: Speed(1e-3, 1e9))
 
-    def arrivals(self, tiers: list[Tier], sizes: list[int]) -> npt.NDArray[np.float32]:
+    def arrivals(self, tiers: ArrayLike, sizes: ArrayLike) -> npt.NDArray[np.float32]:
         """Seconds until each of these blocks is there, and all before it, if their reads begin now in this order.
 
         Tiers answer beside each other. A block of tier NONE takes no time.
         """
-        seconds = np.zeros(len(tiers), np.float32)
+        places, bytes_of = np.asarray(tiers, np.uint8), np.asarray(sizes, np.int64)
+        seconds = np.zeros(len(places), np.float32)
         for tier, speed in ((Tier.DRAM, self.dram), (Tier.DISK, self.disk), (Tier.REMOTE, self.remote)):
-            numbers = [number for number, one in enumerate(tiers) if one is tier]
-            if numbers:
-                ends = accumulate([sizes[number] for number in numbers])
-                seconds[numbers] = [speed.expect(end) for end in ends]
+            which = places == tier
+            seconds[which] = speed.expect(np.cumsum(bytes_of[which]))
         return np.maximum.accumulate(seconds)
 
 
-def worth_reading(seconds: npt.NDArray[np.float32], sizes: list[int], rate: float) -> int:
+def worth_reading(seconds: npt.NDArray[np.float32], sizes: ArrayLike, rate: float) -> int:
     """How many blocks of a chain, its first ones, to read, so that all of it is there soonest: the rest is computed.
 
     ``rate``: bytes of blocks that are computed in a second. ``seconds``: as of `Speeds.arrivals`.

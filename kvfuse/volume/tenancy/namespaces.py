@@ -201,16 +201,19 @@ class NamespaceEditor:
 
         NotPermitted; InvalidArgument: it is no cache, or that is no time.
         """
-        number = self._check_allowed(node, caller)
-        cache = self.names.core.caches.get(number) if number is not None else None
-        if cache is None:
+        number, core = self._check_allowed(node, caller), self.names.core
+        if number is None or not self._may_lose(number):
             raise errors.InvalidArgument("only a cache has a clock")
         try:
-            self.names.core.take_uses(at_once=True)
-            cache.clock.advance(msgspec.convert(seconds, Seconds, strict=False))
+            ahead = msgspec.convert(seconds, Seconds, strict=False)
         except msgspec.ValidationError:
             raise errors.InvalidArgument(f"a clock advances by seconds, 0 to 1e9, not {seconds!r}") from None
-        self.names.core.namespaces.changed.set()
+        if (cache := core.caches.get(number)) is not None:
+            core.take_uses(at_once=True)
+            cache.clock.advance(ahead)
+        elif core.blocks is not None:
+            core.blocks.advance(number, ahead)
+        core.namespaces.changed.set()
 
     # -- what is allowed -----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from ring_lab import stats
 from kvfuse.metrics.families import families
 from kvfuse.policy.estimate import HitEstimate
 from kvfuse.usrbio.client import BlockStore
+from kvfuse.usrbio.protocol.costs import Tier
 from kvfuse.volume.blocks.block_books import BlockBooks
 
 MIB = 1 << 20
@@ -151,3 +152,58 @@ def test_other_capacities_are_estimated_from_fewer_keys_where_these_are_used_muc
         exact.ask(keys[[min(int(rng.expovariate(0.002)), 3999) for _ in range(2000)]])
     for name, ratio in zip(ratios, exact.ratios(500).values(), strict=True):
         assert abs(ratios[name] - ratio) < 0.08, name
+
+
+# -- look-ups that say more ----------------------------------------------------------------------------------
+
+
+def test_costs_say_what_is_in_memory(mount: KvfuseMount) -> None:
+    make(mount)
+    with BlockStore(mount.point, "kv") as store:
+        assert store.put_many(["a", "b"], [b"1" * 500_000] * 2).all()
+    mount.unmount()
+    mount.mount()
+    wait_until(lambda: not stats(mount)["store"]["loading_slabs"], "the heads of all slabs")
+    with BlockStore(mount.point, "kv") as store:
+        assert store.prefetch(["a", "absent"]).tolist() == [True, False]
+        found = store.costs(["a", "b", "absent"])
+        assert found.tiers.tolist() == [Tier.DRAM, Tier.REMOTE, Tier.NONE]
+        assert found.milliseconds[0] < found.milliseconds[1] < 1000
+        assert np.isinf(found.milliseconds[2])
+        assert store.prefetch(["b"]).all()
+        assert store.costs(["b"]).tiers.tolist() == [Tier.DRAM]
+
+
+def test_what_is_computed_sooner_is_absent_for_look_ups(mount: KvfuseMount) -> None:
+    folder = make(mount)
+    with BlockStore(mount.point, "kv") as store:
+        assert store.put_many(["a", "b"], [b"1" * 1000] * 2).all()
+    mount.unmount()
+    mount.mount()
+    wait_until(lambda: not stats(mount)["store"]["loading_slabs"], "the heads of all slabs")
+    with BlockStore(mount.point, "kv") as store:
+        store.put("a", b"1" * 1000)  # 20 us away; the other one 1 ms, as long as nothing was read of the medium
+        assert store.exists(["a", "b"]).all()
+        os.setxattr(folder, "user.kvfuse.namespace", b"token_size=10000 recompute_speed=1000")
+        wait_until(lambda: not store.exists(["b"]).any(), "the setting")
+        assert store.longest_prefix(["b", "a"]) == 0
+        assert store.exists(["a", "b"]).tolist() == [True, False]
+        assert store.costs(["a", "b"]).tiers.tolist() == [Tier.DRAM, Tier.NONE]
+        assert figures(mount)["misses"]["slow"] >= 3
+        assert store.get("b") == b"1" * 1000
+        os.setxattr(folder, "user.kvfuse.namespace.recompute_speed", b"0")
+        wait_until(lambda: store.exists(["a", "b"]).all(), "the setting")
+
+
+def test_a_clock_that_is_moved_ahead(mount: KvfuseMount) -> None:
+    folder = make(mount, ttl=3600)
+    with BlockStore(mount.point, "kv") as store:
+        store.put("old", b"x")
+        assert store.exists(["old"]).all()
+        os.setxattr(folder, "user.kvfuse.namespace.advance", b"3000")
+        store.put("new", b"x")
+        assert store.exists(["old", "new"]).all()
+        os.setxattr(folder, "user.kvfuse.namespace.advance", b"1000")
+        assert store.exists(["old", "new"]).tolist() == [False, True]
+        assert store.get_into("old", bytearray(10)) is None
+        wait_until(lambda: figures(mount)["expired"] == 1, "its end")
