@@ -532,7 +532,7 @@ class RowTerms(NamedTuple):
     """Of the blocks of one put."""
 
     expires: int = 0
-    """second since the epoch; 0: as the namespace's ttl says"""
+    """second since the epoch, at the latest: the namespace's ttl may end it before; 0: as that says"""
     priority: int = 128
     is_strict: bool = False
     """it returns when the block survives a loss of power"""

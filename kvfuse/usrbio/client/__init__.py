@@ -23,7 +23,7 @@ from kvfuse.usrbio.client.gpu.ways import Way
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.protocol.costs import Costs, Tier, decode_costs
-from kvfuse.usrbio.protocol.wire import CQE, Flag, NewsKind, Op, Priority
+from kvfuse.usrbio.protocol.wire import CQE, Flag, NewsKind, Op, Priority, PutHints
 
 __all__ = [
     "CQE",
@@ -43,6 +43,7 @@ __all__ = [
     "NewsKind",
     "Op",
     "Priority",
+    "PutHints",
     "Ring",
     "Tier",
     "Way",

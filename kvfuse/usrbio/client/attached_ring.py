@@ -226,6 +226,7 @@ class AttachedRing:
     def place_keys(
         self, op: Op, iovs: Sequence[Memory | None] | Iov, iov_offsets: Column, namespace: Namespace,
         keys: Sequence[bytes], lengths: Column, user_data: Column, flags: int, priority: int, timeout: float | None,
+        hints: int = 0,
     ) -> Numbers:  # fmt: skip
         """Many GET or PUT; one iov for all, or one for each. Their tickets."""
         count = len(keys)
@@ -233,20 +234,20 @@ class AttachedRing:
             if iovs.mirror is None:
                 return self._place_keys(
                     op, iovs.handle, _places(iov_offsets) + np.uint64(iovs.base), namespace, keys, lengths,
-                    user_data, flags, priority, timeout,
+                    user_data, flags, priority, timeout, hints,
                 )  # fmt: skip
             iovs = [iovs] * count
         if any(is_staged(op, iov, flags) for iov in iovs):
             self.need_room(count)
             with staging(op, iovs, *_rows(count, _places(iov_offsets), lengths), flags=flags) as staged:
-                terms = user_data, flags, priority, timeout
+                terms = user_data, flags, priority, timeout, hints
                 tickets = self.place_keys(op, staged.iovs, staged.offsets, namespace, keys, lengths, *terms)
                 self._on_devices.attend(op, self._prepared - count, tickets.tolist(), staged)
             return tickets
         handles = np.fromiter((iov.handle if iov is not None else 0 for iov in iovs), np.uint32, count)
         bases = np.fromiter((iov.base if iov is not None else 0 for iov in iovs), np.uint64, count)
         places = _places(iov_offsets)
-        terms = user_data, flags, priority, timeout
+        terms = user_data, flags, priority, timeout, hints
         tickets = self._place_keys(op, handles, places + bases, namespace, keys, lengths, *terms)
         if any(isinstance(iov, GpuIov) for iov in iovs):
             self._on_devices.follow(self._prepared - count, tickets.tolist(), iovs)
@@ -256,7 +257,7 @@ class AttachedRing:
 
     def _place_keys(
         self, op: Op, iov_handles: Column, iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
-        lengths: Column, user_data: Column, flags: int, priority: int, timeout: float | None,
+        lengths: Column, user_data: Column, flags: int, priority: int, timeout: float | None, hints: int,
     ) -> Numbers:  # fmt: skip
         """Many GET or PUT of memory that the daemon maps. ``iov_offsets``: in the registered memory. Their tickets."""
         count, key_sizes = len(keys), self._keys.check(keys)
@@ -264,7 +265,7 @@ class AttachedRing:
         key_offsets = self._keys.put_many(self.tickets.next_many(count), keys)
         return self._place_columns(
             count, user_data, timeout, op=op, priority=priority, flags=flags, handle=namespace.handle, iov=iov_handles,
-            iov_offset=iov_offsets, length=lengths, key_length=key_sizes, key_offset=key_offsets,
+            offset=hints, iov_offset=iov_offsets, length=lengths, key_length=key_sizes, key_offset=key_offsets,
         )  # fmt: skip
 
     def place_key_list(

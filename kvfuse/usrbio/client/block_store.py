@@ -23,7 +23,7 @@ from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.client.tokens import Token, find_tokens
 from kvfuse.usrbio.protocol.costs import Costs, decode_costs
-from kvfuse.usrbio.protocol.wire import Op, Priority
+from kvfuse.usrbio.protocol.wire import NO_HINTS, Op, Priority, PutHints
 
 Key = bytes | str
 """1 to 255 bytes; text is its UTF-8"""
@@ -92,20 +92,20 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     # -- one block -----------------------------------------------------------------------------------
 
-    def put(self, key: Key, buffer: object) -> None:
-        """The block of ``key`` is these bytes from here on. OSError (ENOSPC, EDQUOT, ETIMEDOUT, ...).
+    def put(self, key: Key, buffer: object, *, hints: PutHints = NO_HINTS) -> None:
+        """The block of ``key`` is these bytes from here on. OSError (ENOSPC, EDQUOT, ETIMEDOUT, ...); ValueError.
 
         A full cache may find the block not worth storing: then nothing happens (`put_many` says which are stored).
         """
         (encoded,), result = _encode([key]), -ETIMEDOUT
         if (place := range_of(buffer, self.client.gpus)) is not None:
-            results = self._on_devices.put([encoded], [place], self._terms)
+            results = self._on_devices.put([encoded], [place], self._terms, hints)
             raise_failure(results, [place])
             result = int(results[0])
         else:
             array = bytes_of(buffer)
             with suppress(TimeoutError), self.lanes.take() as lane:
-                result = lane.put_one(self.namespace, encoded, array, self._terms)
+                result = lane.put_one(self.namespace, encoded, array, self._terms, hints)
         if result < 0 and result != -ECANCELED:
             raise OSError(-result, os.strerror(-result))
 
@@ -147,9 +147,9 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     # -- many blocks, each call one submission -------------------------------------------------------
 
-    def put_many(self, keys: Sequence[Key], buffers: Sequence[object]) -> Found:
+    def put_many(self, keys: Sequence[Key], buffers: Sequence[object], *, hints: PutHints = NO_HINTS) -> Found:
         """Which are stored; the others found no room, the cache did not admit them, or the deadline passed."""
-        if (results := self._put_in_place(keys, buffers)) is not None:
+        if (results := self._put_in_place(keys, buffers, hints)) is not None:
             _raise_unless(results, NOT_STORED)
             _raise_if_used(self, results, lambda: list(map(bytes_of, buffers)))
             return results >= 0
@@ -157,16 +157,17 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         if any(place is not None for place in places):
 
             def put_others(keys: Sequence[Key], buffers: Sequence[object]) -> Sizes:
-                return np.where(self.put_many(keys, buffers), 0, -1)
+                return np.where(self.put_many(keys, buffers, hints=hints), 0, -1)
 
-            return self._move_some(self._on_devices.put, keys, buffers, places, put_others, NOT_STORED) >= 0
+            put = partial(self._on_devices.put, hints=hints)
+            return self._move_some(put, keys, buffers, places, put_others, NOT_STORED) >= 0
         arrays = list(map(bytes_of, buffers))
-        results = self._move(Op.PUT, _encode(keys), arrays, self._terms)
+        results = self._move(Op.PUT, _encode(keys), arrays, self._terms, hints)
         _raise_unless(results, NOT_STORED)
         _raise_if_used(self, results, lambda: arrays)
         return results >= 0
 
-    def _put_in_place(self, keys: Sequence[Key], buffers: Sequence[object]) -> Sizes | None:
+    def _put_in_place(self, keys: Sequence[Key], buffers: Sequence[object], hints: PutHints) -> Sizes | None:
         """Put blocks that all lie in one iov. Results as of the completions; None: they do not."""
         spans = spans_of(buffers, writes=False) if len(buffers) else None
         place = self.client.locate_all(*spans) if spans is not None else None
@@ -178,7 +179,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             for start in range(0, len(encoded), self._entries):
                 part = slice(start, start + self._entries)
                 results[part] = lane.move_at(
-                    Op.PUT, self.namespace, encoded[part], iov, offsets[part], sizes[part], self._terms
+                    Op.PUT, self.namespace, encoded[part], iov, offsets[part], sizes[part], self._terms, hints
                 )
                 if lane.is_late:
                     break
@@ -295,25 +296,25 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def put_at(
         self, keys: Sequence[bytes], memory: Iov | GpuIov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
-        *, deadline: float | None = None,
+        *, deadline: float | None = None, hints: PutHints = NO_HINTS,
     ) -> Sizes:  # fmt: skip
         """Put each block from ``memory[offset:][:size]``. Results as of `get_at`; -ECANCELED: it was not admitted."""
         if isinstance(memory, GpuIov):
             places = list(map(memory.range, offsets, sizes))
-            return self._on_devices.put(keys, places, _within(self._terms, deadline))
-        return self._move_at(Op.PUT, keys, memory, offsets, sizes, deadline)
+            return self._on_devices.put(keys, places, _within(self._terms, deadline), hints)
+        return self._move_at(Op.PUT, keys, memory, offsets, sizes, deadline, hints)
 
     def _move_at(
         self, op: Op, keys: Sequence[bytes], memory: Iov | Bytes, offsets: Sequence[int], sizes: Sequence[int],
-        deadline: float | None,
+        deadline: float | None, hints: PutHints = NO_HINTS,
     ) -> Sizes:  # fmt: skip
         terms = _within(self._terms, deadline)
         if not isinstance(memory, Iov):
             arrays = [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-            return self._move(op, list(keys), arrays, terms)
+            return self._move(op, list(keys), arrays, terms, hints)
         results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
         with suppress(TimeoutError), self.lanes.take() as lane:
-            results = lane.move_at(op, self.namespace, keys, memory, offsets, sizes, terms)
+            results = lane.move_at(op, self.namespace, keys, memory, offsets, sizes, terms, hints)
         return results
 
     def _get(
@@ -386,11 +387,13 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         _raise_unless(moved, expected)
         return results
 
-    def _move(self, op: Op, keys: list[bytes], arrays: list[Bytes], terms: EntryTerms) -> Sizes:
+    def _move(
+        self, op: Op, keys: list[bytes], arrays: list[Bytes], terms: EntryTerms, hints: PutHints = NO_HINTS
+    ) -> Sizes:
         """Results as of the completions; -ETIMEDOUT, too, where the daemon gives no ring or memory in time."""
         results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
         with suppress(TimeoutError), self.lanes.take() as lane:
-            results = lane.move(op, self.namespace, keys, arrays, terms)
+            results = lane.move(op, self.namespace, keys, arrays, terms, hints)
         return results
 
     # -- the end -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ETIMEDOUT
+from functools import partial
 from time import monotonic
 from typing import NamedTuple, TypedDict
 
@@ -23,7 +24,7 @@ from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import CQE, Op, Priority
+from kvfuse.usrbio.protocol.wire import CQE, NO_HINTS, Op, Priority, PutHints
 
 Sizes = npt.NDArray[np.int64]
 
@@ -93,26 +94,29 @@ class Lane:
 
     def move_at(
         self, op: Op, namespace: Namespace, keys: Sequence[bytes], iov: Iov, offsets: npt.ArrayLike,
-        sizes: npt.ArrayLike, terms: EntryTerms,
+        sizes: npt.ArrayLike, terms: EntryTerms, hints: PutHints = NO_HINTS,
     ) -> Sizes:  # fmt: skip
         """Put or get blocks of one iov, as many as the ring has entries at most. Results as of the completions."""
-        prepare = self.ring.prep_gets if op is Op.GET else self.ring.prep_puts
+        prepare = self.ring.prep_gets if op is Op.GET else partial(self.ring.prep_puts, hints=hints)
         prepare(iov, offsets, namespace, keys, sizes, np.arange(len(keys)), **terms)
         results: Sizes = self.finish(len(keys), terms["timeout"])["result"]
         return results
 
-    def put_one(self, namespace: Namespace, key: bytes, array: Bytes, terms: EntryTerms) -> int:
+    def put_one(self, namespace: Namespace, key: bytes, array: Bytes, terms: EntryTerms, hints: PutHints) -> int:
         """Put one block. The result as of its completion."""
         place = self._client.locate(array)
         iov, offset = place if place is not None else (self._scratch_of(len(array)), 0)
         if place is None:
             iov.array[: len(array)] = array
-        self.ring.prep_put(iov, offset, namespace, key, len(array), **terms)
+        self.ring.prep_put(iov, offset, namespace, key, len(array), hints=hints, **terms)
         self.ring.submit()
         rows = self.reap(terms["timeout"])
         return int(rows["result"][0]) if len(rows) else -ETIMEDOUT
 
-    def move(self, op: Op, namespace: Namespace, keys: list[bytes], arrays: list[Bytes], terms: EntryTerms) -> Sizes:
+    def move(
+        self, op: Op, namespace: Namespace, keys: list[bytes], arrays: list[Bytes], terms: EntryTerms,
+        hints: PutHints = NO_HINTS,
+    ) -> Sizes:  # fmt: skip
         """Put or get, as many at a time as the ring and the scratch memory hold. Results as of the completions."""
         if len(keys) != len(arrays):
             raise ValueError(f"{len(keys)} keys and {len(arrays)} buffers")
@@ -123,7 +127,7 @@ class Lane:
         while start < len(keys) and not self.is_late:
             parts = self._plan(arrays[start : start + self._entries])
             end = start + len(parts)
-            results[start:end] = self._move_parts(op, namespace, keys[start:end], parts, terms)
+            results[start:end] = self._move_parts(op, namespace, keys[start:end], parts, terms, hints)
             start = end
         return results
 
@@ -156,8 +160,9 @@ class Lane:
         return self._scratch
 
     def _move_parts(
-        self, op: Op, namespace: Namespace, keys: list[bytes], parts: list[_BufferPart], terms: EntryTerms
-    ) -> Sizes:
+        self, op: Op, namespace: Namespace, keys: list[bytes], parts: list[_BufferPart], terms: EntryTerms,
+        hints: PutHints,
+    ) -> Sizes:  # fmt: skip
         iovs = [part.iov for part in parts]
         offsets = [part.offset for part in parts]
         sizes = [len(part.array) for part in parts]
@@ -165,7 +170,7 @@ class Lane:
             for part in parts:
                 if part.is_bounced:
                     part.iov.array[part.offset : part.offset + len(part.array)] = part.array
-        prepare = self.ring.prep_gets if op is Op.GET else self.ring.prep_puts
+        prepare = self.ring.prep_gets if op is Op.GET else partial(self.ring.prep_puts, hints=hints)
         prepare(iovs, offsets, namespace, keys, sizes, np.arange(len(keys)), **terms)
         results: Sizes = self.finish(len(keys), terms["timeout"])["result"]
         if op is Op.GET:

@@ -15,7 +15,7 @@ from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import Found
 from kvfuse.usrbio.client.session import Session
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import Flag, Op, Priority
+from kvfuse.usrbio.protocol.wire import NO_HINTS, Flag, Op, Priority, PutHints
 
 
 class Connected(Protocol):
@@ -110,10 +110,11 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
     def prep_put(
         self, iov: Memory, iov_offset: int, namespace: Namespace, key: bytes, length: int,
         *, user_data: int = 0, priority: Priority = Priority.NORMAL, timeout: float | None = None,
+        hints: PutHints = NO_HINTS,
     ) -> None:  # fmt: skip
-        """``length`` bytes of the iov become the block of ``key``. Result: ``length``."""
+        """``length`` bytes of the iov become the block of ``key``. Result: ``length``. ValueError."""
         ring, handle = self._present(), namespace.handle
-        ring.place_one(Op.PUT, handle, iov, iov_offset, 0, length, user_data, priority, timeout, 0, key)
+        ring.place_one(Op.PUT, handle, iov, iov_offset, hints.pack(), length, user_data, priority, timeout, 0, key)
 
     def prep_gets(
         self, iovs: Sequence[Memory | None] | Iov, iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
@@ -127,9 +128,11 @@ class Ring(AbstractContextManager["Ring"], AbstractAsyncContextManager["Ring"]):
     def prep_puts(
         self, iovs: Sequence[Memory] | Iov, iov_offsets: Column, namespace: Namespace, keys: Sequence[bytes],
         lengths: Column, user_data: Column = 0, *, priority: Priority = Priority.NORMAL, timeout: float | None = None,
+        hints: PutHints = NO_HINTS,
     ) -> None:  # fmt: skip
         """Many `prep_put` at once, as `prep_gets`."""
-        self._present().place_keys(Op.PUT, iovs, iov_offsets, namespace, keys, lengths, user_data, 0, priority, timeout)
+        terms = user_data, 0, priority, timeout, hints.pack()
+        self._present().place_keys(Op.PUT, iovs, iov_offsets, namespace, keys, lengths, *terms)
 
     def prep_exists(
         self, namespace: Namespace, keys: Sequence[bytes], *, prefix: bool = False, costs: bool = False,

@@ -42,6 +42,7 @@ from kvfuse.usrbio.daemon.weights import weight_of
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import (
     FILE_OPS,
+    HINT_BITS,
     KEYS_MAX,
     LENGTH_MAX,
     SQE,
@@ -377,6 +378,8 @@ class EntryServer:
         """A PUT with a copy of the bytes, unless the event loop has to allow that before. Refused, Short, OSError."""
         namespace = self._find_namespace(entry)
         name = self._read_name(entry)
+        if entry.offset >> HINT_BITS:
+            raise RefusedEntry(errno.EINVAL)
         iov = self._find_iov(entry)
         call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
         if namespace.read_only:

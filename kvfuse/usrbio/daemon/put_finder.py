@@ -16,7 +16,7 @@ from kvfuse.usrbio.daemon.columns import are_plain, as_words
 from kvfuse.usrbio.daemon.put_batches import CALL_SIZE, PutBatch
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import SQE_STRUCT, Priority
+from kvfuse.usrbio.protocol.wire import HINT_BITS, SQE_STRUCT, Priority
 from kvfuse.volume.tier.shared_tier import TierBlock
 
 PUTS_SIZE = 4 << 20
@@ -45,7 +45,8 @@ class PutFinder:
             return 0
         if namespace.read_only or not namespace.may_copy or namespace.waits or namespace.measures.limiters:
             return 0
-        if not are_plain(as_words(rows), iov.size, len(self._aux)):
+        words = as_words(rows)
+        if not are_plain(words, iov.size, len(self._aux)) or bool((words[:, 2] >> np.uint64(HINT_BITS)).any()):
             return 0
         lengths = rows["length"].tolist()
         batches: list[PutBatch] = []

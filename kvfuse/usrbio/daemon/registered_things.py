@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from kvfuse import errors
 from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
 from kvfuse.usrbio.daemon.user_accounts import Limit, UserAccount
-from kvfuse.usrbio.protocol.wire import Access
+from kvfuse.usrbio.protocol.wire import TTL_MAX, Access, PutHints
 from kvfuse.volume.api import ROW_TERMS, Binding, RowApi, RowTable, RowTerms
 from kvfuse.volume.measures.gates import Gates
 from kvfuse.volume.measures.measures import Measures
@@ -107,6 +107,14 @@ class BlockDoor:
     sees_all: bool
     """it may read all blocks of the directory"""
     terms: RowTerms = ROW_TERMS
+
+    def terms_of(self, hints: int) -> RowTerms:
+        """The terms of a put with these hints. ValueError. Any thread."""
+        if not hints:
+            return self.terms
+        ttl, priority = PutHints.unpack(hints)
+        expires = min(self.store.now(self.namespace) + ttl, TTL_MAX) if ttl else 0
+        return self.terms._replace(expires=expires, priority=self.terms.priority + priority)
 
     @property
     def is_current(self) -> bool:

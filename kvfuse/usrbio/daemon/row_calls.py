@@ -93,7 +93,7 @@ class RowCalls:
         await self._refuse_directory(namespace, door, call.names[0])
         content = call.data.buffer.data if isinstance(call.data, TierBlock) else memoryview(call.data)
         try:
-            await door.store.put(door.own, call.names, [content], door.terms)
+            await door.store.put(door.own, call.names, [content], door.terms_of(call.entry.offset))
         except errors.FileTooLarge:
             door.store.drop(namespace.ino, call.names)
             return False

@@ -24,7 +24,7 @@ from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.columns import LOW_HALF, are_equal, as_words
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import LENGTH_MAX, SQE_STRUCT, Op, Priority
+from kvfuse.usrbio.protocol.wire import HINT_BITS, LENGTH_MAX, SQE_STRUCT, Op, Priority
 
 GET, PUT = int(Op.GET), int(Op.PUT)  # plain numbers: those of an enumeration are slow to look up
 LEFT = -1 << 31
@@ -37,13 +37,14 @@ Words = npt.NDArray[np.uint64]
 class _Batch(NamedTuple):
     """Entries of one operation, handle and iov: what they are about, and columns of what they name.
 
-    ``total``: bytes of all of them.
+    ``total``: bytes of all of them. ``hints``: of a PUT; all entries have the same.
     """
 
     namespace: NamespaceHandle
     door: BlockDoor
     iov: MappedIov
     total: int
+    hints: int
     offsets: Words
     addresses: Words
     sizes: Numbers
@@ -118,6 +119,11 @@ class RowOps:
             return None
         if not namespace.is_checked or namespace.is_absent or namespace.is_cut_off or not door.is_current:
             return None
+        is_put = entry.op == PUT
+        if is_put and isinstance(entries, np.ndarray) and not are_equal(entries[:, 2]):
+            return None
+        if is_put and entry.offset >> HINT_BITS:
+            return None
         columns = np.empty((5, count), np.uint64)
         waited_us = int((time.monotonic() - taken_at) * 1e6)
         total = entry_columns(entries, self._aux_size, iov.address, iov.size, LENGTH_MAX, waited_us, columns)
@@ -125,8 +131,8 @@ class RowOps:
             return None
         offsets, addresses, sizes, places, lengths = columns
         return _Batch(
-            namespace, door, iov, total, offsets, addresses, sizes.view(np.int64), places,
-            lengths.view(np.uint32)[:count],
+            namespace, door, iov, total, entry.offset if is_put else 0, offsets, addresses, sizes.view(np.int64),
+            places, lengths.view(np.uint32)[:count],
         )  # fmt: skip
 
     def _has_name(self, batch: _Batch, names: frozenset[bytes]) -> bool:
@@ -144,9 +150,9 @@ class RowOps:
             return None
         began = time.perf_counter()
         memory = iov.bytes  # keeps the mapping
-        names = self._aux, batch.offsets, batch.lengths
+        names, terms = (self._aux, batch.offsets, batch.lengths), door.terms_of(batch.hints)
         with self._ring.turns.copying(self._ring.seat) if batch.total > SMALL else nullcontext():
-            rows, _ = door.store.try_put(door.own, names, batch.addresses, batch.sizes, door.terms, plain_only=True)
+            rows, _ = door.store.try_put(door.own, names, batch.addresses, batch.sizes, terms, plain_only=True)
         del memory
         count, results, stored = len(rows), batch.sizes, batch.total
         if (rows < 0).any():

@@ -155,6 +155,35 @@ class Priority(IntEnum):
     LOW = 2
 
 
+TTL_MAX = (1 << 32) - 1
+HINT_BITS = 40
+"""of a packed `PutHints`"""
+
+
+class PutHints(NamedTuple):
+    """How long, and how much, a block is worth keeping. Only namespaces of blocks heed it."""
+
+    ttl: int = 0
+    """seconds from the put on, up to `TTL_MAX`, and no longer than the namespace's ``ttl``; 0: as that says"""
+    priority: int = 0
+    """-128 to 127: of blocks that would be evicted at the same time those of lower priority go first"""
+
+    def pack(self) -> int:
+        """As ``offset`` of a PUT. ValueError."""
+        if not (0 <= self.ttl <= TTL_MAX and -128 <= self.priority <= 127):
+            raise ValueError(f"a put has a ttl of 0 to {TTL_MAX} s and a priority from -128 to 127, not {self}")
+        return self.ttl | (self.priority & 0xFF) << 32
+
+    @classmethod
+    def unpack(cls, offset: int) -> PutHints:
+        """Of a PUT. ValueError."""
+        if offset >> HINT_BITS:
+            raise ValueError(f"a put has no hints {offset:#x}")
+        return cls(offset & TTL_MAX, ((offset >> 32) + 128) % 256 - 128)
+
+
+NO_HINTS = PutHints()
+
 SQE = np.dtype(
     [
         ("op", "u1"),
@@ -163,7 +192,7 @@ SQE = np.dtype(
         ("handle", "<u4"),  # of the file, or of the namespace
         ("iov", "<u4"),  # handle of the iov
         ("key_length", "<u4"),  # bytes at key_offset
-        ("offset", "<u8"),  # in the file; many keys: of the result bytes in the aux area
+        ("offset", "<u8"),  # in the file; many keys: of the result bytes in the aux area; PUT: see `PutHints`
         ("iov_offset", "<u8"),
         ("length", "<u8"),  # bytes; many keys: their number
         ("key_offset", "<u8"),  # in the aux area

@@ -71,7 +71,8 @@ class BlockBooks:
         self._estimate = HitEstimate(FOLLOWED_MAX)
         self._followed_uses = 0
         self._looked_at = 0.0
-        self._asked = _Keys(_ASKED_SIZE)
+        self._asked = _Keys(_ASKED_SIZE), _Keys(_ASKED_SIZE)
+        """keys of blocks that were absent, and that were there; those not read since"""
         self._gone = _Keys(_GONE_SIZE)
         self._reasons: npt.NDArray[np.uint8] = np.zeros(_GONE_SIZE, np.uint8)
         self._uses = SeenKeys(_GAPS_SIZE)
@@ -81,11 +82,15 @@ class BlockBooks:
     def asked(self, keys: Words, found: Mask, now: float) -> None:
         """Somebody asked whether a chain of blocks is there, root first."""
         self._count(keys, found, now)
-        self._asked.add(keys)
+        for number, known in enumerate(self._asked):
+            known.add(keys[found == bool(number)])
 
     def read(self, keys: Words, found: Mask, now: float) -> Mask:
         """Somebody read blocks, or tried to. Which of these are uses: `asked` had not counted them."""
-        counts = ~self._asked.take(keys)
+        counts = np.ones(len(keys), np.bool_)
+        for number, known in enumerate(self._asked):  # who asked before it was stored uses it another time
+            which = found == bool(number)
+            counts[which] = ~known.take(keys[which])
         self._count(keys[counts], found[counts], now)
         return counts
 
@@ -109,7 +114,6 @@ class BlockBooks:
         self.counters["stored"] += len(keys)
         self._estimate.stored_column(keys)
         self._gone.take(keys)
-        self._asked.take(keys)  # who asked before did not find them: a read is another use
 
     def gone(self, keys: Words, reason: str, ages: Ages) -> None:
         """Blocks are gone. ``ages``: seconds since they were stored."""

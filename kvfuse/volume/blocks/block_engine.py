@@ -376,7 +376,7 @@ class BlockEngine:
         now = now_us // 1_000_000 + self.eviction.ahead.get(table.namespace, 0)
         self.native.put(
             table.place, table.readers.directory, *names, plain_only, sources, sizes, now_us - SEQUENCE_LAG_US, now,
-            terms.expires or self.eviction.expiry(table.namespace, now), terms.priority, results, sequences,
+            self.eviction.expiry(table.namespace, now, terms.expires), terms.priority, results, sequences,
             terms.shown_us or now_us,
         )  # fmt: skip
         if len(self.tables.of(table.readers.directory)) > 1:

@@ -36,7 +36,8 @@ NOTED_MAX = 1 << 14
 ROWS_AHEAD = 1 << 14
 """rows that a policy knows before they are used, at least"""
 AHEAD_MAX = 1 << 31
-"""seconds: times of rows have 32 bits"""
+TIME_MAX = (1 << 32) - 1
+"""seconds, as rows have them"""
 CHUNK = 1 << 16
 """rows that are looked at together"""
 
@@ -83,11 +84,12 @@ class BlockEviction:
 
     # -- what threads note and ask -----------------------------------------------------------------------
 
-    def expiry(self, namespace: int, now: int) -> int:
-        """When a block that is stored now expires; 0: never. Any thread."""
+    def expiry(self, namespace: int, now: int, wanted: int) -> int:
+        """When a block that is stored now expires, ``wanted`` or as the namespace says; 0: never. Any thread."""
         found = self.core.namespaces.all.get(namespace)
         ttl = found.settings.ttl if found is not None else 0.0
-        return now + max(1, int(ttl)) if ttl else 0
+        latest = min(now + max(1, int(ttl)), TIME_MAX) if ttl else 0
+        return min(wanted, latest) if wanted and latest else wanted or latest
 
     def note_put(self, table: BlockTable, results: Numbers, sizes: Numbers) -> None:
         """Any thread."""

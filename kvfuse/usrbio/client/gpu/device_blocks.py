@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import EFAULT, EIO, EMSGSIZE, ETIMEDOUT
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvfuse.usrbio.client.lanes import EntryTerms, Lane, Lanes, Sizes
 from kvfuse.usrbio.client.resident import NOT_HERE, ResidentBlocks
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import Op
+from kvfuse.usrbio.protocol.wire import NO_HINTS, Op, PutHints
 
 NOT_ASKED = NOT_HERE
 """result of a block that the daemon has yet to be asked for"""
@@ -114,14 +115,18 @@ class DeviceBlocks:
             results[rows] = self._move(Op.GET, [keys[row] for row in rows], [ranges[row] for row in rows], terms)
         return results
 
-    def put(self, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: EntryTerms) -> Sizes:
+    def put(
+        self, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: EntryTerms, hints: PutHints = NO_HINTS
+    ) -> Sizes:
         """Results as of the completions, and of `get`."""
-        return self._move(Op.PUT, keys, ranges, terms)
+        return self._move(Op.PUT, keys, ranges, terms, hints)
 
-    def _move(self, op: Op, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: EntryTerms) -> Sizes:
+    def _move(
+        self, op: Op, keys: Sequence[bytes], ranges: Sequence[GpuRange], terms: EntryTerms, hints: PutHints = NO_HINTS
+    ) -> Sizes:
         results: Sizes = np.full(len(keys), -ETIMEDOUT, np.int64)
         with suppress(TimeoutError), self._lanes.take() as lane:
-            results = _Moving(lane, op, self._namespace, keys, ranges, terms).run()
+            results = _Moving(lane, op, self._namespace, keys, ranges, terms, hints).run()
         return results
 
     def _get_resident(self, keys: Sequence[bytes], ranges: Sequence[GpuRange]) -> Sizes:
@@ -150,8 +155,10 @@ class _Moving:
         keys: Sequence[bytes],
         ranges: Sequence[GpuRange],
         terms: EntryTerms,
+        hints: PutHints,
     ) -> None:
         self._lane = lane
+        self._hints = hints
         self._op = op
         self._namespace = namespace
         self._keys = keys
@@ -204,7 +211,7 @@ class _Moving:
 
     def _prepare(self, row: int) -> None:
         ring = self._lane.ring
-        prepare = ring.prep_get if self._op is Op.GET else ring.prep_put
+        prepare = ring.prep_get if self._op is Op.GET else partial(ring.prep_put, hints=self._hints)
         iov, offset, _ = self._ranges[row]
         prepare(iov, offset, self._namespace, self._keys[row], self._sizes[row], user_data=row, **self._terms)
 
