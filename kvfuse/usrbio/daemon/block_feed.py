@@ -7,8 +7,9 @@ change, as it lost some: it connects again, and gets all present names anew.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import trio
 
@@ -17,7 +18,7 @@ from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.wire import NEWS, NEWS_NAMES_MAX, NewsKind, pack_keys
 from kvfuse.volume.api import RingApi
-from kvfuse.volume.views.news import NameEvent, Row, Watch
+from kvfuse.volume.views.news import NameEvent, PackedNames, Row, Watch
 
 NAMES_PER_CALL = 64
 """names that take the event loop about as long as a call of a ring"""
@@ -44,7 +45,8 @@ class BlockFeed:
             raise errors.Stale(f"inode {self.namespace.ino} was removed")
         if not self.admission.may_access(self.namespace, directory, 5):
             raise errors.PermissionDenied("the mode of the directory does not allow the client's user to list it")
-        if self.volume.blocks.terms(self.namespace.ino)[1] is None:
+        blocks = self.volume.blocks
+        if blocks.terms(directory.ino)[1] is None and await blocks.block_namespace(directory.ino) is None:
             raise errors.InvalidArgument("the directory is in no cache: only blocks of caches are followed")
 
     async def run(self) -> None:
@@ -84,12 +86,19 @@ class BlockFeed:
             await self.check()
             await self._send_rows(watch.take())
 
-    async def _send_rows(self, rows: Sequence[Row]) -> None:
-        for change, group in itertools.groupby(rows, key=lambda row: row[0]):
-            names = [name for _, name in group if name]
+    async def _send_rows(self, rows: Sequence[Row | PackedNames]) -> None:
+        for (change, is_packed), group in itertools.groupby(rows, key=lambda row: (row[0], len(row) > 2)):
+            if is_packed:
+                for _, count, packed in cast(Iterable[PackedNames], group):
+                    await self._send_packed(KINDS[change], count, packed)
+                continue
+            names = [name for _, name in cast(Iterable[Row], group) if name]
             for start in range(0, max(1, len(names)), NEWS_NAMES_MAX):
                 await self._send(KINDS[change], names[start : start + NEWS_NAMES_MAX])
 
     async def _send(self, kind: NewsKind, names: list[bytes]) -> None:
-        await self.pause(1 + len(names) / NAMES_PER_CALL)
-        await self.stream.send(NEWS.pack(kind, len(names)) + pack_keys(names))
+        await self._send_packed(kind, len(names), pack_keys(names))
+
+    async def _send_packed(self, kind: NewsKind, count: int, packed: bytes) -> None:
+        await self.pause(1 + count / NAMES_PER_CALL)
+        await self.stream.send(NEWS.pack(kind, count) + packed)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvfuse.slab.layout import FEATURE_LENT
 from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
+from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
@@ -55,6 +57,9 @@ ACTIVE_SECONDS, IDLE_SECONDS = 0.01, 0.5
 """between looks at spare memory, slabs and water marks, while blocks are put, and otherwise"""
 SEQUENCE_LAG_US = 1000
 """by which sequences are behind the clock, so that a burst does not run ahead of it"""
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
+"""of where a listing goes on: the place of a table above"""
 SWEPT_AT_ONCE = 20_000
 SHARED_PARTS = 16
 """one slab in so many is the most that a host of a shared volume has free ahead of need"""
@@ -110,7 +115,8 @@ class BlockEngine:
             )  # fmt: skip
             core.slabs.lent_granted = self._slab_granted
         self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
-        self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use)
+        self.news = BlockNews(self.native, self.tables, core.namespaces.news)
+        self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use, self.news)
         self._epochs: dict[int, int] = {}
         self._spaces: dict[int, int] = {}
         """namespace -> its place in the core"""
@@ -306,12 +312,14 @@ class BlockEngine:
         self.directories.pop(directory, None)
         for table in self.tables.of(directory):
             self.tables.end(table)
+        self.core.namespaces.news.lose(directory)
 
     def clear(self, number: int) -> None:
         """All blocks of a namespace are gone: its epoch has grown, and that is stored."""
         for table in self.tables.of_namespace(number):
             self.eviction.cleared(table)
             self.tables.end(table)
+        self.core.namespaces.news.clear(number)
         self._epochs.pop(number, None)
         self.update_quotas()
         if self.others is not None:
@@ -327,7 +335,8 @@ class BlockEngine:
 
     def readers_change(self, directories: Sequence[int] | None) -> None:
         """Before other people may use these directories (None: any) than until now: what clients have mapped ends."""
-        if self.shown.readers_change(directories):
+        for directory in self.shown.readers_change(directories):
+            self.core.namespaces.news.lose(directory)
             self.wake()
 
     def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable:
@@ -382,6 +391,8 @@ class BlockEngine:
         if len(self.tables.of(table.readers.directory)) > 1:
             self._drop_beside(table, names, now, sequences)
         self.eviction.note_put(table, results, sizes)
+        if self.news.is_followed(table.readers.directory):
+            self.news.stored(table, names, results, sequences)
         self.note_put()
         return results, sequences
 
@@ -570,6 +581,7 @@ class BlockEngine:
             log.warning("%d blocks of directory %d are damaged, and dropped", still.sum(), table.readers.directory)
             sizes = np.zeros(int(np.count_nonzero(still)), np.int64)
             self.native.drop_rows(table.place, rows[still], sequences[still], sizes)
+            self.news.gone(table, rows[still], sequences[still])
 
     async def read(self, table: BlockTable, name: bytes) -> bytearray | None:
         """A copy of a block; None: there is none any more. EngineError."""
@@ -679,6 +691,8 @@ class BlockEngine:
                 table.place, directory, *forms.name_columns(names), False, self.now(table.namespace), rows, sequences
             )
             found |= rows >= 0
+        if self.news.is_followed(directory):
+            self.news.removed(self.tables.of(directory), list(compress(names, found.tolist())))
         self.note_put()
         answers: list[bool] = found.tolist()
         return answers
@@ -704,10 +718,32 @@ class BlockEngine:
                     table, [names[number] for number in chosen], dead, RowTerms(GRAVE_EXPIRES), is_admitted=True
                 )
 
+    async def list_names(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
+        await self._has_loaded.wait()
+        place, row = after >> _ROW_BITS, (after & _ROW_MASK) - 1
+        tables = sorted(self.tables.of(directory), key=lambda table: table.place)
+        table = next((table for table in tables if table.place >= place), None)
+        if table is None:
+            return [], 0
+        row = row if table.place == place else -1
+        now = self.now(table.namespace)
+        rows, last = self.native.list_rows(table.place, directory, row, limit, now)
+        places = [row[5:] for row in rows if row[4] is None]
+        others = iter(await self.slabs.read_names(places) if places else [])
+        names = [row[4] if row[4] is not None else next(others) for row in rows]
+        numbers, sequences = np.array([row[:2] for row in rows], np.uint64).reshape(-1, 2).T
+        found, present = table.find(names, now)
+        here = (found == numbers.astype(np.int64)) & (present == sequences)  # what went meanwhile has other names
+        names = list(compress(names, here.tolist()))
+        self.news.learn(table, found[here], present[here], names)
+        return names, (table.place + 1) << _ROW_BITS if last < 0 else (table.place << _ROW_BITS) + last + 1
+
     def drop_entry(self, table: BlockTable, row: int, sequence: int) -> bool:
         """Remove a block, if it is still the one of a row. Whether it was."""
-        sizes = np.zeros(1, np.int64)
-        self.native.drop_rows(table.place, np.array([row], np.int64), np.array([sequence], np.uint64), sizes)
+        sizes, rows, sequences = np.zeros(1, np.int64), np.array([row], np.int64), np.array([sequence], np.uint64)
+        self.native.drop_rows(table.place, rows, sequences, sizes)
+        if sizes[0]:
+            self.news.gone(table, rows, sequences)
         self.note_put()
         return bool(sizes[0])
 

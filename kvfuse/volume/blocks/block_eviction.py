@@ -23,6 +23,7 @@ from kvfuse.policy.blockrows import ROW
 from kvfuse.policy.column_policy import ColumnPolicy, Victims
 from kvfuse.volume.api import NameColumns
 from kvfuse.volume.blocks.block_books import BlockBooks
+from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.cache import REASONS, SegmentsTier
@@ -71,6 +72,7 @@ class BlockEviction:
     core: Core
     slot_sizes: npt.NDArray[np.uint32]
     use: Callable[[int], tuple[int, int]]
+    news: BlockNews
     ahead: dict[int, int] = field(default_factory=dict)
     """namespace -> seconds by which its clock was moved ahead"""
     books: defaultdict[int, BlockBooks] = field(default_factory=lambda: defaultdict(BlockBooks))
@@ -170,6 +172,7 @@ class BlockEviction:
     def look(self) -> None:
         """Tell policies what was noted, remove what has expired, and keep namespaces below their high water marks."""
         self._tell()
+        self.news.tell()
         for number, found in self._policies.items():
             with found.lock:
                 gone = found.policy.expired(self._now(number), forms.SHADOWS)
@@ -178,6 +181,7 @@ class BlockEviction:
             with books.lock:
                 books.look(self._now(number))
         self._keep_below()
+        self.news.tell()
 
     def _tell(self) -> None:
         self._meet_tables()
@@ -331,7 +335,9 @@ class BlockEviction:
             sizes = np.zeros(len(rows), np.int64)
             self.native.drop_rows(place, rows, np.ascontiguousarray(gone.sequences[own]), sizes)
             freed += int(sizes.sum())
-            self._count_gone(table, keys[sizes > 0], stored[sizes > 0], reason)
+            went = sizes > 0
+            self._count_gone(table, keys[went], stored[went], reason)
+            self.news.gone(table, rows[went], gone.sequences[own][went])
         return freed
 
     def _count_gone(self, table: BlockTable, keys: Words, stored: npt.NDArray[np.uint32], reason: str) -> None:

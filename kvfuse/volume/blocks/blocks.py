@@ -147,6 +147,8 @@ class Blocks:
         return self.core.namespaces.news.watching(directory, node.namespace if node is not None else ROOT)
 
     async def listing(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
+        if self.core.blocks is not None and await self.block_namespace(directory) is not None:
+            return await self.core.blocks.list_names(directory, after, limit)
         entries = await Listing(self.lookup, directory).read_entries(after, limit)
         names = [entry.name for entry in entries if S_ISREG(entry.attributes.mode)]
         return names, entries[-1].cookie if len(entries) >= limit else 0  # a page may have more

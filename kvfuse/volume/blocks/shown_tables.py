@@ -115,8 +115,8 @@ class ShownTables:
             table.ancestors = ancestors
             table.is_shown = True
 
-    def readers_change(self, directories: Collection[int] | None) -> bool:
-        """Before other people may use these directories (None: any) than until now. True: some tables have ended.
+    def readers_change(self, directories: Collection[int] | None) -> set[int]:
+        """Before other people may use these directories (None: any) than until now. Those whose tables have ended.
 
         A table of the former daemon ends whatever changes, until the directories above its own are known.
         """
@@ -130,7 +130,7 @@ class ShownTables:
             self.tables.end(table)
             table.ancestors = None
         fence()
-        return bool(ending)
+        return {table.readers.directory for table in ending}
 
     async def find_ancestors(self, find: FindAncestors) -> None:
         """Have changes above the directories of the former daemon's tables count."""

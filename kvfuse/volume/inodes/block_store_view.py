@@ -31,6 +31,9 @@ class BlockStoreView(Protocol):
     def settings_changed(self, number: int) -> None:
         """Another host may have changed the settings of a namespace, or it is none any more."""
 
+    async def list_names(self, directory: int, after: int, limit: int) -> tuple[list[bytes], int]:
+        """Names of blocks for who follows a directory, and where to go on; 0: there are no more."""
+
     def advance(self, number: int, seconds: float) -> None:
         """Move the clock by which a namespace judges its blocks."""
 

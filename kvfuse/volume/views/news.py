@@ -10,7 +10,9 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol
 
+import numpy.typing as npt
 import trio
 
 
@@ -25,29 +27,54 @@ class NameEvent(Enum):
 
 Row = tuple[NameEvent, bytes]
 """(what happened, name)"""
+PART_MAX = 128
+"""names that are packed together"""
+
+
+class PackedNames(NamedTuple):
+    """What happened to some names."""
+
+    event: NameEvent
+    name_count: int
+    packed: bytes
+    """lengths (u16), then the names"""
+
+
+class NameBatch(Protocol):
+    """Names that are packed without looking at each of them."""
+
+    @property
+    def lengths(self) -> npt.NDArray[Any]: ...
+    def some(self, which: Any) -> NameBatch: ...
+    def pack(self) -> bytes: ...
 
 
 class Watch:
     """Rows of one directory since somebody took them."""
 
     ROWS_MAX = 1 << 13
+    PACKED_MAX = 1 << 16
+    """names of `PackedNames`"""
 
     def __init__(self, namespace: int) -> None:
         self.namespace = namespace
         self.lost = trio.Event()
         """set when rows were lost"""
-        self._rows: list[Row] = []
+        self._rows: list[Row | PackedNames] = []
+        self._packed = 0
         self._has_rows = trio.Event()
 
-    def tell(self, row: Row) -> None:
-        if len(self._rows) < self.ROWS_MAX:
+    def tell(self, row: Row | PackedNames) -> None:
+        self._packed += row.name_count if isinstance(row, PackedNames) else 0
+        if len(self._rows) < self.ROWS_MAX and self._packed <= self.PACKED_MAX:
             self._rows.append(row)
             self._has_rows.set()
         else:
             self.lost.set()
 
-    def take(self) -> list[Row]:
+    def take(self) -> list[Row | PackedNames]:
         """The rows since the last call, oldest first."""
+        self._packed = 0
         rows, self._rows, self._has_rows = self._rows, [], trio.Event()
         return rows
 
@@ -77,6 +104,19 @@ class News:
     def tell(self, directory: int, change: NameEvent, name: bytes) -> None:
         for watch in self.watches.get(directory, ()):
             watch.tell((change, name))
+
+    def tell_names(self, directory: int, change: NameEvent, names: NameBatch) -> None:
+        """As `tell`, of many names."""
+        for start in range(0, len(names.lengths), PART_MAX):
+            part = names.some(slice(start, start + PART_MAX))
+            row = PackedNames(change, len(part.lengths), part.pack())
+            for watch in self.watches.get(directory, ()):
+                watch.tell(row)
+
+    def lose(self, directory: int) -> None:
+        """Something happened in a directory that nobody can tell."""
+        for watch in self.watches.get(directory, ()):
+            watch.lost.set()
 
     def clear(self, namespace: int) -> None:
         """A namespace was cleared."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from cli_lab import assert_fails, kvfuse
-from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
+from followed import Followed
+from mounting import KVFUSE, KvfuseMount, temporary_mount, wait_until
 from posix_calls import as_user, fails, opened
 
 from kvfuse.errors import Disconnected
@@ -37,42 +38,6 @@ def folder(mount: KvfuseMount, tmp_path: Path) -> Path:
     path = mount.point / tmp_path.name
     path.mkdir()
     return path
-
-
-class Followed:
-    """What a client knows of a folder from its news alone, gathered in a thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.names: set[bytes] = set()
-        self.removed: list[bytes] = []
-        self.is_ready = threading.Event()
-        self.error: Exception | None = None
-        self.follower = Follower(folder)
-        self._thread = threading.Thread(target=self._gather)
-        self._thread.start()
-
-    def _gather(self) -> None:
-        try:
-            for kind, names in self.follower:
-                if kind is NewsKind.READY:
-                    self.is_ready.set()
-                elif kind is NewsKind.CLEARED:
-                    self.names.clear()
-                elif kind is NewsKind.REMOVED:
-                    self.names.difference_update(names)
-                    self.removed += names
-                else:
-                    self.names.update(names)
-        except Disconnected as error:
-            self.error = error
-
-    def __enter__(self) -> Followed:
-        assert self.is_ready.wait(PATIENCE_S)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.follower.close()
-        self._thread.join()
 
 
 def test_what_is_there_is_told_first_and_then_each_change(mount: KvfuseMount, folder: Path) -> None:
@@ -143,8 +108,8 @@ def test_changes_while_what_is_there_is_told(mount: KvfuseMount, folder: Path) -
 
 def test_who_is_too_slow_is_told_that_news_were_lost(mount: KvfuseMount, folder: Path) -> None:
     with BlockStore(mount.point, folder.name) as store, Follower(folder) as follower:
-        for _ in range(2 * Watch.ROWS_MAX // 1000):
-            store.put_many([f"{number:0200}" for number in range(1000)], [b"x"] * 1000)
+        for turn in range(2 * Watch.PACKED_MAX // 1000):
+            store.put_many([f"{turn} {number:0200}" for number in range(1000)], [b"x"] * 1000)
         with pytest.raises(Disconnected):
             for _ in follower:
                 pass
