@@ -10,6 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from kvfuse.policy import rounds
 from kvfuse.policy.blockrows import FIRST, SECOND, UNTOLD, Keys, Mask, Numbers, Places
 from kvfuse.policy.blockset import BlockSet
 from kvfuse.policy.candidates import EVERYTHING, ROW_OF, by_table
@@ -21,6 +22,8 @@ from kvfuse.policy.taking import Spare, Taking
 
 _GHOSTS_MIN = 4096
 _STEP_MIN = 64
+SPARED_MAX = 1 << 16
+"""blocks that stay, after which a choice goes by whole queues"""
 
 
 class GhostKeys:
@@ -202,15 +205,39 @@ class S3FifoColumns(GhostOrder):
     def pick(self, taking: Taking) -> None:
         self._now = taking.now
         while taking.left > 0:
+            if taking.spared >= SPARED_MAX:
+                taking.spared = 0
+                self._go_round(taking)
+                continue
             seen = self._pick_small(taking) or self._pick_main(taking) or self._take_small(taking, EVERYTHING)
             if not seen and not self._pick_main(taking):  # what a scan found at last
                 break
         self._ghosts.trim(self.blocks.count + 1)
 
-    def _pick_small(self, taking: Taking) -> int:
+    def _go_round(self, taking: Taking) -> None:
+        """Take what goes by the next whole rounds of the queue that is too long: see `rounds`."""
+        blocks, before = self.blocks, len(taking.taken)
+        small, main = blocks.counts[FIRST], blocks.counts[SECOND]
+        if (over := self._over()) > 0:
+            rounds.go_round(blocks, taking, FIRST, 1, over, taking.left, rounds.Spared(SECOND, np.zeros_like))
+            self._ghosts.add(self.keys_of(taking.taken_since(before)))
+            return
+        mean = blocks.size // max(1, blocks.count)
+        size = min(taking.left, max(_STEP_MIN, main - int(small / SMALL_SHARE - small)) * max(mean, 1))
+        left = taking.left - size
+        rounds.lose_uses(blocks, taking, SECOND, size)
+        if taking.left > left:
+            spared = rounds.Spared(SECOND, lambda uses: uses - np.uint8(1))
+            rounds.go_round(blocks, taking, SECOND, 0, EVERYTHING, taking.left - left, spared)
+
+    def _over(self) -> int:
+        """Blocks that the small queue has too many."""
         small, main = self.blocks.counts[FIRST], self.blocks.counts[SECOND]
-        over = small - SMALL_SHARE * (small + main) if main else EVERYTHING
-        return self._take_small(taking, math.ceil(over)) if small and over > 0 else 0
+        return math.ceil(small - SMALL_SHARE * (small + main)) if main and small else EVERYTHING if small else 0
+
+    def _pick_small(self, taking: Taking) -> int:
+        over = self._over()
+        return self._take_small(taking, min(over, SPARED_MAX)) if over > 0 else 0
 
     def _pick_main(self, taking: Taking) -> int:
         step = max(_STEP_MIN, self.blocks.count // 100)

@@ -42,9 +42,11 @@ class Taking:
         self.sizes: list[Numbers] = []
         self.ages: list[NDArray[np.float64]] = []
         """seconds since the last use of each"""
+        self.skip = skip
+        self.spared = 0
+        """blocks that were looked at and stayed"""
         self._blocks = blocks
         self._settle = settle
-        self._skip = skip
         self._share = SHARE
         self._scans = 0
 
@@ -70,14 +72,14 @@ class Taking:
         candidates = self._blocks.queues[queue].next(count)
         if candidates.size or self._scans >= _SCANS_MAX:
             return candidates
-        self._blocks.refill(self._share, self._skip, self.now, self._settle)
+        self._blocks.refill(self._share, self.skip, self.now, self._settle)
         self._scans += 1
         self._share = min(2 * self._share, _SHARE_MAX)
         return self._blocks.queues[queue].next(count)
 
     def _take(self, queue: int, candidates: Numbers, spare: Spare | None) -> int:
         blocks = self._blocks
-        good, sizes, uses = blocks.check(queue, candidates, self._skip)
+        good, sizes, uses = blocks.check(queue, candidates, self.skip)
         places = np.flatnonzero(good)
         stay = spare.stay(uses[places]) if spare is not None else np.zeros(len(places), np.bool_)
         sums = np.cumsum(np.where(stay, 0, sizes[places]))
@@ -89,9 +91,18 @@ class Taking:
         self._leave(candidates[:, places[~stay]], sizes[places[~stay]])
         if spare is not None and stay.any():
             spared = candidates[:, places[stay]]
+            self.spared += spared.shape[1]
             for number, which in by_table(spared):
                 spare.put(number, spared[ROW_OF][which])
         return len(places)
+
+    def leave_until(self, candidates: Numbers, size: int) -> None:
+        """Take these, which were not asked of a queue, up to that with which they have ``size`` bytes."""
+        sizes = np.empty(candidates.shape[1], np.int64)
+        for number, which in by_table(candidates):
+            sizes[which] = self._blocks.sizes(self._blocks.tables[number], candidates[ROW_OF][which])
+        count = int(np.searchsorted(np.cumsum(sizes), size)) + 1
+        self._leave(candidates[:, :count], sizes[:count])
 
     def _leave(self, candidates: Numbers, sizes: Numbers) -> None:
         if candidates.size:
