@@ -24,9 +24,9 @@ SHOWN_PROBLEMS = 100
 
 @click.command("fsck")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--verify", is_flag=True, help="Read every sealed byte, and slot heads, and compare.")
+@click.option("--verify", is_flag=True, help="Read every sealed byte, all blocks, and slot heads, and compare.")
 @click.option("--repair", is_flag=True, help="Mend what is wrong. What cannot be trusted is removed.")
-@click.option("--rebuild", is_flag=True, help="Make the records anew from the segments' slot headers alone.")
+@click.option("--rebuild", is_flag=True, help="Make the records anew from the segments' heads alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def fsck(ctx: click.Context, source: Path, verify: bool, repair: bool, rebuild: bool, as_json: bool) -> None:

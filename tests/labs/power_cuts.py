@@ -43,7 +43,8 @@ class Instant:
     def cut(self, rng: random.Random, mode: str = "") -> Disk:
         """A disk as a loss of power may leave it: ``mode`` is one of `MODES`, or any of them."""
         segments = {
-            number: bytearray(self.segments.get(number, bytes(size))) for number, size in self.sizes.items()
+            number: bytearray(self.segments.get(number, size))
+            for number, size in self.sizes.items()
         }  # fmt: skip
         mode = mode or rng.choice(MODES)
         writes = list(self.writes)
@@ -127,7 +128,7 @@ class CutSegments(MemorySegments):
         for segment, offset, data in medium.writes[:count]:
             if segment not in changed:
                 size = len(self.disk.segments[segment])
-                changed[segment] = bytearray(medium.segments.get(segment, bytes(size)))
+                changed[segment] = bytearray(medium.segments.get(segment, size))
             changed[segment][offset : offset + len(data)] = data
         medium.segments.update({segment: bytes(image) for segment, image in changed.items()})
         del medium.writes[:count]

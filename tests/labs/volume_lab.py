@@ -453,7 +453,9 @@ class MemorySegments(SegmentStore):
 
     async def create(self, segment: int, size: int) -> None:
         await self.chaos.hold_up()
-        image = self.disk.segments.setdefault(segment, bytearray(size))
+        image = self.disk.segments.get(segment)
+        if image is None:
+            image = self.disk.segments[segment] = bytearray(size)
         if len(image) != size:
             raise EngineError(f"segment {segment} has {len(image)} bytes, not {size}")
 

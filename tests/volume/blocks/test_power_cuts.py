@@ -21,7 +21,7 @@ from kvfuse.volume.opening.formatting import first_records
 from kvfuse.volume.volume import Volume
 
 KEYS = [b"key-%d" % number for number in range(24)]
-OPTIONS = lab_options(capacity=24 * MIB, tier_size=8 * MIB, staging_size=8 * MIB)
+OPTIONS = lab_options(capacity=16 * MIB, tier_size=8 * MIB, staging_size=8 * MIB)
 
 
 def engine_of(volume: Volume) -> BlockEngine:
