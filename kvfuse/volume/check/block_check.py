@@ -26,8 +26,9 @@ from kvfuse.volume.check.evidence import Evidence
 
 SLABS_AT_ONCE = 32
 BYTES_AT_ONCE = 8 << 20
-_FROM_HEAD = "low", "high", "sequence", "directory", "length", "checksum", "slot_size", "name_length"
+_FROM_HEAD = "low", "high", "sequence", "directory", "length", "checksum", "slot_size", "name_length", "expires"
 BLOCK = np.dtype([*[(name, forms.HEAD[name]) for name in _FROM_HEAD], ("slab", np.uint32), ("slot", np.uint32)])
+_IDENTITY = ["sequence", "low", "high"]
 Blocks = npt.NDArray[np.void]
 
 
@@ -53,7 +54,7 @@ class BlockCheck:
         every = every[np.lexsort((every["sequence"], every["high"], every["low"]))]
         is_newest = np.ones(len(every), np.bool_)
         is_newest[:-1] = (every["low"][1:] != every["low"][:-1]) | (every["high"][1:] != every["high"][:-1])
-        live = every[is_newest]
+        live = every[is_newest & ((every["expires"] == 0) | (every["expires"] > self._now))]
         check.report.blocks = len(live)
         check.report.block_bytes = int(live["length"].sum(dtype=np.int64))
         if check.wants_verify:
@@ -104,11 +105,10 @@ class BlockCheck:
         return blocks
 
     def _is_current(self, heads: Blocks) -> npt.NDArray[np.bool_]:
-        """Of the present epoch of a namespace of blocks, and not expired."""
+        """Of the present epoch of a namespace of blocks."""
         current = np.zeros(len(heads), np.bool_)
         for number, epoch in self.check.namespaces.epochs.items():
             current |= (heads["name_space"] == number) & (heads["epoch"] == epoch)
-        current &= (heads["expires"] == 0) | (heads["expires"] > self._now)
         return current
 
     def _is_at_home(self, slab: int, slot: int, head: np.void) -> bool:
@@ -125,11 +125,16 @@ class BlockCheck:
         return namespace == expected
 
     async def _without_twins(self, blocks: Blocks) -> Blocks:
-        """Each block has a number of its own: of two heads with one, one is in the wrong slot, as its bytes tell."""
-        numbers, counts = np.unique(blocks["sequence"], return_counts=True)
+        """Of two heads of a name with one sequence one is in the wrong slot, as its bytes tell."""
+        blocks = blocks[np.lexsort((blocks["high"], blocks["low"], blocks["sequence"]))]
+        is_twin = np.zeros(len(blocks), np.bool_)
+        is_twin[1:] = blocks[1:][_IDENTITY] == blocks[:-1][_IDENTITY]
         is_wrong = np.zeros(len(blocks), np.bool_)
-        for number in numbers[counts > 1].tolist():
-            twins = np.flatnonzero(blocks["sequence"] == number).tolist()
+        for first in np.flatnonzero(is_twin & ~np.roll(is_twin, 1)).tolist():
+            last = first
+            while last < len(blocks) and is_twin[last]:
+                last += 1
+            twins = list(range(first - 1, last))
             sound = [at for at in twins if not await self._wrong_bytes(blocks[at : at + 1])]
             for at in twins:
                 if at != (sound or twins)[0]:

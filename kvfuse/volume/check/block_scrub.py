@@ -141,8 +141,9 @@ class BlockScrub:
 
 
 def _are_settled(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Blocks of which all is written."""
-    settled: npt.NDArray[np.bool_] = (rows["version"] & 1 == 1) & (rows["flags"] & (forms.DIRTY | forms.WRITING) == 0)
+    """Blocks of this host of which all is written."""
+    others = forms.DIRTY | forms.WRITING | forms.FOREIGN
+    settled: npt.NDArray[np.bool_] = (rows["version"] & 1 == 1) & (rows["flags"] & others == 0)
     return settled
 
 

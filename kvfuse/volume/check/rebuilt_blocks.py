@@ -7,6 +7,7 @@ might use them. Blocks of an epoch before the newest that is found of a namespac
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ from kvfuse.volume.check.evidence import directory_record
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
 
-_FIELDS = "low", "high", "sequence", "directory", "name_space", "epoch", "length"
+_FIELDS = "low", "high", "sequence", "directory", "name_space", "epoch", "length", "expires"
 _BLOCK = np.dtype([(name, forms.HEAD[name]) for name in _FIELDS])
 INODES_MAX = 1 << 62
 
@@ -65,13 +66,14 @@ class RebuiltBlocks:
             is_current |= (blocks["name_space"] == number) & (blocks["epoch"] == epoch)
         blocks = blocks[is_current]
         folders, last = np.unique(blocks["directory"][::-1], return_index=True)
-        newest = blocks["name_space"][::-1][last]
-        self.homes = dict(zip(folders.tolist(), newest.tolist(), strict=True))
+        self.homes = dict(zip(folders.tolist(), blocks["name_space"][::-1][last].tolist(), strict=True))
         self.homes.update({number: number for number in self.epochs if number != ROOT})
         homes = np.array([self.homes[folder] for folder in blocks["directory"].tolist()], np.uint64)
         blocks = blocks[homes == blocks["name_space"]]
         _, first = np.unique(blocks[["low", "high"]][::-1], return_index=True)
-        self.count, self.size = len(first), int(blocks["length"][::-1][first].sum(dtype=np.int64))
+        newest = blocks[::-1][first]
+        newest = newest[(newest["expires"] == 0) | (newest["expires"] > time.time())]
+        self.count, self.size = len(newest), int(newest["length"].sum(dtype=np.int64))
 
     def paths(self, lost_found: bytes) -> dict[bytes, int]:
         """Path -> folder, of all but the root."""

@@ -18,6 +18,7 @@ from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import ROOT_INODE, RowTerms
 from kvfuse.volume.blocks.head_tables import plan_slab
 from kvfuse.volume.check.evidence import CheckReport
+from kvfuse.volume.check.rebuild import rebuild
 
 
 @pytest.fixture
@@ -50,6 +51,18 @@ async def one_problem(tree: BlockTree, *words: str, verify: bool = True, lost: s
     async with tree.opened() as (_, engine):
         assert await tree.read(engine) == tree.blocks
     await clean(tree)
+
+
+def with_free_neighbour(tree: BlockTree) -> tuple[Spot, np.void]:
+    """A block; in the slot behind it is none."""
+    found = tree.block_heads()
+    taken = {(spot.slab, spot.index) for spot, _ in found}
+
+    def has_one(spot: Spot, row: np.void) -> bool:
+        count, _ = plan_slab(tree.geometry, int(row["slot_size"]))
+        return (spot.slab, spot.index + 1) not in taken and spot.index < count
+
+    return tree.rng.choice([one for one in found if has_one(*one)])
 
 
 def is_one_of(tree: BlockTree, row: np.void) -> bool:
@@ -130,15 +143,7 @@ async def test_a_head_that_contradicts_its_slab_is_found(blocks: BlockTree, fiel
 @pytest.mark.parametrize("has_bytes", [False, True])
 async def test_a_head_in_the_wrong_slot_is_found(blocks: BlockTree, *, has_bytes: bool) -> None:
     """Of a write that went astray; perhaps with its bytes."""
-    found = blocks.block_heads()
-    taken = {(spot.slab, spot.index) for spot, _ in found}
-
-    def has_free_neighbour(spot: Spot, row: np.void) -> bool:
-        return (spot.slab, spot.index + 1) not in taken and spot.index < plan_slab(
-            blocks.geometry, int(row["slot_size"])
-        )[0]
-
-    spot, row = blocks.rng.choice([one for one in found if has_free_neighbour(*one)])
+    spot, row = with_free_neighbour(blocks)
     astray = spot._replace(index=spot.index + 1, offset=spot.offset + forms.HEAD.itemsize)
     blocks.write_head(astray, row)
     if has_bytes:
@@ -185,6 +190,21 @@ async def test_what_is_old_is_no_fault(blocks: BlockTree) -> None:
     assert spot not in {spot for spot, _ in blocks.heads()}
     blocks.write_head(spot, row)  # of the block that it had before
     await clean(blocks)
+
+
+async def test_a_block_that_was_removed_or_expired_is_none(blocks: BlockTree) -> None:
+    """Where a later head of its name says so."""
+    spot, row = with_free_neighbour(blocks)
+    del blocks.blocks[name_of(blocks, row)]
+    later = row.copy()
+    later["sequence"], later["expires"], later["length"] = int(row["sequence"]) + 1, 1, 1
+    blocks.write_head(spot._replace(index=spot.index + 1, offset=spot.offset + forms.HEAD.itemsize), later)
+    await clean(blocks)
+    report = await rebuild(blocks.options)
+    assert (report.blocks, report.block_bytes) == (len(blocks.blocks), sum(map(len, blocks.blocks.values())))
+    await clean(blocks)
+    async with blocks.opened() as (_, engine):
+        assert await blocks.read(engine) == blocks.blocks
 
 
 async def test_blocks_of_a_removed_folder_are_no_fault(blocks: BlockTree) -> None:
