@@ -96,8 +96,7 @@ class BlockCheck:
             text = f"slab {slab}, slot {slot}: the head says {head['length']} bytes in slots of {head['slot_size']}"
             check.problem(f"{text}, in one of {found.slot_size}", writes=self._free(slab, slot))
         counts = is_possible_here & self._is_current(heads)
-        for at in np.flatnonzero(counts).tolist():
-            counts[at] = self._is_at_home(slab, int(found.slots[at]), heads[at])
+        counts[counts] = self._are_at_home(slab, found.slots[counts], heads[counts])
         blocks = np.zeros(int(np.count_nonzero(counts)), BLOCK)
         for name in _FROM_HEAD:
             blocks[name] = heads[name][counts]
@@ -111,18 +110,23 @@ class BlockCheck:
             current |= (heads["name_space"] == number) & (heads["epoch"] == epoch)
         return current
 
-    def _is_at_home(self, slab: int, slot: int, head: np.void) -> bool:
-        """Its folder is there, and in its namespace."""
-        directory, namespace = int(head["directory"]), int(head["name_space"])
-        folder = self.check.inodes.get(directory)
-        if folder is None or not stat.S_ISDIR(folder.record.mode):
-            self._homeless += 1
-            return False
-        expected = self.check.namespace_of(directory)
-        if namespace != expected:
-            text = f"slab {slab}, slot {slot}: a block of folder {directory} is of namespace {namespace}"
-            self.check.problem(f"{text} instead of {expected}", writes=self._free(slab, slot))
-        return namespace == expected
+    def _are_at_home(self, slab: int, slots: npt.NDArray[np.int64], heads: Blocks) -> npt.NDArray[np.bool_]:
+        """Whose folders are there, and in their namespaces."""
+        folders, which = np.unique(heads["directory"], return_inverse=True)
+        homes = np.array([self._home(folder) for folder in folders.tolist()], np.int64)[which]
+        at_home: npt.NDArray[np.bool_] = homes == heads["name_space"].astype(np.int64)
+        self._homeless += int(np.count_nonzero(homes < 0))
+        for at in np.flatnonzero(~at_home & (homes >= 0)).tolist():
+            slot, head = int(slots[at]), heads[at]
+            text = f"a block of folder {head['directory']} is of namespace {head['name_space']} instead of {homes[at]}"
+            self.check.problem(f"slab {slab}, slot {slot}: {text}", writes=self._free(slab, slot))
+        return at_home
+
+    def _home(self, folder: int) -> int:
+        """The namespace of a folder; -1: it is gone."""
+        found = self.check.inodes.get(folder)
+        is_there = found is not None and stat.S_ISDIR(found.record.mode)
+        return self.check.namespace_of(folder) if is_there else -1
 
     async def _without_twins(self, blocks: Blocks) -> Blocks:
         """Of two heads of a name with one sequence one is in the wrong slot, as its bytes tell."""
