@@ -8,15 +8,19 @@ import shutil
 import stat
 from pathlib import Path
 
+import inside
+import msgspec
 import pytest
 from block_tree import BlockTree, make_block_tree
 from namespace_lab import make_namespace
 from volume_lab import CALLER, SECTOR
 
+from kvfuse.options.options import NamespaceOptions
 from kvfuse.slab import layout
 from kvfuse.slab.image import LENT
 from kvfuse.volume.api import ROOT_INODE, RowTerms
 from kvfuse.volume.check.rebuild import RebuildReport, rebuild
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.store import schema
 
@@ -128,3 +132,30 @@ async def test_a_damaged_record_of_a_lent_slab_is_made_again(blocks: BlockTree) 
         found = await blocks.read(engine)
         assert found.pop(b"private") == b"private bytes"
         assert found == blocks.blocks
+
+
+async def test_rebuild_of_a_volume_that_is_a_cache(tmp_path: Path, rng: random.Random) -> None:
+    """Blocks of the root's namespace, in the root and in a folder."""
+    tree = await make_block_tree(tmp_path, rng)
+    plain = tree.options
+    tree.options = msgspec.structs.replace(plain, namespace=NamespaceOptions(kind="blocks"))
+    await formatting.format_volume(tree.options, replace=True)
+    tree.options = plain
+    async with tree.opened() as (volume, engine):
+        sub = (await volume.tree.make_directory(ROOT_INODE, b"sub", 0o755, CALLER)).ino
+        for folder, name in ((ROOT_INODE, b"above"), (sub, b"below")):
+            table = engine.table(folder, ROOT, 0, 0, 0o644)
+            await engine.put(table, [name], [memoryview(name * 1000)], RowTerms())
+    report = await lose_records(tree)
+    assert (report.blocks, report.namespaces) == (2, [])
+    async with tree.opened() as (volume, engine):
+        assert inside.core(volume).namespaces.all[ROOT].settings.is_blocks
+        assert await tree.read(engine, ROOT_INODE) == {b"above": b"above" * 1000}
+        lost = await volume.tree.lookup(ROOT_INODE, b"lost+found")
+        assert (await volume.tree.lookup(lost.ino, b"folder-%d" % sub)).ino == sub
+        assert await tree.read(engine, sub) == {b"below": b"below" * 1000}
+        assert (await volume.tree.lookup(ROOT_INODE, b"above")).size == 5000
+        tree.directory = ROOT_INODE
+        table = engine.table(ROOT_INODE, ROOT, 0, 0, 0o644)
+        await engine.put(table, [b"new"], [memoryview(b"new")], RowTerms())
+    assert (await tree.check()).clean
