@@ -143,8 +143,15 @@ def test_a_daemon_that_hangs_costs_one_deadline(mount: KvfuseMount) -> None:
     store.close()
 
 
+def make_asked(mount: KvfuseMount) -> None:
+    """A namespace whose absent keys clients do not know by themselves: the daemon is asked."""
+    (mount.point / "llama").mkdir()
+    os.setxattr(mount.point / "llama", "user.kvfuse.namespace", b"kind=evicted-files")
+
+
 @pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "is killed"])
 def test_a_daemon_that_hangs_is_silent_when_it_is_over_with_it(mount: KvfuseMount, goes_on: bool) -> None:
+    make_asked(mount)
     store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
     region = store.register(shared_memory(COUNT * SIZE))
     wait_until(lambda: store.is_up, "the store to connect")
@@ -167,6 +174,7 @@ def test_a_daemon_that_hangs_is_silent_when_it_is_over_with_it(mount: KvfuseMoun
 def test_a_successor_that_hangs_is_not_silent() -> None:
     """The connection stands as the next daemon takes over: who was known of it is not who writes."""
     with temporary_mount([*WORDS, "outlive=true"]) as mount:
+        make_asked(mount)
         store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
         region = store.register(shared_memory(COUNT * SIZE))
         wait_until(lambda: store.is_up, "the store to connect")
@@ -205,6 +213,7 @@ def test_the_child_of_a_fork_connects_by_itself(mount: KvfuseMount) -> None:
 
 
 def test_staging_memory_that_a_hung_daemon_may_still_write_waits_until_it_is_silent(mount: KvfuseMount) -> None:
+    make_asked(mount)
     store = SteadyStore(mount.point, "llama", descriptor=LLAMA, deadline=0.5)
     wait_until(lambda: store.is_up, "the store to connect")
     staging = GatherMemory(store)

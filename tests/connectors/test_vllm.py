@@ -133,6 +133,8 @@ def test_stores_beyond_the_backlog_are_shed(host: EngineHost, mount: KvfuseMount
 
 
 def test_events_tell_what_anybody_stored_and_removed(host: EngineHost, mount: KvfuseMount) -> None:
+    (mount.point / "news").mkdir()
+    os.setxattr(mount.point / "news", "user.kvfuse.namespace", b"kind=evicted-files admission=all")
     with started(host, mount, "news") as other:
         other.store(SEED, 3)
         with started(host, mount, "news", events=True, locality="REMOTE") as engine:
@@ -210,7 +212,7 @@ def test_kills_and_upgrades_are_not_noticed(host: EngineHost, seed: int) -> None
 
         def work(name: str) -> EngineWork:
             engine = stack.enter_context(started(host, mount, name, is_fs=name == "files"))
-            return partial(store_and_load, engine, Known(is_lossy=name == "adapter"))
+            return partial(store_and_load, engine, Known(is_lossy=True))
 
         run_beside_all(mount, seed, {"adapter": work("adapter"), "files": work("files")})
 

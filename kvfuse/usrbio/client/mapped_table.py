@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvfuse.blockindex import fence
 from kvfuse.errors import EngineError
-from kvfuse.keys import file_names
+from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
 from kvfuse.native import blockforms as forms
 
 native: Any
@@ -90,7 +90,7 @@ class MappedTable:
     def find(self, keys: Sequence[bytes]) -> Numbers:
         """The row of each key, below 0 for others. All keys have 1 to 255 bytes."""
         rows: Numbers = np.empty(len(keys), np.int64)
-        columns = forms.name_columns(file_names(keys if isinstance(keys, list) else list(keys)))
+        columns = _columns(keys)
         native.table_get(self.memory, self.directory, *columns, self._now(), _NONE, _NONE, _NONE, rows, rows, False)
         return rows
 
@@ -108,7 +108,7 @@ class MappedTable:
         """
         rows: Numbers = np.empty(len(keys), np.int64)
         results: Numbers = np.empty(len(keys), np.int64)
-        columns = forms.name_columns(file_names(keys if isinstance(keys, list) else list(keys)))
+        columns = _columns(keys)
         native.table_get(
             self.memory, self.directory, *columns, self._now(), arenas, targets, rooms, rows, results, True
         )
@@ -144,3 +144,13 @@ class MappedTable:
         """What was copied of a block that `look` found has its bytes. The caller asks `holds`, too."""
         fence()
         return bool(self.rows["version"][int(spot["row"])] == spot["version"])
+
+
+def _columns(keys: Sequence[bytes]) -> tuple[bytes, npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+    """`name_columns` of the files of keys. ValueError for a key that is not 1 to 255 bytes long."""
+    columns = forms.name_columns(file_names(keys if isinstance(keys, list) else list(keys)))
+    lengths = columns[2]
+    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= KEY_SIZE_MAX:
+        for key in keys:
+            file_name(key)
+    return columns

@@ -19,6 +19,7 @@ from typing import Any
 import trio
 
 from kvfuse import errors
+from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import Caller, Changes, RowTerms
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import is_block
@@ -508,7 +509,18 @@ class BlockFiles:
         facts = {"ino": found.ino, "kind": kind, "size": found.size, "blocks": found.blocks, "nlink": found.nlink}
         if isinstance(found, BlockEntry):
             facts |= {"in_memory": found.arena != 0, "expires": found.expires, "priority": found.priority}
+            facts |= {"extents": self._describe_slot(found)}
         return facts
+
+    def _describe_slot(self, entry: BlockEntry) -> list[dict[str, object]]:
+        """Where a block is on the medium; empty: it is not written yet."""
+        row, geometry = entry.table.rows[entry.row], self.engine.core.geometry
+        if int(row["sequence"]) != entry.sequence or int(row["flags"]) & (forms.DIRTY | forms.WRITING):
+            return []
+        slab, slot = int(row["slab"]), int(row["slot"])
+        _, start = self.engine.native.slot_places(slab, slot)
+        segment, offset = geometry.locate(slab * geometry.slab_size + start)
+        return [{"segment": segment, "offset": offset, "slab": slab, "length": entry.size}]
 
     def statistics(self) -> dict[str, int]:
         return {"sketches": len(self.sketches.by_ino), **self.open_blocks.statistics()}

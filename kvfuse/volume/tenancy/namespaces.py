@@ -28,7 +28,7 @@ from kvfuse.volume.namespaces.settings import ROOT, Seconds, Settings
 from kvfuse.volume.tenancy.namespace_records import NamespaceRecords, check_there
 
 _ROOT_SETTINGS = {
-    "kind": "the root's kind is set by 'kvfuse format --cache', or for one mount by 'mount -o cache'",
+    "kind": "the root's kind is set by 'kvfuse format --cache' or 'kvfuse mount -o cache', for good",
     "capacity": "the root's capacity is the volume's, and cannot be set",
     "token": "the root of a volume has no token: give one to a folder",
 }

@@ -22,13 +22,19 @@ SIZE = 4096
 
 @pytest.fixture(scope="module")
 def mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(["capacity=256MiB,cache,admission=all,allow_other,cache.tier_size=128MiB"]) as mount:
+    with temporary_mount(
+        ["capacity=256MiB,kind=evicted-files,admission=all,allow_other,cache.tier_size=128MiB"]
+    ) as mount:
         yield mount
 
 
 @pytest.fixture
-def name(tmp_path: Path) -> str:
-    return tmp_path.name
+def name(mount: KvfuseMount, tmp_path: Path) -> str:
+    """Of a cache whose blocks are files."""
+    folder = mount.point / tmp_path.name
+    folder.mkdir(exist_ok=True)
+    os.setxattr(folder, "user.kvfuse.namespace", b"kind=evicted-files admission=all")
+    return folder.name
 
 
 @pytest.fixture(params=["native", "numpy"])
@@ -134,7 +140,7 @@ def test_a_table_that_is_full_gives_way_to_a_larger_one(mount: KvfuseMount, name
 def test_evicted_blocks_are_not_found_and_others_are_never_mixed_up(seed: int) -> None:
     """Many times the tier's memory goes through it while readers copy. A copy that counts is whole and of its key."""
     with (
-        temporary_mount(["capacity=256MiB,cache,admission=all,cache.tier_size=16MiB"]) as mount,
+        temporary_mount(["capacity=256MiB,kind=evicted-files,admission=all,cache.tier_size=16MiB"]) as mount,
         BlockStore(mount.point, "blocks") as store,
         BlockStore(mount.point, "blocks") as other,
     ):
@@ -169,7 +175,10 @@ def test_evicted_blocks_are_not_found_and_others_are_never_mixed_up(seed: int) -
 
 
 def test_a_stopped_daemon_does_not_stop_readers_and_a_dead_one_does(mount: KvfuseMount, tmp_path: Path) -> None:
-    with temporary_mount(["capacity=64MiB,cache,admission=all"]) as own, BlockStore(own.point, "blocks") as store:
+    with (
+        temporary_mount(["capacity=64MiB,kind=evicted-files,admission=all"]) as own,
+        BlockStore(own.point, "blocks") as store,
+    ):
         store.put(b"a", b"x" * SIZE)
         assert found(store, [b"a"]) == [b"x" * SIZE]
         with stopped(own.pid):
@@ -321,7 +330,7 @@ def test_what_is_absent_is_known_without_the_daemon(mount: KvfuseMount, name: st
 
 def test_names_of_any_door_and_of_before_are_not_absent(mount: KvfuseMount, name: str, way: str) -> None:
     folder = mount.point / name
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "before").write_bytes(b"1")
     with BlockStore(mount.point, name) as store:
         wait_until(lambda: knows_absent(store, [b"other"]), "the names of the folder")

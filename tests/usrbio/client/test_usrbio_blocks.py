@@ -243,7 +243,7 @@ def test_a_client_that_is_closed_maps_nothing_any_more(shared_mount: KvfuseMount
     """Else it would have the memory of each mount that it was a client of."""
 
     def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("/kvfuse-tier")
+        return Path("/proc/self/maps").read_text().count("/kvfuse-")
 
     gc.collect()
     before = mapped()
@@ -294,7 +294,7 @@ def test_a_folder_that_is_made_is_a_cache(client: Client, shared_mount: KvfuseMo
         with BlockStore(client, folder) as store, BlockStore(client, folder) as other:
             store.put("key", b"x")
             assert other.get("key") == b"x"
-    assert settings_of(made)["kind"] == "cache"
+    assert settings_of(made)["kind"] in ("blocks", "cache"), "the latter where hosts share the volume"
     with BlockStore(client, made / "rank" / "0"):
         for folder in (found, made.parent, made / "rank", made / "rank" / "0"):
             assert SETTINGS not in os.listxattr(folder), "it was there, or is above or in a cache"
@@ -361,6 +361,8 @@ def test_past_its_deadline_a_delete_does_not_say_that_nothing_was_there(client: 
 
 def test_a_daemon_that_says_nothing_is_no_hang_and_no_lost_connection(mount: KvfuseMount) -> None:
     """Little time is given to the silent daemon alone: what a store of many hosts takes is another matter."""
+    (mount.point / "silent").mkdir()
+    os.setxattr(mount.point / "silent", SETTINGS, b"kind=evicted-files")  # absent keys of which the daemon is asked for
     with (
         connect(mount.point, deadline=2.0) as client,
         BlockStore(client, "silent") as store,

@@ -380,7 +380,7 @@ def with_root(options: Options, **settings: object) -> Options:
 async def test_the_root_has_settings(disk: Disk, options: Options) -> None:
     async with opened(disk, options) as volume:
         assert (await volume.inodes.get_xattr(ROOT_INODE, NAMESPACE)).startswith(b"kind=files capacity=0 ")
-        assert "'mount -o cache'" in await refusal(volume, ROOT_INODE, NAMESPACE, b"kind=blocks", InvalidArgument)
+        assert "mount -o cache'" in await refusal(volume, ROOT_INODE, NAMESPACE, b"kind=blocks", InvalidArgument)
         assert "is the volume's" in await refusal(volume, ROOT_INODE, CAPACITY, b"1MiB", InvalidArgument)
         await volume.inodes.set_xattr(ROOT_INODE, NAMESPACE, b"blocks=10 ttl=5")
         assert await volume.inodes.list_xattrs(ROOT_INODE) == [NAMESPACE]
