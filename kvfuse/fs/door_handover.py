@@ -61,7 +61,6 @@ class KeptHandover(Handover):
 
     @property
     def is_first(self) -> bool:
-        """No former daemon left open files."""
         return not self.handles.was_kept
 
     def looked_up(self, ino: int, parent: int, name: bytes) -> None:

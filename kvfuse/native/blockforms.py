@@ -160,3 +160,26 @@ def multipliers_of(volume_id: bytes) -> Words:
         for number in range(-(-MULTIPLIERS_COUNT // 8))
     ]
     return np.frombuffer(b"".join(digests), "<u8")[:MULTIPLIERS_COUNT].astype(np.uint64)
+
+
+def fingerprints(
+    multipliers: Words, directories: npt.NDArray[np.uint64], names: Sequence[bytes]
+) -> tuple[Words, Words]:
+    """The two halves of each name's fingerprint, as `blocktable.h` makes them."""
+    table = multipliers.reshape(-1, 4)
+    low, high = np.zeros(len(names), np.uint64), np.zeros(len(names), np.uint64)
+    lengths = np.fromiter(map(len, names), np.uint64, len(names))
+    for length in np.unique(lengths).tolist():
+        mine = np.flatnonzero(lengths == length)
+        size = -(-length // 4) * 4
+        text = b"".join([names[at].ljust(size, b"\0") for at in mine.tolist()])
+        words = np.frombuffer(text, "<u4").reshape(len(mine), -1)
+        folder = directories[mine, None]
+        sums = table[0] * (folder & np.uint64(0xFFFFFFFF)) + table[1] * (folder >> np.uint64(32))
+        sums += table[2] * np.uint64(length)
+        for place in range(words.shape[1]):
+            sums += table[3 + place] * words[:, place, None].astype(np.uint64)
+        halves = sums >> np.uint64(32)
+        low[mine] = halves[:, 0] | halves[:, 1] << np.uint64(32)
+        high[mine] = halves[:, 2] | halves[:, 3] << np.uint64(32)
+    return low, high

@@ -21,6 +21,7 @@ from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.unstored import Unstored
 from kvfuse.volume.names.restorer import FAILED, LogLost, Restorer, find_kept_changes
 from kvfuse.volume.names.restorer import NAME as UNSTORED
+from kvfuse.volume.opening.former_caches import convert_caches
 from kvfuse.volume.opening.held_volume import HeldVolume, hold
 from kvfuse.volume.opening.loading import load_core
 from kvfuse.volume.parts import Parts
@@ -379,11 +380,13 @@ async def open_volume(
     VolumeError, VolumeBusy: it cannot be opened. ``mountpoint``: shown to others as that of the holder.
     ``keeper``: keeps state for the next daemon, and has that of a former one. ``handover``: its open files.
     """
-    async with (
-        hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held,
-        run_volume(options, held, keeper, handover) as volume,
-    ):
-        yield volume
+    async with hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held:
+        goes_on = handover is not None and not handover.is_first
+        held, converted = await convert_caches(options, held, goes_on=goes_on)
+        async with run_volume(options, held, keeper, handover) as volume:
+            if converted is not None:
+                volume.sections["conversion"] = converted.statistics
+            yield volume
 
 
 @asynccontextmanager

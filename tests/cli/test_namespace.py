@@ -219,6 +219,28 @@ def test_format_makes_a_cache(place: Place) -> None:
     assert kind_of_root(place) == "blocks"
 
 
+def test_what_a_mount_makes_a_cache_stays_one(place: Place) -> None:
+    """Its files are blocks from then on, and a mount that wants files is refused."""
+    place.mount()
+    (place.point / "folder").mkdir()
+    (place.point / "folder" / "a").write_bytes(b"a" * 5000)
+    (place.point / "empty").touch()
+    assert kvfuse("umount", place.point).returncode == 0
+    place.mount("-o", "cache")
+    assert kind_of_root(place) == "blocks"
+    found = json.loads(kvfuse("stats", place.point, "--json").stdout)["conversion"]
+    assert (found["kept"] + found["copied"], found["files"], found["evicted"]) == (1, 1, 0)
+    assert (place.point / "folder" / "a").read_bytes() == b"a" * 5000
+    assert kvfuse("umount", place.point).returncode == 0
+    done = kvfuse("mount", place.volume, place.point, "-o", "kind=files")
+    assert_fails(done, 2, "the root of .* has blocks, which do not become files")
+    place.mount()
+    assert kind_of_root(place) == "blocks"
+    assert (place.point / "folder" / "a").read_bytes() == b"a" * 5000
+    assert kvfuse("umount", place.point).returncode == 0
+    assert kvfuse("fsck", place.volume, "--verify").returncode == 0
+
+
 def test_an_option_of_a_mount_holds_for_it_alone(place: Place) -> None:
     place.mount()
     assert (kind_of_root(place), os.listxattr(place.point)) == ("files", [])

@@ -112,7 +112,9 @@ class NamespaceEvidence:
     numbers: set[int] = field(default_factory=lambda: {ROOT})
     """those with settings and a folder"""
     epochs: dict[int, int] = field(default_factory=dict)
-    """namespace of blocks -> its epoch"""
+    """namespace of blocks -> its epoch; also of those that are about to be converted"""
+    converting: set[int] = field(default_factory=set)
+    """caches of before that a mount began to convert: heads of blocks may be in the place of those of their files"""
     homes: dict[int, int] = field(default_factory=dict)
     """inode -> namespace, of those that are not the root's"""
     counted: dict[int, schema.Counts] = field(default_factory=dict)

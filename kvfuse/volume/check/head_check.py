@@ -12,11 +12,14 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume.check.evidence import Evidence, Named
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots import heads
 
 STRAY = "heads of free slots claim to be a file's"
 BEHIND = "heads do not know how their slots were changed last, a rebuild may lose these files"
 OLD = "heads describe a file as it was before"
+
+CONVERTED = "files have heads of the blocks that a mount began to make of them"
 
 
 class HeadCheck:
@@ -34,7 +37,7 @@ class HeadCheck:
         self._geometry = check.geometry
         self._stored: Counter[int] = Counter()
         """inode -> bytes in slots"""
-        self._counts = {STRAY: 0, BEHIND: 0, OLD: 0}
+        self._counts = {STRAY: 0, BEHIND: 0, OLD: 0, CONVERTED: 0}
 
     async def run(self) -> None:
         check, geometry = self.check, self._geometry
@@ -50,8 +53,9 @@ class HeadCheck:
                         continue  # heads of files are what is left there of an earlier use
                     await self._compare_slab(slab, sorted(by_slab.get(slab, ())))
                     check.progress("heads", slab + 1, geometry.slab_count)
-        remedy = "were mended" if check.mends_heads else "'--verify --repair' mends them"
-        check.report.notes += [f"{count} {what}: {remedy}" for what, count in self._counts.items() if count]
+        remedies = dict.fromkeys(self._counts, "were mended" if check.mends_heads else "'--verify --repair' mends them")
+        remedies[CONVERTED] = "the next mount goes on with that"
+        check.report.notes += [f"{count} {what}: {remedies[what]}" for what, count in self._counts.items() if count]
 
     async def _compare_slab(self, slab: int, addrs: list[int]) -> None:
         """``addrs``: of the slots that files have in it."""
@@ -71,6 +75,8 @@ class HeadCheck:
             if not wrong and is_behind(rows[0], head):
                 self._counts[BEHIND] += 1
                 self._mend(head)
+            elif wrong and self.check.namespaces.homes.get(head.ino, ROOT) in self.check.namespaces.converting:
+                self._counts[CONVERTED] += 1
             elif wrong:
                 text = f"inode {head.ino}: the head of its slot in segment {segment} at {start + place} is wrong"
                 self.check.problem(f"{text} ({', '.join(wrong)})", writes=heads.transfers(self._superblock, [head]))

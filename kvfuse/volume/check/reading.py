@@ -141,7 +141,10 @@ class RecordReader:
             folder = self.found.inodes.get(number)
             if number == ROOT or (folder is not None and stat.S_ISDIR(folder.record.mode) and number != ROOT_INODE):
                 self.found.namespaces.numbers.add(number)
-                if settings.is_blocks:
+                is_converting = settings.kind == "cache" and settings.epoch and not self.found.records.limits.shared
+                if is_converting:
+                    self.found.namespaces.converting.add(number)
+                if settings.is_blocks or is_converting:
                     self.found.namespaces.epochs[number] = settings.epoch
             else:
                 self.found.problem(f"namespace {number} has settings, but no folder", deletes=[row.key])

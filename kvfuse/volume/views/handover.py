@@ -61,6 +61,11 @@ class Handover:
         self.known_below = 0
         """the kernel may know inodes below this number of a daemon before this one"""
 
+    @property
+    def is_first(self) -> bool:
+        """No former daemon left open files."""
+        return True
+
     # -- from the daemon before ----------------------------------------------------------------------
 
     def gives_from(self, number: int) -> None:
