@@ -27,7 +27,7 @@ from kvfuse.options.config import Options
     multiple=True,
     help="A block size that must fit without waste; may be repeated.",
 )
-@click.option("--cache", "is_cache", is_flag=True, help="A cache: when it is full, files make room for new ones.")
+@click.option("--cache", "is_cache", is_flag=True, help="A cache: when it is full, blocks make room for new ones.")
 @click.option("--force", is_flag=True, help="Replace the volume that is there, and all on its devices.")
 def format_command(
     source: Path,

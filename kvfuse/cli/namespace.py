@@ -32,16 +32,16 @@ MEANINGS = {
     "kind": "files: no file ever goes by itself. blocks: blocks make room for new ones",
     "capacity": "bytes that its files may take, those of namespaces in it included",
     "blocks": "files that it may hold",
-    "eviction": "the order in which files of a cache go",
-    "admission": "which new files a full cache stores",
+    "eviction": "the order in which blocks of a cache go",
+    "admission": "which new blocks a full cache stores",
     "ttl": "seconds after which a file that was not written again is gone",
-    "high_water": "share of the capacity from which files are evicted ahead of need",
+    "high_water": "share of the capacity from which blocks are evicted ahead of need",
     "low_water": "share of the capacity down to which they are then",
     "bandwidth": "bytes a second that its callers read and write, together",
     "iops": "reads and writes a second, likewise",
     "burst": "bytes that may be ahead of bandwidth",
     "weight": "its share where namespaces wait for memory for their writes",
-    "soft_pin": "its files go only where other caches have no more to give",
+    "soft_pin": "its blocks go only where other caches have no more to give",
     "tiers": "where hosts may keep copies of its blocks: all, dram, disk; or remote: nowhere",
     "compression": "zstd: what is stored from now on is compressed where that takes a smaller slot; none",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
@@ -69,7 +69,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="For programs
 
 @click.group()
 def namespace() -> None:
-    """Folders with a policy of their own: whether files are evicted when room is short, which, and how much room.
+    """Folders with a policy of their own: whether blocks are evicted when room is short, which, and how much room.
 
     A namespace is a folder with all that is below it, but for namespaces in it. Of kind "files" it never loses a file:
     when it is full, writes fail. Of kind "blocks" it evicts blocks to make room for new ones ("cache" is its former
