@@ -140,6 +140,10 @@ class Core:
         """A sync failed: what was written since `note_synced` is written again, or dropped."""
     def note_synced(self, sequence: int, written_heads: int) -> None:
         """Blocks up to this sequence, and so many heads, are written, and survive a loss of power."""
+    def follow_gone(self) -> None:
+        """From now on `take_gone` has the blocks that are dropped or replaced, the last 65,536 of them."""
+    def take_gone(self, count: int) -> bytes:
+        """`GONE`, up to so many; they are forgotten."""
     def statistics(self) -> dict[str, int]: ...
 
 class Batch:
@@ -152,6 +156,8 @@ class Batch:
         """It is not: blocks and heads wait again, behind all others. So it is for a batch that is thrown away."""
     def runs(self) -> tuple[bytes, bytes]:
         """`RUN`, of data and of heads and names. Heads may be written before the data: checksums tell."""
+    def blocks(self) -> bytes:
+        """`STORED`, of each block, until it has ended."""
     def facts(self) -> tuple[int, int, int]:
         """Blocks, bytes, queue position."""
 

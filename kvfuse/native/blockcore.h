@@ -36,6 +36,7 @@ enum { ARENAS = 4096, TABLES = 4096, SPACES = 4096, SIZES = 256, SEEN = 256, LEA
 enum { SLOTS_MAX = 1 << 16, GROUP = 64, HEADS_AT_ONCE = 256, ROWS_AT_ONCE = 4096, SEQUENCE_BITS = 62 };
 enum { FOREIGN_ROWS_MAX = 16 << 20 }; /* blocks of other hosts that are known: the rest is absent */
 enum { SPARE, FILLING, FILLED };
+enum { GONE_MAX = 1 << 16 };
 
 #define TAIL_MAGIC 0x4C4941544156564Bull
 #define NO_NOTE 0xFFFFFFFFu
@@ -132,6 +133,11 @@ typedef struct {
     uint64_t head, tail, room;
 } Queue;
 
+/* Bytes of a slot that are no block's any more: for who has copies of them. */
+typedef struct {
+    uint64_t address, sequence, size; /* ``address``: in the volume; ``sequence``: of the block that it was */
+} Gone;
+
 typedef struct Core {
     pthread_mutex_t lock;
     uint64_t sequence, slab_size, head_size;
@@ -155,6 +161,8 @@ typedef struct Core {
     uint64_t synced; /* sequence up to which all blocks survive a loss of power */
     uint64_t dirty_bytes, dirty_max, stamp, puts, put_bytes, gets, get_bytes, recycled, relocated, refused, batches;
     uint64_t resident, foreign_rows, foreign_max, shadows; /* ``shadows``: whether rows may have that flag */
+    Gone *gone; /* NULL: nobody asks for it */
+    uint64_t gone_head, gone_tail;
     int loading;
     struct Removed {
         Fingerprint fingerprint;
@@ -649,6 +657,24 @@ static void give_row(Table *table, uint32_t row)
     table->free_rows[table->free_count++] = row;
 }
 
+/* Where the bytes of a slot are in their slab. */
+static uint64_t slot_offset(const Core *core, uint32_t number, uint32_t slot)
+{
+    const Slab *slab = core->slabs + number;
+    return (uint64_t)(slot + slab->lead) * core->classes[slab->class].slot_size;
+}
+
+/* The oldest ones are forgotten where there are too many. */
+static void note_gone(Core *core, const Row *row)
+{
+    if (!core->gone || !core->slabs[row->slab].owners)
+        return;
+    core->gone_head += core->gone_tail - core->gone_head == GONE_MAX;
+    core->gone[core->gone_tail++ % GONE_MAX] =
+        (Gone){row->slab * core->slab_size + slot_offset(core, row->slab, row->slot), row->sequence,
+               core->classes[core->slabs[row->slab].class].slot_size};
+}
+
 /* Let go of what a row has: its slot and its memory. The row is being changed, or is no block any more. */
 static void release_row(Core *core, Table *table, Row *row)
 {
@@ -660,6 +686,7 @@ static void release_row(Core *core, Table *table, Row *row)
         if (row->flags & (DIRTY | WRITING))
             core->dirty_bytes -= padded(row->length);
     }
+    note_gone(core, row);
     if (row->flags & FOREIGN) {
         core->foreign_rows--;
         return;

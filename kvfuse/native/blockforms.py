@@ -126,6 +126,10 @@ HEAD = np.dtype(
 )
 RUN = np.dtype([("slab", np.int64), ("offset", np.int64), ("address", np.uint64), ("length", np.int64)])
 """One write of a batch: see `Batch.runs`."""
+STORED = np.dtype([(name, np.uint64) for name in ("namespace", "address", "sequence", "data", "size")])
+"""A block of a batch: where its slot is in the volume, and where its bytes are in memory. See `Batch.blocks`."""
+GONE = np.dtype([("address", np.uint64), ("sequence", np.uint64), ("size", np.uint64)])
+"""A slot of the volume whose block is no more: see `Core.take_gone`."""
 ARENA = np.dtype([("number", np.uint64), ("address", np.uint64), ("size", np.uint64)])
 """An arena that a client has mapped: see `table_get`."""
 

@@ -141,6 +141,7 @@ static void core_free(CoreObject *self)
         for (int i = 0; i < TABLES; i++)
             free(core->tables[i].free_rows);
         free(core->slabs), free(core->free_slabs), free(core->foreign), free(core->queue.entries), free(core->unsynced.entries), free(core->removed);
+        free(core->gone);
         pthread_mutex_destroy(&core->lock);
         free(core);
     }
@@ -775,6 +776,26 @@ static PyObject *batch_runs(BatchObject *self, PyObject *unused)
                          (const char *)self->batch.heads, (Py_ssize_t)(self->batch.head_count * sizeof(Run)));
 }
 
+/* The blocks of a batch, as bytes of u64: see `STORED` of blockforms.py. */
+static PyObject *batch_blocks(BatchObject *self, PyObject *unused)
+{
+    const Core *core = self->of->core;
+    const Batch *batch = &self->batch;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(batch->blocks * 5 * 8));
+    if (!found)
+        return NULL;
+    uint64_t *out = (uint64_t *)PyBytes_AS_STRING(found);
+    for (uint64_t i = 0; i < batch->count; i++) {
+        const Written *one = batch->rows + i;
+        if (!one->data)
+            continue;
+        *out++ = one->head.name_space;
+        *out++ = one->slab * core->slab_size + slot_offset(core, one->slab, one->slot);
+        *out++ = one->sequence, *out++ = (uint64_t)(uintptr_t)one->data, *out++ = one->head.length;
+    }
+    return found;
+}
+
 static PyObject *batch_facts(BatchObject *self, PyObject *unused)
 {
     return Py_BuildValue("KKK", (unsigned long long)self->batch.blocks, (unsigned long long)self->batch.bytes,
@@ -785,6 +806,7 @@ static PyMethodDef batch_methods[] = {
     {"end", (PyCFunction)batch_end, METH_NOARGS, "end()"},
     {"fail", (PyCFunction)batch_fail, METH_NOARGS, "fail()"},
     {"runs", (PyCFunction)batch_runs, METH_NOARGS, "runs() -> (data, heads)"},
+    {"blocks", (PyCFunction)batch_blocks, METH_NOARGS, "blocks() -> bytes"},
     {"facts", (PyCFunction)batch_facts, METH_NOARGS, "facts() -> (blocks, bytes, queue position)"},
     {NULL, NULL, 0, NULL},
 };
@@ -909,6 +931,40 @@ static PyObject *note_synced(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* From now on `take_gone` has the blocks that are no more. */
+static PyObject *follow_gone(PyObject *self, PyObject *unused)
+{
+    Gone *gone = malloc(GONE_MAX * sizeof *gone);
+    if (!gone)
+        return PyErr_NoMemory();
+    lock(CORE);
+    if (!CORE->gone) {
+        CORE->gone = gone;
+        gone = NULL;
+    }
+    unlock(CORE);
+    free(gone);
+    Py_RETURN_NONE;
+}
+
+static PyObject *take_gone(PyObject *self, PyObject *args)
+{
+    unsigned count;
+    if (!PyArg_ParseTuple(args, "I", &count))
+        return NULL;
+    count = count < GONE_MAX ? count : GONE_MAX;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(Gone)));
+    if (!found)
+        return NULL;
+    Gone *out = (Gone *)PyBytes_AS_STRING(found);
+    Py_ssize_t taken = 0;
+    lock(CORE);
+    for (; taken < count && CORE->gone_head < CORE->gone_tail; CORE->gone_head++)
+        out[taken++] = CORE->gone[CORE->gone_head % GONE_MAX];
+    unlock(CORE);
+    return _PyBytes_Resize(&found, taken * (Py_ssize_t)sizeof(Gone)) < 0 ? NULL : found;
+}
+
 static PyObject *statistics(PyObject *self, PyObject *unused)
 {
     Core *core = CORE;
@@ -973,6 +1029,8 @@ static PyMethodDef core_methods[] = {
     {"set_dirty_max", set_dirty_max, METH_VARARGS, "set_dirty_max(bytes)"},
     {"doubt_unsynced", doubt, METH_NOARGS, "doubt_unsynced()"},
     {"note_synced", note_synced, METH_VARARGS, "note_synced(sequence, written heads)"},
+    {"follow_gone", follow_gone, METH_NOARGS, "follow_gone()"},
+    {"take_gone", take_gone, METH_VARARGS, "take_gone(count) -> bytes"},
     {"statistics", statistics, METH_NOARGS, "statistics()"},
     {NULL, NULL, 0, NULL},
 };

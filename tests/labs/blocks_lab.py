@@ -276,6 +276,9 @@ class BlocksLab:
     def begin_core(self) -> None:
         self.core = _blocks.Core(self.states.ctypes.data, self.slabs, SLAB, HEAD_TABLE, np.array(SIZES, np.uint32))
         self.core.set_dirty_max(self.dirty_max)
+        self.core.follow_gone()
+        self.seen: set[tuple[int, int]] = set()
+        """address of its slot, and sequence, of each row, also of ended tables, at the last look"""
         self.writes: list[Write] = []
         self.sizes = SizesModel()
         for space, (bytes_max, blocks_max) in LIMITS.items():
@@ -841,7 +844,22 @@ class BlocksLab:
         assert facts["resident"] == resident
         assert facts["blocks"] == len(self.blocks)
         self.check_use(slots)
+        self.check_gone()
         self.check_readers()
+
+    def check_gone(self) -> None:
+        """Whoever has copies hears of each block that is no more, and of no other one."""
+        gone = set[tuple[int, int]]()
+        while found := self.core.take_gone(self.rng.choice([1, 50, 10000])):
+            gone |= {(address, sequence) for address, sequence, _ in np.frombuffer(found, blocks.GONE).tolist()}
+        seen = {
+            (slab * SLAB + self.core.slot_places(slab, slot)[1], sequence)
+            for table in self.tables.values()
+            for slab, slot, sequence in table.live()[["slab", "slot", "sequence"]].tolist()
+        }
+        assert not gone & seen
+        assert self.seen - seen <= gone
+        self.seen = seen
 
     def check_use(self, slots: set[tuple[int, int]]) -> None:
         owned = set()

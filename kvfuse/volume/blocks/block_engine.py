@@ -26,7 +26,6 @@ from kvfuse.checksum import crc32c
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
-from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.layout import FEATURE_LENT
 from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
@@ -36,6 +35,7 @@ from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
+from kvfuse.volume.blocks.slot_reads import SlotRead, SlotReads
 from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.speeds import Tier, worth_reading
@@ -114,7 +114,10 @@ class BlockEngine:
                 self._has_been_used, self.interval,
             )  # fmt: skip
             core.slabs.lent_granted = self._slab_granted
-        self.writer = WriteBehind(self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync)
+        self.reads = SlotReads(core, self.native)
+        self.writer = WriteBehind(
+            self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync, self.reads.keep_stored
+        )
         self.news = BlockNews(self.native, self.tables, core.namespaces.news)
         self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use, self.news)
         self._epochs: dict[int, int] = {}
@@ -542,21 +545,26 @@ class BlockEngine:
             table.place, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets
         )
         wanted = np.flatnonzero(places)
-        batch = []
+        reads = []
         for number in wanted.tolist():
-            addr = int(slabs[number]) * self.core.geometry.slab_size + int(offsets[number])
-            batch.append(Transfer(*self.core.geometry.locate(addr), memory_at(int(places[number]), int(sizes[number]))))
+            address = int(slabs[number]) * self.core.geometry.slab_size + int(offsets[number])
+            target = memory_at(int(places[number]), int(sizes[number]))
+            reads.append(SlotRead(table.namespace, address, int(sequences[number]), target))
         came, results = np.zeros(count, np.uint8), np.zeros(count, np.int64)
-        if batch:
-            found = table.rows[rows[wanted]].copy()
-            with self.core.reads.speeds.remote.reading(int(sizes[wanted].sum())):
-                await self.core.segments.read(batch)
-            came[wanted] = (found["sequence"] == sequences[wanted]) & await self._are_confirmed(found)
+        found = table.rows[rows[wanted]].copy()
+        are_copies = np.array(await self.reads.read(reads), np.bool_)
+        came[wanted] = (found["sequence"] == sequences[wanted]) & await self._are_confirmed(found)
+        copies = self.reads.copies_of(reads, are_copies)  # before the memory may be given away
         landing.land(came, results)
         if not is_ahead:
             self.eviction.books[table.namespace].counters["brought"] += int(np.count_nonzero(came))
-        if len(damaged := wanted[results[wanted] == 0]):
+        self.reads.settle(reads, copies, are_copies, results[wanted])
+        is_wrong = results[wanted] == 0
+        if len(damaged := wanted[is_wrong & ~are_copies]):
             self._drop_damaged(table, names, rows[damaged], sequences[damaged])
+        if len(again := wanted[is_wrong & are_copies]):  # the segments are asked
+            some = [names[number] for number in again.tolist()]
+            results[again] = await self.fetch(table, some, rows[again], sequences[again])
         return results
 
     async def _are_confirmed(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
@@ -776,12 +784,18 @@ class BlockEngine:
             return None
         length, checksum = int(found["length"]), int(found["checksum"])
         _, offset = self.native.slot_places(int(found["slab"]), int(found["slot"]))
+        address = int(found["slab"]) * self.core.geometry.slab_size + offset
         target = bytearray(length)
-        where = self.core.geometry.locate(int(found["slab"]) * self.core.geometry.slab_size + offset)
-        await self.core.segments.read([Transfer(*where, memoryview(target))])
-        if not (await self._are_confirmed(found[np.newaxis])).all():
+        one, is_right = SlotRead(table.namespace, address, sequence, memoryview(target)), False
+        for _ in range(2):
+            (is_copy,) = await self.reads.read([one])
+            is_right = crc32c(target) == checksum
+            self.reads.settle([one], self.reads.copies_of([one], [is_copy]), [is_copy], [is_right])
+            if is_right or not is_copy:
+                break
+        if not is_right or not (await self._are_confirmed(found[np.newaxis])).all():
             return None
-        return target if crc32c(target) == checksum and int(table.rows["sequence"][row]) == sequence else None
+        return target if int(table.rows["sequence"][row]) == sequence else None
 
     # -- tasks ---------------------------------------------------------------------------------------------
 
@@ -820,6 +834,7 @@ class BlockEngine:
     async def run(self) -> None:
         """Serve until cancelled."""
         self._token = trio.lowlevel.current_trio_token()
+        self.reads.start()
         async with trio.open_nursery() as nursery:
             if not self.core.read_only:
                 nursery.start_soon(failing.vital_task, self.writer.run)
@@ -849,6 +864,7 @@ class BlockEngine:
             before = self.native.statistics()["puts"]
             self.update_quotas()
             is_busy = self.tables.sweep(SWEPT_AT_ONCE, self.arenas.forget)
+            await self.reads.drop_gone()
             can_write = not self.core.read_only
             if can_write and any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()

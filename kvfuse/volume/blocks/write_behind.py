@@ -37,7 +37,7 @@ class WriteBehind:
     """Of one membership. Event loop only, but for `note_put`.
 
     ``interval``: seconds in which what was written is synced. ``doubt``: hears of each sync that fails, of others, too.
-    ``sync_records``: makes it durable which slabs are lent.
+    ``sync_records``: makes it durable which slabs are lent. ``on_written``: gets each batch that is written.
     """
 
     core: Core
@@ -46,6 +46,7 @@ class WriteBehind:
     doubt: Doubt
     interval: float
     sync_records: Callable[[], Awaitable[None]]
+    on_written: Callable[[Batch], None]
     written: int = 0
     durable: int = 0
     failures: int = 0
@@ -124,6 +125,7 @@ class WriteBehind:
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
         self.error = None
+        self.on_written(batch)
         batch.end()
         self._move(written=position)
 

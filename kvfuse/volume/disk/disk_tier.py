@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import trio
 
-from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c
+from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, crc32c, granule_checksums
 from kvfuse.errors import ConfigError, EngineError
 from kvfuse.options.options import CacheOptions
 from kvfuse.remote.segments.api import Transfer
@@ -164,13 +164,17 @@ class DiskTier:
 
         Not ``wanted``: they are not to be kept.
         """
-        self.counters.engine_bytes += len(data)
-        self.counters.engine_seconds += seconds
+        self.note_engine(len(data), seconds)
         if wanted:
             self.keep(stretch, data)
 
-    def keep(self, stretch: GranuleRun, data: memoryview) -> None:
-        """Keep these bytes, which do not change any more, where they are worth it. Waits for nothing."""
+    def note_engine(self, size: int, seconds: float) -> None:
+        """A reader got so many bytes from the engine."""
+        self.counters.engine_bytes += size
+        self.counters.engine_seconds += seconds
+
+    def keep(self, stretch: GranuleRun, data: memoryview, *, lasts: bool = True) -> None:
+        """Keep these bytes where they are worth it. Waits for nothing. Not ``lasts``: they change after this."""
         if not self.is_on:
             return
         now = trio.current_time()
@@ -179,9 +183,31 @@ class DiskTier:
                 continue
             if self.index.admits(granule, now):
                 start = granule.key - stretch.addr - stretch.low
-                self.filler.offer(granule, data[start : start + granule.length])
+                part = data[start : start + granule.length]
+                self.filler.offer(granule, part if lasts else memoryview(bytes(part)))
             else:
                 self.counters.refused += 1
+
+    # -- slots whose bytes have no checksums of granules in a record ----------------------------------
+
+    async def read_slot(self, addr: int, generation: int, size: int) -> memoryview | None:
+        """The first ``size`` bytes of a slot, as its copies have them, each verified by the checksum in its head.
+
+        None where the engine has to be asked. The caller knows what all of the bytes have to be.
+        """
+        held = self.held(addr, generation, 0, size) if self.is_on else None
+        if held is not None:
+            return await self.read(held)
+        if self.is_on:
+            keys = range(addr, addr + size, GRANULE_SIZE)
+            self.index.used([Granule(key, generation, 0, 0) for key in keys], trio.current_time())
+            self.counters.misses += len(keys)
+        return None
+
+    def keep_slot(self, addr: int, generation: int, data: memoryview, *, lasts: bool = True) -> None:
+        """Keep the first bytes of a slot, as `keep`."""
+        if self.is_on:
+            self.keep(GranuleRun(addr, generation, len(data), granule_checksums(data), 0, len(data)), data, lasts=lasts)
 
     def drop(self, addr: int, length: int, generation: int | None = None) -> None:
         """The bytes of an extent are no file's any more. ``generation``: of the extent, where the slot may have another

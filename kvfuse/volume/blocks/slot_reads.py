@@ -1,0 +1,132 @@
+"""Reads blocks' slots: from the disk tier of this host, else from the segments. Has copies kept, and dropped.
+
+A copy in the disk tier is found by the slot's address and the block's sequence, so it is never one of another block.
+The block's checksum is compared by the caller, whoever had the bytes; copies that were wrong are dropped by `settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import trio
+
+from kvfuse.native import blockforms as forms
+from kvfuse.native._blocks import Batch
+from kvfuse.native._blocks import Core as NativeCore
+from kvfuse.remote.segments.api import Transfer
+from kvfuse.volume.blocks.write_behind import memory_at
+from kvfuse.volume.inodes.core import Core
+
+READS_AT_ONCE = 32
+"""of the disk tier, for one call"""
+GONE_AT_ONCE = 4096
+
+
+class SlotRead(NamedTuple):
+    """A block that is to be read, to ``target``, which has its size. ``address``: of its slot, in the volume."""
+
+    namespace: int
+    address: int
+    sequence: int
+    target: memoryview
+
+
+@dataclass
+class SlotReads:
+    """Of one membership. Event loop only."""
+
+    core: Core
+    native: NativeCore
+
+    def start(self) -> None:
+        if self.core.disk is not None:
+            self.native.follow_gone()
+
+    async def read(self, wanted: Sequence[SlotRead]) -> list[bool]:
+        """Fill all targets. Which came from the disk tier. EngineError."""
+        are_here = await self._read_copies(wanted)
+        rest = [one for one, is_here in zip(wanted, are_here, strict=True) if not is_here]
+        if rest:
+            await self._read_segments(rest)
+        return are_here
+
+    async def _read_copies(self, wanted: Sequence[SlotRead]) -> list[bool]:
+        disk, are_here = self.core.disk, [False] * len(wanted)
+        if disk is None:
+            return are_here
+        rest = iter(range(len(wanted)))
+
+        async def read_some() -> None:
+            for number in rest:
+                one = wanted[number]
+                data = await disk.read_slot(one.address, one.sequence, len(one.target))
+                if data is not None:
+                    one.target[:] = data
+                    are_here[number] = True
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(len(wanted), READS_AT_ONCE)):
+                nursery.start_soon(read_some)
+        return are_here
+
+    async def _read_segments(self, wanted: Sequence[SlotRead]) -> None:
+        reads, size = self.core.reads, sum([len(one.target) for one in wanted])
+        batch = [Transfer(*self.core.locate(one.address), one.target) for one in wanted]
+        began = trio.current_time()
+        reads.demand.calls += 1
+        try:
+            with reads.speeds.remote.reading(size):
+                await self.core.segments.read(batch)
+        finally:
+            reads.demand.calls -= 1
+            if reads.demand.behind:
+                reads.demand.ended()
+        if self.core.disk is not None:
+            self.core.disk.note_engine(size, trio.current_time() - began)
+
+    # -- copies --------------------------------------------------------------------------------------
+
+    def copies_of(self, wanted: Sequence[SlotRead], are_copies: Iterable[bool]) -> list[memoryview | None]:
+        """What came from the segments and is to be kept once it is known to be right: the targets may change before."""
+        return [
+            memoryview(bytes(one.target)) if not is_copy and self.may_keep(one.namespace) else None
+            for one, is_copy in zip(wanted, are_copies, strict=True)
+        ]
+
+    def settle(
+        self, wanted: Sequence[SlotRead], copies: Iterable[memoryview | None], are_copies: Iterable[bool],
+        results: Iterable[int],
+    ) -> None:  # fmt: skip
+        """Keep what was right, and drop copies that were not. ``results``: 1: right; 0: wrong."""
+        if (disk := self.core.disk) is None:
+            return
+        for one, copy, is_copy, result in zip(wanted, copies, are_copies, results, strict=True):
+            if is_copy and result == 0:
+                disk.drop(one.address, len(one.target), one.sequence)
+            elif copy is not None and result == 1:
+                disk.keep_slot(one.address, one.sequence, copy)
+
+    def keep_stored(self, batch: Batch) -> None:
+        """Keep the blocks of a batch that was just written, where stores are to be kept."""
+        disk = self.core.disk
+        if disk is None or not disk.keeps_stores:
+            return
+        for namespace, address, sequence, data, size in np.frombuffer(batch.blocks(), forms.STORED).tolist():
+            if self.may_keep(namespace):
+                disk.keep_slot(address, sequence, memory_at(data, size), lasts=False)
+
+    def may_keep(self, namespace: int) -> bool:
+        return self.core.disk is not None and self.core.namespaces.may_keep(namespace, "disk")
+
+    async def drop_gone(self) -> None:
+        """Drop copies of blocks that are no more."""
+        while self.core.disk is not None:
+            gone = np.frombuffer(self.native.take_gone(GONE_AT_ONCE), forms.GONE)
+            for address, sequence, size in gone.tolist():
+                self.core.disk.drop(address, size, sequence)
+            if len(gone) < GONE_AT_ONCE:
+                break
+            await trio.lowlevel.checkpoint()
