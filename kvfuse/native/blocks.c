@@ -9,6 +9,7 @@
 typedef struct {
     PyObject_HEAD
     Core *core;
+    PyObject *held; /* memory by its address: it ends after the core, however Python's collector finds both */
 } CoreObject;
 
 typedef struct {
@@ -108,7 +109,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
         is_sound = size[i] && size[i] % PAGE == 0 && size[i] <= slab_size && (!i || size[i - 1] < size[i]);
     if (!is_sound)
         PyErr_SetString(PyExc_ValueError, "no such slabs, or slot sizes");
-    else if ((self = (CoreObject *)type->tp_alloc(type, 0)) && (core = self->core = calloc(1, sizeof *core))) {
+    else if ((self = (CoreObject *)type->tp_alloc(type, 0)) && (self->held = PyDict_New()) && (core = self->core = calloc(1, sizeof *core))) {
         core->states = (SlabState *)(uintptr_t)states;
         core->slab_count = core->free_room = slab_count, core->slab_size = slab_size, core->head_size = head_size;
         core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
@@ -145,7 +146,21 @@ static void core_free(CoreObject *self)
         pthread_mutex_destroy(&core->lock);
         free(core);
     }
+    Py_XDECREF(self->held);
     Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Hold memory that the core, its batches and its landings use, until it is held no more, or all of them have ended. */
+static PyObject *hold(PyObject *self, PyObject *args)
+{
+    PyObject *address, *memory;
+    if (!PyArg_ParseTuple(args, "O!O", &PyLong_Type, &address, &memory))
+        return NULL;
+    PyObject *held = ((CoreObject *)self)->held;
+    if (memory != Py_None ? PyDict_SetItem(held, address, memory) < 0
+                          : PyDict_Contains(held, address) && PyDict_DelItem(held, address) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *put_space(PyObject *self, PyObject *args)
@@ -998,6 +1013,7 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
 }
 
 static PyMethodDef core_methods[] = {
+    {"hold", hold, METH_VARARGS, "hold(address, memory or None)"},
     {"put_space", put_space, METH_VARARGS, "put_space(place, number, above, epoch, bytes_max, blocks_max)"},
     {"space_use", space_use, METH_VARARGS, "space_use(place) -> (bytes, blocks)"},
     {"add_table", add_table, METH_VARARGS, "add_table(place, space, address, size)"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import blocks_fuzz
 import blocks_killed
 import numpy as np
-from blocks_lab import MULTIPLIERS, TOKEN, play, shared
+from blocks_lab import HEAD_TABLE, MULTIPLIERS, SIZES, SLAB, TOKEN, play, put, shared
 from blocks_threads import Threads
 
 from kvfuse.native import _blocks
@@ -37,6 +38,24 @@ def test_threads_never_see_wrong_bytes(seed: int) -> None:
 
 def test_garbage_is_refused(seed: int) -> None:
     blocks_fuzz.main(seed, 10)
+
+
+def test_memory_stays_as_long_as_a_batch() -> None:
+    """Python's collector ends what refers to itself in any order."""
+    states, table, arena = (shared(size) for size in (16, blocks.table_size(16, 100), 40 * PAGE))
+    core = _blocks.Core(states.ctypes.data, 1, SLAB, HEAD_TABLE, np.array(SIZES, np.uint32))
+    for memory in (states, table, arena):
+        core.hold(memory.ctypes.data, memory)
+    core.put_space(0, 70, -1, 1, 1 << 40, 1 << 40)
+    _blocks.begin_table(table, MULTIPLIERS, 16, 100, 5, 70, 1, 2, 0o444, 9)
+    core.add_table(0, 0, table.ctypes.data, len(table))
+    core.add_arena(0, 1, arena.ctypes.data, len(arena), -1)
+    core.add_slabs(np.zeros(1, np.uint32), TOKEN)
+    assert put(core, 0, 5, [(b"name", b"value")])[0] == [0]
+    circle: list[object] = [core.take_dirty(1 << 60, 1 << 60), core, states, table, arena]
+    circle.append(circle)
+    del states, table, arena, core, memory, circle
+    gc.collect()
 
 
 def test_a_table_has_room_for_its_rows(rng: random.Random) -> None:

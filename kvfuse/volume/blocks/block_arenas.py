@@ -175,6 +175,7 @@ class BlockArenas:
 
     def _add(self, arena: BlockArena) -> None:
         self.by_number[arena.number] = arena
+        self._core.hold(arena.address, arena.bytes)
         self._core.add_arena(arena.place, arena.number, arena.address, arena.size, -1)
         facts = _FACTS.pack(_FORM, self._volume_id, arena.place, arena.number, arena.size)
         descriptors = arena.piece.descriptor, arena.piece.readable
@@ -185,6 +186,7 @@ class BlockArenas:
         if not self._core.remove_arena(place):
             return False
         arena = self._places.pop(place)
+        self._core.hold(arena.address, None)
         del self.by_number[arena.number]
         self._keeper.drop(f"{ARENA_PREFIX}{arena.number}")
         arena.piece.take_back(0, arena.size)
@@ -273,6 +275,7 @@ class BlockArenas:
                 continue
             self._tier.lend(arena.size, always=True)
             self._places[arena.place] = self.by_number[arena.number] = arena
+            self._core.hold(arena.address, arena.bytes)
             self._core.add_arena(arena.place, arena.number, arena.address, arena.size, places[arena.serial])
             if self._core.pin_arena(arena.number, 1):
                 self._left.append(arena.number)

@@ -98,6 +98,7 @@ class BlockEngine:
         self.native = NativeCore(
             self._states.address, geometry.slab_count, geometry.slab_size, geometry.head_size, sizes
         )
+        self.native.hold(self._states.address, self._states.bytes)
         rows_max = geometry.data_size // forms.PAGE
         self.tables = BlockTables(self.native, core.tier.supply, self.keeper, volume_id, rows_max)
         self.arenas = BlockArenas(self.native, self.tables, core.tier, self.keeper, volume_id, self.staging_size)

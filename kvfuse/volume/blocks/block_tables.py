@@ -165,11 +165,15 @@ class BlockTables:
             readers.gid, readers.mode, serial,
         )  # fmt: skip
         table = BlockTable(self._core, place, namespace, readers, piece)
-        self._core.add_table(place, space, table.address, table.size)
+        self._add(table, space)
         facts = _FACTS.pack(_FORM, self._volume_id, place, namespace, epoch, serial, size)
         self._keeper.keep(f"{TABLE_PREFIX}{serial}", facts, (piece.descriptor, piece.readable))
         self._enter(table)
         return table
+
+    def _add(self, table: BlockTable, space: int) -> None:
+        self._core.hold(table.address, table.memory)
+        self._core.add_table(table.place, space, table.address, table.size)
 
     def _enter(self, table: BlockTable) -> None:
         directory = table.readers.directory
@@ -202,6 +206,7 @@ class BlockTables:
                 return True
             if not left and self._core.remove_table(table.place):
                 del self.all[table.place]
+                self._core.hold(table.address, None)
                 table.piece.take_back(forms.PAGE, table.size)
                 self.ended.remove(table)
         return False
@@ -229,7 +234,7 @@ class BlockTables:
             directory = int(head[32:40].view(np.uint64)[0])
             uid, gid, mode = head[48:60].view(np.uint32).tolist()
             table = BlockTable(self._core, place, namespace, Readers(directory, uid, gid, mode), piece)
-            self._core.add_table(place, space, table.address, table.size)
+            self._add(table, space)
             self._enter(table)
         self._serials = itertools.count(last + 1)
 
