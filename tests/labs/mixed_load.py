@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -109,6 +110,10 @@ def compare(what: object, found: object, expected: object) -> None:
         raise Wrong(f"{what}: {str(found)[:300]}, not {str(expected)[:300]}")
 
 
+def mount_of(folder: Path) -> Path:
+    return next(path for path in folder.parents if path.is_mount())
+
+
 class Stores:
     """Blocks as engines store them: a temporary name, write, close, rename. Some are removed."""
 
@@ -145,7 +150,8 @@ class Stores:
         finally:
             is_lost |= work.told_of_loss(os.close, file)
         if is_lost:
-            work.call(os.unlink, temporary)
+            with suppress(FileNotFoundError):  # in a folder of blocks the name is lost, too
+                work.call(os.unlink, temporary)
             return
         work.call(os.rename, temporary, temporary.with_name(name))
         self.content[name] = data
@@ -399,8 +405,8 @@ class Rings:
         from kvfuse.usrbio.client import BlockStore
 
         self.work = work
-        top = work.folders[0].parent
-        self.store = BlockStore(top, work.folders[0].name, deadline=120.0)
+        top = mount_of(work.folders[0])
+        self.store = BlockStore(top, str(work.folders[0].relative_to(top)), deadline=120.0)
         self.content: dict[str, bytes] = {}
         self.held: list[tuple[str, memoryview, bytes]] = []
         self.version = 0
@@ -470,10 +476,11 @@ class Clients:
     def come_and_go(self) -> None:
         from kvfuse.usrbio.client import BlockStore, connect
 
-        work, name = self.work, self.work.folders[0].name
+        work, top = self.work, mount_of(self.work.folders[0])
+        name = str(work.folders[0].relative_to(top))
         self.version += 1
         data = block(name, self.version, int(100_000 ** work.rng.random()))
-        with connect(work.folders[0].parent, deadline=120.0) as client:
+        with connect(top, deadline=120.0) as client:
             with BlockStore(client, f"{name}/blocks", deadline=120.0) as store:
                 store.put(b"block", data)
                 compare("the block", bytes(store.get(b"block") or b""), data)

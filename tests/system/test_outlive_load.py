@@ -55,13 +55,13 @@ class Worker:
 
 
 @contextmanager
-def loaded(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int) -> Iterator[list[Worker]]:
-    """Workers of these kinds, each in a folder of its own that all of the mounts have; a mount after the other is the
-    first one of a worker, which keeps files open there."""
+def loaded(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int, top: str) -> Iterator[list[Worker]]:
+    """Workers of these kinds, each in a folder of its own in ``top`` that all of the mounts have; a mount after the
+    other is the first one of a worker, which keeps files open there."""
     workers = []
     try:
         for number, kind in enumerate(kinds):
-            name = f"{kind}-{number}"
+            name = f"{top}/{kind}-{number}"
             (mounts[0].point / name).mkdir()
             first = number % len(mounts)
             ordered = [*mounts[first:], *mounts[:first]]
@@ -72,10 +72,12 @@ def loaded(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int) -> It
             worker.kill()
 
 
-def kill_beside(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int, rounds: int = ROUNDS) -> None:
+def kill_beside(
+    mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int, rounds: int = ROUNDS, top: str = "."
+) -> None:
     """The rounds, more where there is time; and what they were like is printed."""
     rounds = scaled(rounds)
-    with loaded(mounts, kinds, seed) as workers:
+    with loaded(mounts, kinds, seed, top) as workers:
         with Killer(mounts, seed, rounds=1) as killer:
             killer.wait(ROUND_SECONDS)
         before = [footprint(mount) for mount in mounts]

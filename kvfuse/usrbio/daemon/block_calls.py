@@ -195,6 +195,9 @@ class BlockCalls:
         former = completions.begin_answers(call)
         if namespace.blocks is not None:
             door = namespace.blocks
+            for number, is_there in enumerate(await self.rows.are_there(door, call.names)):
+                if is_there:  # the next daemon answers so, should this one end before it does
+                    completions.note_found(call, number)
             gone_rows = await door.store.remove(namespace.ino, call.names, is_strict=door.terms.is_strict)
             if not door.has_files:
                 found = [one or was != 0 for one, was in zip(gone_rows, former, strict=True)]

@@ -131,6 +131,12 @@ class RowCalls:
         if door.store.is_shared and (door.terms.is_strict or not self._look_for(door, names).all()):
             await door.store.renew(is_strict=door.terms.is_strict)
 
+    async def are_there(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
+        """Which blocks exist, whatever they are worth."""
+        await self._renew(door, names)
+        answers: list[bool] = self._look_for(door, names).tolist()
+        return answers
+
     def _look_for(self, door: BlockDoor, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         found = np.zeros(len(names), np.bool_)
         for table in door.store.tables_of(door.directory):

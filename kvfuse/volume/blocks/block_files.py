@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from stat import S_IFREG, S_IMODE
+from stat import S_IFREG, S_IMODE, S_ISDIR
 from typing import Any
 
 import trio
@@ -31,11 +31,15 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.views import clock
+from kvfuse.volume.views.handover import DECIDED
 
 log = logging.getLogger(__name__)
 
+DRAFT = b".kvfuse-"
+"""how names of files begin that are about to get another one, or none: no listing shows them"""
 PERMISSIONS = 0o777
 """bits of a mode that a block has"""
 NOBODY = Caller(0, 0)
@@ -44,6 +48,9 @@ ROOM_SECONDS = 1.0
 
 TIME_MAX_US = (1 << 32) * 10**6 - 1
 """the latest time that a block can have"""
+
+LOOKED_FOR = 256
+"""entries of a directory that are read at once"""
 
 BlockHandle = OpenBlock | SketchHandle
 
@@ -65,6 +72,10 @@ class BlockFiles:
         self.sketches = Sketches(memory, self.engine.names_held)
         self.open_blocks = OpenBlocks(self.engine, memory)
         self.search = NameSearch(self.engine)
+        self._drafts: set[tuple[int, bytes]] = set()
+        """files that get another name soon"""
+        self._looked_at: set[int] = set()
+        """directories of which is known whether they have ordinary files"""
         self._restored: dict[int, OpenBlock] = {}
         """blocks that were open in the former daemon, and whose handles were not asked for yet"""
 
@@ -323,17 +334,35 @@ class BlockFiles:
             except errors.Stale:
                 if is_last:
                     raise
-        if directory in self.engine.with_files:
+        if await self.may_have_files(directory):
             await self.remove_file(directory, name)
         entry = self.search.find(directory, name)
         return entry if entry is not None and entry.sequence == sequence else None
 
+    async def may_have_files(self, directory: int) -> bool:
+        """A name of it may mean an ordinary file. What a former daemon left unfinished is removed at the first look."""
+        if directory not in self._looked_at:
+            self._looked_at.add(directory)
+            entries = await Listing(self.lookups, directory).read_entries(0, LOOKED_FOR)
+            while entries:
+                if any(not S_ISDIR(entry.attributes.mode) for entry in entries):
+                    self.engine.with_files.add(directory)
+                for entry in entries:
+                    if entry.name.startswith(DRAFT) and (directory, entry.name) not in self._drafts:
+                        await self.remove_file(directory, entry.name)
+                entries = await Listing(self.lookups, directory).read_entries(entries[-1].cookie, LOOKED_FOR)
+        return directory in self.engine.with_files
+
     async def remove_file(self, directory: int, name: bytes) -> None:
         """An ordinary file leaves its name to a block."""
-        node = (await self.lookups.find_name(directory, name)).node
-        if node is not None and not node.is_directory:
-            with suppress(errors.NotFound, errors.IsADirectory):
-                await self.names.unlink(directory, name)
+        token = DECIDED.set(None)  # this is no request's own change
+        try:
+            node = (await self.lookups.find_name(directory, name)).node
+            if node is not None and not node.is_directory:
+                with suppress(errors.NotFound, errors.IsADirectory):
+                    await self.names.unlink(directory, name)
+        finally:
+            DECIDED.reset(token)
 
     # -- closing ---------------------------------------------------------------------------------------
 
@@ -372,6 +401,13 @@ class BlockFiles:
 
     async def make_ordinary(self, ino: int) -> Node:
         """Make a block or sketch an ordinary file. Stale, NoSpace, QuotaExceeded, EngineError."""
+        token = DECIDED.set(None)  # what is decided here is not what a request asks for
+        try:
+            return await self._make_ordinary(ino)
+        finally:
+            DECIDED.reset(token)
+
+    async def _make_ordinary(self, ino: int) -> Node:
         sketch = self.sketches.by_ino.get(ino)
         if sketch is None:
             entry = self.open_blocks.entry_of(ino)
@@ -385,12 +421,13 @@ class BlockFiles:
         node = await self._make_file(entry, entry.directory, name, bytes(data), ino)
         self.open_blocks.written.forget(entry.ino)
         await self.engine.remove_entry(entry.table, entry.row, entry.sequence, name)
+        await self.engine.writer.flush()
         return node
 
     async def _become_ordinary(self, sketch: Sketch) -> Node:
         """Under the lock of the sketch."""
         data, ino = bytes(sketch.data), 0 if is_block(sketch.ino) else sketch.ino
-        name = sketch.name if sketch.nlink else b".kvfuse-%x" % sketch.ino
+        name = sketch.name if sketch.nlink else DRAFT + b"%x" % sketch.ino
         node = await self._make_file(sketch, sketch.directory, name, data, ino)
         for handle in sketch.handles:
             handle.file = FileHandle(node, handle.flags, handle.caller)
@@ -404,16 +441,25 @@ class BlockFiles:
         if ino:
             self.sketches.by_ino.pop(ino, None)
         if sketch.nlink:
-            await self.engine.remove(sketch.directory, [name])
+            if any(await self.engine.remove(sketch.directory, [name])):
+                await self.engine.writer.flush()
         else:
-            await self.names.unlink(sketch.directory, name)
+            await self.remove_file(sketch.directory, name)
         return node
 
     async def _make_file(self, like: Sketch | BlockEntry, directory: int, name: bytes, data: bytes, ino: int) -> Node:
-        """A new ordinary file with these bytes. ``ino``: its number; 0: any."""
+        """A new ordinary file with these bytes. ``ino``: its number; 0: any.
+
+        Where a block has the name, it has it until the file survives a loss of power, whole: there are both for a
+        moment, should the daemon end then, and the block counts.
+        """
         caller = Caller(like.uid, like.gid)
-        if directory in self.engine.with_files:
+        await self.remove_file(directory, name)
+        is_block_there, final = self.engine.find(directory, name) is not None, name
+        if is_block_there:
+            name = DRAFT + b"%x" % (ino or like.ino)
             await self.remove_file(directory, name)
+        self._drafts.add((directory, name))
         _, node = await self.names.create(directory, name, S_IFREG | S_IMODE(like.mode), caller, ino=ino)
         self.core.places.forget(node.ino, 1)
         node.mode, node.gid = S_IFREG | S_IMODE(like.mode), like.gid
@@ -424,11 +470,17 @@ class BlockFiles:
                 if not count:
                     raise errors.NoSpace(f"no room for {name!r}, which cannot be a block")
                 done += count
+            node.atime, node.mtime, node.ctime = like.atime, like.mtime, like.ctime
+            if is_block_there:
+                await self.names.journal.commit(node, durable=True)
+                await self.names.rename(directory, name, directory, final, 0)
+                await self.names.journal.commit(node, durable=True)
         except BaseException:
             with trio.CancelScope(shield=True), suppress(errors.OperationError):
-                await self.names.unlink(directory, name)
+                await self.names.unlink(directory, node.name)
             raise
-        node.atime, node.mtime, node.ctime = like.atime, like.mtime, like.ctime
+        finally:
+            self._drafts.discard((directory, name))
         return node
 
     @staticmethod

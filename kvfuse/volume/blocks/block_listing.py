@@ -11,12 +11,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from stat import S_ISDIR
 
 import numpy as np
 
 from kvfuse.volume.api import DirEntry
 from kvfuse.volume.blocks.block_engine import SEQUENCE_LAG_US
-from kvfuse.volume.blocks.block_files import BlockFiles
+from kvfuse.volume.blocks.block_files import DRAFT, BlockFiles
 from kvfuse.volume.blocks.block_numbers import (
     FILE_COOKIE,
     FIRST_ROW_COOKIE,
@@ -212,6 +213,7 @@ class BlockListing:
             page = await Listing(self._lookups, directory).read_entries(start, limit)
             is_last = len(page) < limit
             end = page[-1].cookie if page and not is_last else 1 << 63
+            page = [entry for entry in page if not entry.name.startswith(DRAFT) and self._is_no_block(directory, entry)]
             names = {entry.name for entry in page}
             page += [entry for entry in sketches if start < entry.cookie <= end and entry.name not in names]
             page = sorted(page, key=lambda entry: entry.cookie)
@@ -220,6 +222,10 @@ class BlockListing:
                 break
             start = end
         return [DirEntry(entry.name, file_cookie(entry.cookie), entry.attributes) for entry in found[:limit]]
+
+    def _is_no_block(self, directory: int, entry: DirEntry) -> bool:
+        """A daemon may have ended when a block became a file: then there are both, and the block counts."""
+        return S_ISDIR(entry.attributes.mode) or self._engine.find(directory, entry.name) is None
 
     # -- rows that were stored meanwhile ---------------------------------------------------------------
 

@@ -111,6 +111,8 @@ class BlockNames:
                 break
         else:
             return False
+        if await self.files.may_have_files(folder.ino):
+            await self.files.remove_file(folder.ino, name)
         self._note_change(folder)
         if self._lookups.is_strict(folder):
             await self._engine.writer.flush()

@@ -493,3 +493,38 @@ async def test_no_block_comes_back_in_the_next_namespace_of_its_folder(disk: Dis
         await loaded(door)
         assert await door.names() == [b"other"]
         assert await door.get(b"one") is None
+
+
+@pytest.mark.parametrize("rename_first", [False, True])
+async def test_a_daemon_that_ends_while_a_block_becomes_a_file(
+    disk: Disk, options: Options, monkeypatch: pytest.MonkeyPatch, rename_first: bool
+) -> None:
+    """The name means the block, whole, and once it is removed nothing."""
+    async with door_of(disk, options) as door:
+        await door.put(b"name", b"content")
+        parts = inside.parts(door.volume)
+        assert parts.block_names is not None
+        files = parts.block_names.files
+
+        async def end(*_: object) -> None:
+            raise errors.EngineError("the daemon ends here")
+
+        if rename_first:
+            await files._make_file(files.search.find(door.folder, b"name"), door.folder, b"name", b"content", 0)  # type: ignore[arg-type]
+        else:
+            monkeypatch.setattr(files.names, "rename", end)
+            monkeypatch.setattr(files.names, "unlink", end)
+            with pytest.raises(errors.EngineError):
+                await door.volume.inodes.set_xattr((await door.look(b"name")).ino, b"user.a", b"b")
+            monkeypatch.undo()
+    async with door_of(disk, options) as door:
+        await inside.lookups(door.volume).is_empty(door.folder)
+        assert await door.names() == [b"name"]
+        assert await door.kind(b"name") == "block"
+        assert await door.read(b"name") == b"content"
+        await door.remove(b"name")
+        assert await door.names() == []
+        await door.store(b"name", b"other")
+        assert await door.read(b"name") == b"other"
+        await door.remove(b"name")
+        await door.volume.tree.remove_directory(ROOT_INODE, b"kv")
