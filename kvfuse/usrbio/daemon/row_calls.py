@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from stat import S_ISDIR
@@ -39,7 +40,8 @@ class RowCalls:
             return
         own = None
         if namespace.may_put and not namespace.read_only:
-            own = store.table(namespace.ino, number, self.peer.uid, namespace.group.gid, namespace.mode)
+            with suppress(errors.NoSpace):  # too many tables: its blocks become files
+                own = store.table(namespace.ino, number, self.peer.uid, namespace.group.gid, namespace.mode)
         store.shown.begin_look(namespace.ino)
         has_files = await self.volume.blocks.has_files(namespace.ino)
         knows_all = store.knows_all and not store.is_shared
@@ -88,6 +90,10 @@ class RowCalls:
 
     async def put(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
         """Store a block. False: it cannot be one, and becomes a file. The errors of `RowApi.put`."""
+        if door.own is None and namespace.may_put:
+            await self._refuse_directory(namespace, door, call.names[0])
+            await door.store.remove(namespace.ino, call.names)
+            return False
         if door.own is None:
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
         await self._refuse_directory(namespace, door, call.names[0])

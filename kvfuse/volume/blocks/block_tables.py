@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 TABLES_MAX = 1024
 """each takes two descriptors here, and two in the holder"""
+TABLES_KEPT, TABLES_OF_EACH = 256, 8
+"""so many are kept for users that own fewer than this: nobody uses them up for others"""
 ROWS_MAX = 1 << 26
 TABLE_PREFIX = "blocks/table/"
 _FORM = 1
@@ -153,8 +155,9 @@ class BlockTables:
             if table.readers == readers:
                 return table
         place = next((place for place in range(TABLES_MAX) if place not in self.all), None)
-        if place is None:
-            raise NoSpace(f"there are {TABLES_MAX} groups of blocks with different owners or modes, or directories")
+        mine = sum(table.readers.uid == readers.uid for table in self.all.values())
+        if place is None or (len(self.all) >= TABLES_MAX - TABLES_KEPT and mine >= TABLES_OF_EACH):
+            raise NoSpace(f"user {readers.uid} has {mine} of {len(self.all)} groups of blocks with one folder and mode")
         buckets_max = max(forms.BUCKETS_MIN, -(-self._rows_max // 6))
         size = forms.table_size(buckets_max, self._rows_max)
         piece = self._supply.make("kvfuse-blocks", size)

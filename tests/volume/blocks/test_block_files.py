@@ -16,6 +16,7 @@ from volume_lab import MIB, Disk, check, lab_options, opened
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, ROW_TERMS, Attributes, Caller, Changes
+from kvfuse.volume.blocks import block_tables
 from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
@@ -32,6 +33,11 @@ class Door:
 
     async def store(self, name: bytes, data: bytes, flags: int = os.O_WRONLY) -> None:
         handle = await self.create(name, flags)
+        await self.volume.files.write(handle, 0, data, by_kernel=True)
+        await self.close(handle)
+
+    async def store_as(self, caller: Caller, name: bytes, data: bytes) -> None:
+        handle = await self.create(name, caller=caller)
         await self.volume.files.write(handle, 0, data, by_kernel=True)
         await self.close(handle)
 
@@ -528,3 +534,21 @@ async def test_a_daemon_that_ends_while_a_block_becomes_a_file(
         assert await door.read(b"name") == b"other"
         await door.remove(b"name")
         await door.volume.tree.remove_directory(ROOT_INODE, b"kv")
+
+
+async def test_nobody_uses_up_the_tables_of_others(
+    disk: Disk, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no table becomes an ordinary file; that is so for one who has many of them."""
+    monkeypatch.setattr(block_tables, "TABLES_MAX", 40)
+    monkeypatch.setattr(block_tables, "TABLES_KEPT", 16)
+    greedy, others = Caller(1001, 1001), [Caller(2000 + number, 2000) for number in range(8)]
+    async with door_of(disk, options) as door:
+        for number in range(60):
+            sub = (await door.volume.tree.make_directory(door.folder, b"%d" % number, 0o777, KERNEL)).ino
+            await Door(door.volume, sub).store_as(greedy, b"name", b"greedy")
+            assert await Door(door.volume, sub).read(b"name") == b"greedy"
+            assert await Door(door.volume, sub).kind(b"name") == ("block" if number < 24 else "file")
+        for other in others:
+            await door.store_as(other, b"%d-of" % other.uid, b"modest")
+            assert await door.kind(b"%d-of" % other.uid) == "block"
