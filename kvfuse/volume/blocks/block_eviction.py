@@ -54,6 +54,7 @@ class NamespacePolicy:
             return np.maximum(slot_sizes[np.minimum(slabs, len(slot_sizes) - 1)], 1).astype(np.int64)
 
         self.settings = settings
+        self.sizes = sizes
         self.policy = ColumnPolicy(settings.eviction, settings.admission, sizes)
         self.lock = threading.Lock()
         self.tables: dict[int, tuple[BlockTable, int]] = {}
@@ -203,7 +204,8 @@ class BlockEviction:
                     keys, places = keys[uses], places[uses]
             with found.lock:
                 if sizes is not None:
-                    found.policy.added(table.place, places, keys, sizes[there], now)
+                    occupied = found.sizes(table.rows["slab"][places], table.rows["length"][places])
+                    found.policy.added(table.place, places, keys, occupied, now)
                 elif len(places):
                     found.policy.used(table.place, keys, places, now)
 
@@ -290,12 +292,22 @@ class BlockEviction:
         accounts = self.core.namespaces.accounts
         return [one for one in self._policies if one == namespace or accounts.is_within(one, namespace)]
 
+    def _own_use(self, number: int) -> tuple[int, int]:
+        """(bytes of slots, blocks) of a namespace without those in it."""
+        accounts, (size, count) = self.core.namespaces.accounts, self.use(number)
+        for one in accounts.all:
+            chain = accounts.chain(one)
+            if one != number and (chain[1] if len(chain) > 1 else ROOT) == number:
+                inner_size, inner_count = self.use(one)
+                size, count = size - inner_size, count - inner_count
+        return size, count
+
     def _evict(self, numbers: Sequence[int], size: int) -> int:
         """Remove blocks of so many bytes: of namespaces that are not pinned first, each by its part. The bytes."""
         freed = 0
         for is_pinned in (False, True):
             chosen = [one for one in numbers if self._policies[one].settings.soft_pin == is_pinned]
-            weights = {one: self._policies[one].policy.size + 1 for one in chosen}
+            weights = {one: self._own_use(one)[0] + 1 for one in chosen}
             total = sum(weights.values())
             for one, weight in weights.items():
                 found = self._policies[one]
@@ -311,11 +323,15 @@ class BlockEviction:
         self._tell()
         count = max(1, int(STEP_SHARE * self.core.geometry.slab_count))
         sizes: npt.NDArray[np.int64] = np.zeros(self.core.geometry.slab_count, np.int64)
+        pinned = np.zeros(len(sizes), np.bool_)
         for found in self._policies.values():
             with found.lock:
                 columns = found.policy.by_slab()
             sizes[columns.slabs] += columns.sizes
+            pinned[columns.slabs] |= found.settings.soft_pin
         sizes[self.slot_sizes[: len(sizes)] == 0] = 0  # slabs of other hosts
+        if sizes[~pinned].any():
+            sizes[pinned] = 0
         used = np.flatnonzero(sizes)
         chosen = used[np.argsort(sizes[used], kind="stable")[:count]]
         freed = 0
@@ -357,11 +373,10 @@ class BlockEviction:
     def describe(self, namespace: int, unread: Mapping[str, int], tier: SegmentsTier) -> dict[str, Any]:
         """Figures of a namespace, as `Cache.statistics`."""
         self._tell()
-        tables, found = self.tables.of_namespace(namespace), self._policies.get(namespace)
-        size = found.policy.size if found is not None else 0
+        size, count = self._own_use(namespace)
         books = self.books[namespace]
         with books.lock:
-            return books.statistics(sum(table.live for table in tables), size, unread, tier)
+            return books.statistics(count, size, unread, tier)
 
     def statistics(self) -> dict[str, Any]:
         """Blocks that went, by reason, and those that were not admitted."""

@@ -37,7 +37,6 @@ _FORM = 1
 _FACTS = struct.Struct("<I16sIQIQQ")
 """form, volume, place, namespace, epoch, serial, size"""
 STATE, VALID_UNTIL, COMPLETE = range(3)
-LIVE = 5
 """of `BlockTable.words`"""
 _SHOWN_OFFSET = forms.PAGE - 8
 
@@ -109,11 +108,6 @@ class BlockTable:
     def rows(self) -> npt.NDArray[np.void]:
         """All rows that were ever in use, as they are now."""
         return self.all_rows[: self._counts[1]]
-
-    @property
-    def live(self) -> int:
-        """How many blocks it has."""
-        return int(self.words[LIVE])
 
     def find(self, names: Sequence[bytes], now: int) -> tuple[npt.NDArray[np.int64], Words]:
         """(row, sequence) of each; a row below 0: there is no such block."""
