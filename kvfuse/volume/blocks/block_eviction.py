@@ -186,6 +186,7 @@ class BlockEviction:
 
     def _tell(self) -> None:
         self._meet_tables()
+        stored: defaultdict[int, list[Words]] = defaultdict(list)
         for _ in range(len(self._noted)):
             table, rows, sizes = self._noted.popleft()
             now = self._now(table.namespace)
@@ -197,10 +198,12 @@ class BlockEviction:
             if not len(places) or int(places.max()) >= found.tables[table.place][1]:
                 continue
             keys, books = table.rows["low"][places], self.books[table.namespace]
-            with books.lock:
-                if sizes is not None:
-                    books.stored(keys)
-                elif not (uses := books.read(keys, np.ones(len(keys), np.bool_), now)).all():
+            if sizes is not None:
+                stored[table.namespace].append(keys)
+            else:
+                with books.lock:
+                    uses = books.read(keys, np.ones(len(keys), np.bool_), now)
+                if not uses.all():
                     keys, places = keys[uses], places[uses]
             with found.lock:
                 if sizes is not None:
@@ -208,6 +211,9 @@ class BlockEviction:
                     found.policy.added(table.place, places, keys, occupied, now)
                 elif len(places):
                     found.policy.used(table.place, keys, places, now)
+        for namespace, parts in stored.items():
+            with self.books[namespace].lock:
+                self.books[namespace].stored(np.concatenate(parts))
 
     def _meet_tables(self) -> None:
         """Have policies know all rows of all tables, and those that are used next: they look at all when it grows."""
