@@ -25,10 +25,11 @@ HOSTS = "one", "two", "three"
 
 
 @contextmanager
-def hosts(etcd: EtcdServers, count: int, *words: str) -> Iterator[list[KvfuseMount]]:
+def hosts(etcd: EtcdServers, count: int, *words: str, lease: float = 6.0) -> Iterator[list[KvfuseMount]]:
     """The volume as several hosts have it mounted. At the end all are unmounted, and it must be clean."""
     with tempfile.TemporaryDirectory(prefix="kvfuse-rows-") as base, ExitStack() as stack:
         conf = shared_conf(Path(base), etcd)
+        conf.write_text(conf.read_text().replace("client.lease = 6.0", f"client.lease = {lease}"))
         made = []
         for name in HOSTS[:count]:
             (Path(base) / name).mkdir()
@@ -105,7 +106,7 @@ def test_blocks_are_found_by_all_hosts_and_outlive_theirs(etcd_alone: EtcdServer
 
 
 def test_a_killed_daemon_of_a_shared_volume_goes_on(etcd_alone: EtcdServers, seed: int) -> None:
-    with hosts(etcd_alone, 2, "outlive=true") as mounts:
+    with hosts(etcd_alone, 2, "outlive=true", lease=60.0) as mounts:
         one, two = mounts
         names = [f"{number}" for number in range(40)]
         with BlockStore(one.point, "kv", deadline=30) as store:

@@ -65,6 +65,8 @@ SHARED_PARTS = 16
 """one slab in so many is the most that a host of a shared volume has free ahead of need"""
 NO_SLABS_SECONDS = 0.2
 """for which nobody is asked for slabs after there were none"""
+NEWS_SECONDS = 4.0
+"""in which hosts hear what others could give"""
 ROOM_SECONDS = 10.0
 """for which a put waits for room while some is being made"""
 
@@ -477,8 +479,17 @@ class BlockEngine:
             self.ask_hosts(self._spare_slabs * self.core.geometry.slab_size)
         if not is_late and self.eviction.make_room(size):
             return
-        if is_late or self.await_hosts is None or not await self.await_hosts(give_up, None):
+        if is_late or not await self._await_hosts(give_up):
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
+
+    async def _await_hosts(self, deadline: float) -> bool:
+        """Wait for slabs of other hosts. False: none are to come."""
+        if self.await_hosts is None or await self.await_hosts(deadline, None):
+            return self.await_hosts is not None
+        is_soon = not self.core.is_alone() and trio.current_time() < deadline - ROOM_SECONDS + NEWS_SECONDS
+        if is_soon:  # they may not have heard yet what others have
+            await trio.sleep(NO_SLABS_SECONDS)
+        return is_soon
 
     async def _find_quota(self, source: int, namespace: int, size: int, deadline: float) -> bool:
         """Have other hosts of a shared volume leave more of a quota to this one. ``source``: of `quota_sources`."""

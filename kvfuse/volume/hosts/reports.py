@@ -96,6 +96,8 @@ class Reports:
     def ask(self, size: int) -> bool:
         """This host lacks so many bytes. False: nobody has more in its caches, or nobody gave any for long."""
         now, own = trio.current_time(), self.evictable
+        if self._is_news(own):
+            self._hurry.set()
         if self.core.is_alone() or not any(one.evictable > own for one in self.others.values()):
             return False
         last = max(self._asked_since or -PAUSE_SECONDS, self.shares.slabs_at)
@@ -107,6 +109,10 @@ class Reports:
             self._hurry.set()
         self._wanted = max(self._wanted, size, self.core.geometry.slab_size)
         return True
+
+    def _is_news(self, own: int) -> bool:
+        """The caches have much more, or less, than others know."""
+        return abs(own - self._told) * CHANGE_SHARE > max(own, self._told)
 
     @property
     def _patience(self) -> float:
@@ -130,8 +136,7 @@ class Reports:
             self.core.take_uses()
         chains, own, wanted = self._elsewhere.take(), self.evictable, self._wanted
         self._wanted, self.shares.asked = 0, wanted > 0
-        is_news = chains or wanted or abs(own - self._told) * CHANGE_SHARE > max(own, self._told)
-        if not is_news or self.core.is_alone():
+        if not (chains or wanted or self._is_news(own)) or self.core.is_alone():
             return
         uses = tuple([(namespace, schema.encode_u64s(keys)) for namespace, keys in chains])
         report = schema.encode_report(schema.HostReport(uses, wanted, own))

@@ -235,15 +235,13 @@ class GrantBook:
         """Tell the account of a namespace what it may have."""
         account = self._accounts.all.get(number)
         if account is not None:
+            is_first = number not in self._held
             account.bound = self._bound(number) if self.is_ready.is_set() and account.is_known else NO_USE
-            use = self._accounts.use_here(number)  # blocks keep to it from here on; until then threads stored some
+            use = self._accounts.use_here(number)  # blocks keep to it from here on
             held = self._held.get(number)
-            if held is not None and self._is_awaited(number) and use != NamespaceUse(*map(min, use, held)):
-                self._held[number] = NamespaceUse(*map(max, use, held))
+            if is_first and held is not None and use != NamespaceUse(*map(min, use, held)):
+                del self._held[number]  # threads stored blocks meanwhile: nobody was told of it yet
                 self.settle(number)
-
-    def _is_awaited(self, number: int) -> bool:
-        return number in self.heard and self._client in self.heard[number].awaited
 
     def _bound(self, number: int) -> NamespaceUse | None:
         grants = self.heard.get(number)

@@ -205,7 +205,7 @@ class Granting:
             return False
         if not any(grants.wanted_by_others(self._client)):
             return False
-        await self._change(number, lambda grants: grants.given(self._client, use()))
+        await self._change(number, lambda grants: grants.given(self._client, use()), gives=True)
         grants = self._book.heard.get(number, Grants())
         wanted = grants.wanted_by_others(self._client)
         if any(wanted):
@@ -364,8 +364,13 @@ class Granting:
 
     # -- transactions ----------------------------------------------------------------------------------
 
-    async def _change(self, number: int, decide: Decide, expect: Mapping[bytes, int] | None = None) -> bool:
-        """Change a record, until that is not refused. False: it stays, or is not there. EngineError."""
+    async def _change(
+        self, number: int, decide: Decide, expect: Mapping[bytes, int] | None = None, *, gives: bool = False
+    ) -> bool:
+        """Change a record, until that is not refused. False: it stays, or is not there. EngineError.
+
+        ``gives``: the client keeps what it uses; if threads use more by now, the record stays.
+        """
         key = schema.grants_key(number)
         async with self._turn:
             for _ in range(ATTEMPTS_MAX):
@@ -373,12 +378,10 @@ class Granting:
                 wanted = decide(grants) if grants is not None else None
                 if grants is None or wanted is None or wanted == grants:
                     return False
-                former = grants.part(self._client)
                 self._book.hold(number, wanted.part(self._client))
-                is_smaller = any(new < old for new, old in zip(wanted.part(self._client), former, strict=True))
-                if is_smaller and self._book.has_given_too_much(number):  # a thread stored a block meanwhile
+                if gives and self._book.has_given_too_much(number):  # a thread stored a block meanwhile
                     self._book.release(number)
-                    continue
+                    return False
                 if await self._put(number, wanted, {key: self.news.versions[key], **(expect or {})}):
                     return True
                 await self.news.read(number)
