@@ -414,9 +414,10 @@ static void free_slot(Core *core, uint32_t number, uint32_t slot, int is_held)
     Slab *slab = core->slabs + number;
     if (!slab->owners || slot >= slab->count)
         return;
-    if (is_held) { /* a write to it is under way: `end_batch` frees it */
+    if (is_held) { /* a write to it is under way: `end_batch` frees it. A flush that begins now waits for the free head */
         slab->owners[slot] = SLOT_HELD;
         slab->held++;
+        owe_free_head(core, number, slot);
         return;
     }
     slab->owners[slot] = SLOT_FREE;

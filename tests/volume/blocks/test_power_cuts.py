@@ -6,9 +6,11 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import trio
+from block_tree import make_block_tree
 from namespace_lab import make_namespace
 from power_cuts import MODES, Instant, Medium, opened_on
 from volume_lab import MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
@@ -230,6 +232,22 @@ async def test_a_loss_of_power_leaves_no_wrong_byte(rng: random.Random, autojump
 
 async def test_a_sync_that_fails_promises_nothing(rng: random.Random, autojump_clock: object) -> None:
     assert await _walk(rng, steps=40, cuts=2, sync_error=0.3) > 40
+
+
+async def test_a_flush_waits_for_the_removal_of_what_is_being_written(tmp_path: Path, rng: random.Random) -> None:
+    tree = await make_block_tree(tmp_path, rng)
+    await tree.begin(5)
+    async with tree.opened() as (_, engine):
+        await tree.put(engine, {b"gone": b"bytes"})
+        batch = engine.native.take_dirty(1 << 30, 1000)
+        assert not isinstance(batch, int)
+        before = engine.writer.queued
+        engine.drop(tree.directory, [b"gone"])
+        assert engine.writer.queued > before
+        batch.fail()
+        await engine.writer.flush()
+        assert engine.find(tree.directory, b"gone") is None
+    assert (await tree.check()).clean
 
 
 @pytest.mark.ring(3)
