@@ -28,7 +28,9 @@ def options() -> Options:
     return lab_options(capacity=16 * MIB)
 
 
-async def make_namespace(volume: Volume, name: bytes, settings: bytes = b"kind=cache", parent: int = ROOT_INODE) -> int:
+async def make_namespace(
+    volume: Volume, name: bytes, settings: bytes = b"kind=evicted-files", parent: int = ROOT_INODE
+) -> int:
     ino = (await volume.tree.make_directory(parent, name, 0o755, CALLER)).ino
     await volume.inodes.set_xattr(ino, NAMESPACE, settings)
     return ino
@@ -180,7 +182,7 @@ async def test_files_of_all_kinds_go(disk: Disk, options: Options) -> None:
 async def test_a_full_namespace_has_room_after_a_clear(disk: Disk, options: Options) -> None:
     """Whoever finds no room waits for what is given back; of files, too, that no eviction may take."""
     async with opened(disk, options) as volume:
-        ino = await make_namespace(volume, b"llama", b"kind=cache capacity=2MiB admission=all")
+        ino = await make_namespace(volume, b"llama", b"kind=evicted-files capacity=2MiB admission=all")
         for turn in range(4):
             for number in range(30):
                 await put_in(volume, ino, b"%d-%d" % (turn, number), bytes(65536))
@@ -246,7 +248,7 @@ async def test_clears_among_everything_else(rng: random.Random, disk: Disk, opti
     chaos.delay = 0.2
     audit = UseAudit.attach(disk)
     async with opened(disk, options, chaos) as volume:
-        ino = await make_namespace(volume, b"llama", b"kind=cache capacity=4MiB blocks=200")
+        ino = await make_namespace(volume, b"llama", b"kind=evicted-files capacity=4MiB blocks=200")
         begun, returned = 0, 0
         stored: dict[int, int] = {}
         """content of a file -> clears that had begun when its put returned"""
