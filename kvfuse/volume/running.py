@@ -382,7 +382,7 @@ async def open_volume(
     """
     async with hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held:
         goes_on = handover is not None and not handover.is_first
-        held, converted = await convert_caches(options, held, goes_on=goes_on)
+        options, held, converted = await convert_caches(options, held, goes_on=goes_on)
         async with run_volume(options, held, keeper, handover) as volume:
             if converted is not None:
                 volume.sections["conversion"] = converted.statistics

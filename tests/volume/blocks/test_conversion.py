@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import signal
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import trio
 from block_tree import engine_of
 from namespace_lab import make_namespace
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
@@ -18,20 +23,24 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, 
 from kvfuse import errors
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import begin_table, name_keys
-from kvfuse.options.config import Options
+from kvfuse.options.config import Options, load
 from kvfuse.options.options import NamespaceOptions
 from kvfuse.remote.records.api import Lease
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.image import LENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.blocks.conversion import Converted
+from kvfuse.volume.check.volume_check import fsck
 from kvfuse.volume.namespaces.settings import ROOT, Settings, decode_settings, encode_settings
+from kvfuse.volume.opening.formatting import format_volume
 from kvfuse.volume.opening.former_caches import convert_caches
-from kvfuse.volume.opening.held_volume import HeldVolume
+from kvfuse.volume.opening.held_volume import HeldVolume, hold
+from kvfuse.volume.running import open_volume, run_volume
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
 
 BLOCK = 64 << 10
+LABS = Path(__file__).parents[2] / "labs"
 KIND = NamespaceOptions(kind="blocks")
 
 
@@ -92,7 +101,7 @@ async def convert(disk: Disk, options: Options, fuse: Fuse | None = None) -> Con
     records, segments = Records(disk, chaos), Segments(disk, chaos)
     records.fuse = segments.fuse = fuse or Fuse()
     held = HeldVolume(disk.superblock, records, segments, store_superblock=disk.store_superblock)
-    return (await convert_caches(options, held))[1]
+    return (await convert_caches(options, held))[2]
 
 
 @dataclass
@@ -245,6 +254,37 @@ async def test_a_conversion_may_end_anywhere(options: Options, rng: random.Rando
     await checked(disk)
 
 
+async def test_a_process_that_converts_may_be_killed(tmp_path: Path, rng: random.Random) -> None:
+    """With files, and a store, of this machine; the volume is clean after each kill."""
+    options = load(tmp_path / "volume", words=["capacity=64MiB,publish=strict"]).options
+    await format_volume(options)
+    blocks = {b"%d" % number: rng.randbytes(rng.choice([BLOCK, 4096, 70_001])) for number in range(300)}
+    async with hold(options) as held:
+        cache = encode_settings(Settings(kind="cache", admission="all"))
+        await held.records.commit({schema.namespace_key(ROOT): cache}, durable=True)
+        async with run_volume(options, held) as volume:
+            for name, data in blocks.items():
+                await volume.blocks.put(ROOT_INODE, name, memoryview(data), CALLER, 0o644)
+    kills = 0
+    for step in itertools.count(2, 3):
+        command = [sys.executable, str(LABS / "conversion_killed.py"), str(tmp_path / "volume"), str(step)]
+        done = await trio.run_process(command, check=False, capture_stderr=True)
+        report = await fsck(options, verify=True)
+        assert report.clean, report
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        kills += 1
+    assert kills > 2
+    async with open_volume(options) as volume:
+        engine = engine_of(volume)
+        await engine.slabs.loaded.wait()
+        for name, data in blocks.items():
+            at = engine.find(ROOT_INODE, name)
+            assert at is not None
+            assert await engine.read(at[0], name) == data
+
+
 async def test_a_full_cache_loses_what_has_no_room(options: Options, rng: random.Random) -> None:
     former = Former.make(options, rng)
     async with opened(former.disk, options) as volume:
@@ -278,6 +318,28 @@ async def test_what_was_cleared_does_not_come_back(options: Options, rng: random
     await checked(disk)
     assert await read_all(disk, options) == {}
     assert schema.cleared_key(ROOT) not in disk.records
+
+
+async def test_a_mount_that_goes_on_keeps_its_files(options: Options, rng: random.Random) -> None:
+    """The kernel knows them. Unless a conversion has begun, which nobody saw."""
+    former = Former.make(options, rng)
+    async with opened(former.disk, options) as volume:
+        await former.put(volume, b"a", BLOCK)
+    records = dict(former.disk.records)
+    chaos = Chaos(random.Random(0))
+    store, segments = MemoryRecords(former.disk, chaos), MemorySegments(former.disk, chaos)
+    held = HeldVolume(former.disk.superblock, store, segments, store_superblock=former.disk.store_superblock)
+    cached = msgspec.structs.replace(options, namespace=KIND)
+    found, _, converted = await convert_caches(cached, held, goes_on=True)
+    assert converted is None
+    assert found.namespace.kind == "cache", "files are evicted as before"
+    assert former.disk.records == records
+    with pytest.raises(Killed):
+        await convert(former.disk, cached, Fuse(3))
+    _, _, converted = await convert_caches(cached, held, goes_on=True)
+    assert converted is not None
+    assert converted.kept == 1
+    await checked(former.disk)
 
 
 async def test_owner_mode_time_and_ttl_are_kept(options: Options, rng: random.Random) -> None:
