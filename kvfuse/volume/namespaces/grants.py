@@ -268,8 +268,10 @@ class GrantBook:
 
     def has_given_too_much(self, number: int) -> bool:
         """More was stored, before `hold` was called, than the part that the client was about to keep."""
-        held, use = self._held.get(number), self._accounts.use_here(number)
-        return held is not None and any(have > most for have, most in zip(use, held, strict=True))
+        held, use, grants = self._held.get(number), self._accounts.use_here(number), self.heard.get(number)
+        if held is None or grants is None:
+            return False
+        return (grants.capacity > 0 and use.size > held.size) or (grants.blocks > 0 and use.files > held.files)
 
     def stored_uses(self, number: int) -> Mapping[int, NamespaceUse]:
         """Other clients' stored use of a namespace and those in it."""
