@@ -527,6 +527,8 @@ class Tree:
             core.looked_in_cache(node or await lookups.find_directory(parent), name, is_there=node is not None)
         if node is None:
             core.counters.absent_lookups += 1
+            if at is not None:
+                at[0].look_failed(at[1], name)
             raise errors.NotFound(name)
         return lookups.count_lookup(node)
 

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.native._blocks import name_keys
+from kvfuse.native.blockforms import name_columns
 from kvfuse.policy.blockrows import ROW
 from kvfuse.policy.column_policy import ColumnPolicy, Victims
 from kvfuse.volume.api import NameColumns
@@ -26,7 +28,7 @@ from kvfuse.volume.blocks.block_books import BlockBooks
 from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.namespaces.cache import REASONS, SegmentsTier
+from kvfuse.volume.namespaces.cache import LOOK_SECONDS, LOOKED_MAX, REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 
 STEP_SHARE = 0.005
@@ -81,6 +83,8 @@ class BlockEviction:
     _policies: dict[int, NamespacePolicy] = field(default_factory=dict)
     _noted: deque[tuple[BlockTable, Numbers, Numbers | None]] = field(default_factory=deque)
     """(table, rows, sizes) of puts; without sizes: of uses"""
+    _looked: dict[tuple[int, bytes], float] = field(default_factory=dict)
+    """(directory, name) that the kernel looked up and did not find -> when"""
     _latest: float = 0.0
     _full: frozenset[int] = frozenset()
     """namespaces that store a block only for another one; ROOT: the volume is full"""
@@ -134,6 +138,30 @@ class BlockEviction:
                 if which.any() and table.place in found.tables:
                     found.policy.used(table.place, keys[which], own[which], now)
 
+    def looked(self, directory: int, name: bytes) -> None:
+        """The kernel looked up a name that means nothing. It may be about to make it: `look` counts it later."""
+        if len(self._looked) < LOOKED_MAX:
+            self._looked.setdefault((directory, name), time.monotonic())
+
+    def named(self, directory: int, name: bytes) -> None:
+        """A file was made under a name: the kernel looked it up for that."""
+        self._looked.pop((directory, name), None)
+
+    def _settle_looks(self) -> None:
+        """Count names that the kernel did not find, and that nobody made since."""
+        before, settled = time.monotonic() - LOOK_SECONDS, defaultdict[int, list[bytes]](list)
+        for place in list(takewhile(lambda place: self._looked[place] <= before, self._looked)):
+            del self._looked[place]
+            settled[place[0]].append(place[1])
+        for directory, names in settled.items():
+            tables = self.tables.of(directory)
+            rows = [table.find(names, int(self._now(table.namespace)))[0] for table in tables]
+            absent = np.flatnonzero(np.max(rows, axis=0) < 0).tolist() if rows else []
+            if absent:
+                columns = name_columns([names[number] for number in absent])
+                none = np.full(len(absent), -1, np.int64)
+                self.note_chain(tables, columns, [none for _ in tables], is_read=True)
+
     def admits(self, table: BlockTable, names: NameColumns) -> npt.NDArray[np.bool_] | None:
         """Which blocks are worth storing; None: all. Any thread."""
         if not self._full or (ROOT not in self._full and table.namespace not in self._full):
@@ -173,6 +201,7 @@ class BlockEviction:
     def look(self) -> None:
         """Tell policies what was noted, remove what has expired, and keep namespaces below their high water marks."""
         self._tell()
+        self._settle_looks()
         self.news.tell()
         for number, found in self._policies.items():
             with found.lock:

@@ -67,6 +67,10 @@ class BlockNames:
             self.files.open_blocks.looked_up.note(found)
         return found
 
+    def look_failed(self, folder: Node, name: bytes) -> None:
+        """The kernel looked up a name that means nothing, not even an ordinary file."""
+        self._engine.eviction.looked(folder.ino, name)
+
     def _count_lookup(self, ino: int, directory: int, name: bytes) -> None:
         if not is_block(ino):
             self._core.places.add(ino, directory, name)
@@ -96,6 +100,7 @@ class BlockNames:
         if (decided := DECIDED.get()) is not None:
             decided(sketch.ino, 0)
         self._sketches.add(sketch)
+        self._engine.eviction.named(folder.ino, name)
         self._note_change(folder)
         self._count_lookup(sketch.ino, *sketch.place)
         return SketchHandle(sketch, flags, caller)

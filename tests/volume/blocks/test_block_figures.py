@@ -62,6 +62,21 @@ def test_hits_and_misses_are_counted_once(mount: KvfuseMount) -> None:
     assert found["bytes"] == 3 * 8192
 
 
+def test_files_that_are_not_there_are_misses(mount: KvfuseMount) -> None:
+    folder = make(mount)
+    for number in range(20):
+        (folder / f"part {number}").write_bytes(b"x" * 100)
+        (folder / f"part {number}").rename(folder / f"{number}")
+    assert not (folder / "absent").exists()
+    with pytest.raises(FileNotFoundError):
+        (folder / "absent").open()
+    assert not (folder / "absent too").exists()
+    wait_until(lambda: figures(mount)["absent"] == 2, "the misses")
+    assert (folder / "7").read_bytes() == b"x" * 100
+    wait_until(lambda: figures(mount)["present"] == 1, "the hit")
+    assert figures(mount)["asked"] == 3
+
+
 def test_gone_blocks_are_counted_by_reason(mount: KvfuseMount) -> None:
     folder = make(mount, capacity=8 * MIB, eviction="lru", admission="all")
     keys = [f"key-{number}" for number in range(120)]
