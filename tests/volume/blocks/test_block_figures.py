@@ -183,7 +183,7 @@ def test_costs_say_what_is_in_memory(mount: KvfuseMount) -> None:
         assert store.prefetch(["a", "absent"]).tolist() == [True, False]
         found = store.costs(["a", "b", "absent"])
         assert found.tiers.tolist() == [Tier.DRAM, Tier.REMOTE, Tier.NONE]
-        assert found.milliseconds[0] < found.milliseconds[1] < 1000
+        assert found.milliseconds[0] <= found.milliseconds[1] < 1000
         assert np.isinf(found.milliseconds[2])
         assert store.prefetch(["b"]).all()
         assert store.costs(["b"]).tiers.tolist() == [Tier.DRAM]
