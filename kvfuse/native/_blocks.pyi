@@ -16,6 +16,8 @@ class Core:
     def hold(self, address: int, memory: Any | None) -> None:
         """Hold memory that begins there, states, a table or an arena, as long as the core or a batch; None: no more."""
     def put_space(self, place: int, number: int, above: int, epoch: int, bytes_max: int, blocks_max: int) -> None: ...
+    def set_packing(self, place: int, packs: bool) -> None:
+        """Whether blocks of a space may be compressed: `Batch.blocks` tells of them then."""
     def space_use(self, place: int) -> tuple[int, int]: ...
     def add_table(self, place: int, space: int, address: int, size: int) -> None: ...
     def end_table(self, place: int) -> None: ...
@@ -132,8 +134,11 @@ class Core:
         sizes: Any,
         slabs: Any,
         slot_offsets: Any,
+        packed: Any,
     ) -> Landing:
         """``slabs``: u32. Where ``places`` is not 0, ``sizes`` bytes from the slab belong there.
+
+        Where ``packed`` is not 0, the slab has so many bytes, which become those.
 
         A name that is not the row's is ABSENT, so names may come from the medium.
         """
@@ -158,8 +163,13 @@ class Batch:
         """It is not: blocks and heads wait again, behind all others. So it is for a batch that is thrown away."""
     def runs(self) -> tuple[bytes, bytes]:
         """`RUN`, of data and of heads and names. Heads may be written before the data: checksums tell."""
-    def blocks(self) -> bytes:
-        """`STORED`, of each block, until it has ended."""
+    def blocks(self, to_pack: bool) -> bytes:
+        """`STORED`, of each block that is written, or may be compressed, until the batch has ended."""
+    def pack(self, packed: Any, buffer: Any, saved: Any) -> None:
+        """Before `runs`: blocks that are compressed move to smaller slots, where there are some.
+
+        ``packed``: `PACKED`; ``buffer``: with their bytes, which stay. ``saved``: i64, bytes of slots.
+        """
     def facts(self) -> tuple[int, int, int]:
         """Blocks, bytes, queue position."""
 

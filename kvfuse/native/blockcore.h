@@ -24,6 +24,7 @@
 #include "crc32c.h"
 
 enum { HEAD = 96, NAME_ROOM = 256, HEAD_MAGIC = 0x4B56, HEAD_VERSION = 1, STATE_FREE = 0, STATE_BLOCK = 1, STATE_SLAB = 2 };
+enum { PACKED_VERSION = 2 }; /* of a block's head, if its bytes are compressed in the slot */
 /* LOADED: as a head said. FOREIGN: as a head of another host's slab said. SHADOWS: such a slab has, or
    had, an older block of the name; SHADOWS_NOW: as was seen since `settle_shadows`. From bit MICROS on: microseconds of
    the time that the block shows */
@@ -52,7 +53,12 @@ typedef struct {
     uint32_t epoch, incarnation, uid, gid, checksum, stored, expires;
     uint16_t mode;
     uint8_t name_length, priority;
-    uint32_t slot_size, token, micros, crc; /* ``micros``: behind the second ``stored`` */
+    uint32_t slot_size;
+    union {
+        uint32_t token;  /* of a slab */
+        uint32_t packed; /* of a block that is compressed: bytes in the slot; ``length`` and ``checksum`` are its own */
+    };
+    uint32_t micros, crc; /* ``micros``: behind the second ``stored`` */
 } Head;
 
 _Static_assert(sizeof(Head) == HEAD, "a head has 96 bytes");
@@ -82,7 +88,7 @@ typedef struct {
 } Note;
 
 typedef struct Space {
-    int is_known, above;
+    int is_known, above, packs; /* ``packs``: its blocks are to be compressed */
     uint32_t epoch;
     uint64_t number, bytes, blocks, bytes_max, blocks_max;
 } Space;
@@ -436,10 +442,10 @@ static void settle_slab(Core *core, uint32_t number)
         core->states[number].has_stale = 0;
 }
 
-/* The slot size for so many bytes. Sizes that come often get a size of their own. 0: larger than a slab. */
-static uint32_t slot_size_for(Core *core, uint32_t length)
+/* The place among the slot sizes of the least one for so many bytes; ``size_count``: there is none. */
+static uint32_t size_place(const Core *core, uint32_t size)
 {
-    uint32_t size = (uint32_t)padded(length ? length : 1), low = 0, high = core->size_count;
+    uint32_t low = 0, high = core->size_count;
     while (low < high) {
         uint32_t middle = (low + high) / 2;
         if (core->sizes[middle] < size)
@@ -447,6 +453,13 @@ static uint32_t slot_size_for(Core *core, uint32_t length)
         else
             high = middle;
     }
+    return low;
+}
+
+/* The slot size for so many bytes. Sizes that come often get a size of their own. 0: larger than a slab. */
+static uint32_t slot_size_for(Core *core, uint32_t length)
+{
+    uint32_t size = (uint32_t)padded(length ? length : 1), low = size_place(core, size);
     if (low == core->size_count)
         return 0;
     if (core->sizes[low] == size || core->learned >= LEARNED_MAX || core->size_count == SIZES)
@@ -851,7 +864,7 @@ static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *ter
     row->arena = plan->arena->number;
     row->page = (uint32_t)(plan->offset / PAGE), row->note = distance_of(plan->arena, plan->note);
     row->length = plan->length, row->checksum = plan->checksum;
-    row->slab = plan->slab, row->slot = (uint16_t)plan->slot, row->spare_slot = 0;
+    row->slab = plan->slab, row->slot = (uint16_t)plan->slot, row->packed = 0;
     row->flags = DIRTY | (uint32_t)((terms->shown_us ? terms->shown_us : terms->now_us) % 1000000) << MICROS;
     if (former >= 0 && table->index.rows[former].flags & (FOREIGN | SHADOWS))
         row->flags |= SHADOWS | SHADOWS_NOW, core->shadows = 1;
@@ -1044,9 +1057,13 @@ static void find_all(Core *core, Table *table, uint64_t directory, const Names *
 
 /* -- writing ------------------------------------------------------------------------------------------------------ */
 
+enum { NO_PACKING, MAY_PACK, MUST_PACK };
+
 /* What a batch writes of a slot: a block's bytes, name and head; or a head alone, where ``data`` is NULL. */
 typedef struct {
     uint32_t table, row, slab, slot, arena; /* ``slot``: OWN_HEAD for the slab's head */
+    uint32_t size, order;                   /* ``size``: of the data; 0: it is not written, as its slot has no room for it */
+    int wants_packing;                      /* NO_PACKING, MAY_PACK, or MUST_PACK: its slot is one for compressed bytes */
     uint64_t sequence;
     const uint8_t *data, *name;
     Head head;
@@ -1062,7 +1079,7 @@ typedef struct {
     Written *rows;
     Run *data, *heads;
     uint8_t *staging;
-    uint64_t count, blocks, data_count, head_count, upto, bytes;
+    uint64_t count, blocks, wanting, data_count, head_count, upto, bytes; /* ``wanting``: blocks that may be packed */
 } Batch;
 
 static Head head_of_slab(const SlabState *state)
@@ -1075,8 +1092,15 @@ static void add_written(Core *core, Batch *batch, Table *table, Row *row, const 
 {
     const TableHeader *of = table->index.header;
     Written *one = batch->rows + batch->count++;
-    *one = (Written){entry->table, entry->row, row->slab, row->slot, (uint32_t)(arena - core->arenas), entry->sequence,
-                     arena->base + (uint64_t)row->page * PAGE, name_in(note_of(arena, row))};
+    *one = (Written){
+        .table = entry->table, .row = entry->row, .slab = row->slab, .slot = row->slot,
+        .arena = (uint32_t)(arena - core->arenas), .size = row->packed ? 0 : row->length, .sequence = entry->sequence,
+        .data = arena->base + (uint64_t)row->page * PAGE, .name = name_in(note_of(arena, row))};
+    if (row->packed)
+        one->wants_packing = MUST_PACK;
+    else if (core->spaces[table->space].packs && core->states[row->slab].slot_size > PAGE)
+        one->wants_packing = MAY_PACK;
+    batch->wanting += one->wants_packing != NO_PACKING;
     one->head = (Head){
         .magic = HEAD_MAGIC, .version = HEAD_VERSION, .state = STATE_BLOCK, .length = row->length,
         .fingerprint = row->fingerprint, .sequence = row->sequence, .directory = row->directory,
@@ -1117,19 +1141,35 @@ static int is_owed(Core *core, Written *one)
     return is_due;
 }
 
+/* Heads of slabs are written with the first blocks that these get, or before. */
+static void add_due_heads(Core *core, Batch *batch)
+{
+    uint64_t count = batch->count;
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t slab = batch->rows[i].slab;
+        if (!batch->rows[i].data || !core->slabs[slab].is_head_due)
+            continue;
+        core->slabs[slab].is_head_due = 0;
+        batch->rows[batch->count] = (Written){
+            .table = OF_SLAB | slab, .slab = slab, .slot = OWN_HEAD, .sequence = core->states[slab].incarnation};
+        batch->rows[batch->count++].head = head_of_slab(core->states + slab);
+    }
+}
+
 /* Take the first entries of the queue. 0: no memory. */
 static int take_batch(Core *core, Batch *batch, uint64_t bytes_max, uint64_t rows_max)
 {
     Queue *queue = &core->queue;
     uint64_t count = queue->tail - queue->head, end;
     end = queue->head + (count < rows_max ? count : rows_max), count = end - queue->head;
-    batch->rows = malloc((2 * count + 1) * sizeof *batch->rows);
+    batch->rows = malloc((3 * count + 1) * sizeof *batch->rows); /* `add_due_heads` may be called twice */
     if (!batch->rows)
         return 0;
     while (queue->head < end && batch->bytes < bytes_max) {
         Entry entry = pop(queue);
         if (entry.table & OF_SLAB) {
-            batch->rows[batch->count++] = (Written){entry.table, 0, entry.table & ~OF_SLAB, entry.row, 0, entry.sequence};
+            batch->rows[batch->count++] = (Written){
+                .table = entry.table, .slab = entry.table & ~OF_SLAB, .slot = entry.row, .sequence = entry.sequence};
             continue;
         }
         Table *table = core->tables + entry.table;
@@ -1145,26 +1185,32 @@ static int take_batch(Core *core, Batch *batch, uint64_t bytes_max, uint64_t row
     for (uint64_t i = 0; i < taken; i++) /* now that it is known which blocks are written */
         if (batch->rows[i].data || is_owed(core, batch->rows + i))
             batch->rows[batch->count++] = batch->rows[i];
-    taken = batch->count;
-    for (uint64_t i = 0; i < taken; i++) {
-        uint32_t slab = batch->rows[i].slab;
+    for (uint64_t i = 0; i < batch->count; i++)
         batch->blocks += batch->rows[i].data != NULL;
-        if (!batch->rows[i].data || !core->slabs[slab].is_head_due)
-            continue;
-        core->slabs[slab].is_head_due = 0;
-        batch->rows[batch->count] = (Written){OF_SLAB | slab, 0, slab, OWN_HEAD, 0, core->states[slab].incarnation};
-        batch->rows[batch->count++].head = head_of_slab(core->states + slab);
-    }
+    add_due_heads(core, batch);
     return 1;
 }
 
+/* Of one place, what is written comes last: a block, else the head that was made last. */
 static int by_place(const void *one, const void *other)
 {
     const Written *a = one, *b = other;
     if (a->slab != b->slab)
         return a->slab < b->slab ? -1 : 1;
     uint32_t slot = a->slot + 1, after = b->slot + 1; /* OWN_HEAD: 0 */
-    return slot < after ? -1 : slot > after;
+    if (slot != after)
+        return slot < after ? -1 : 1;
+    if (!a->size != !b->size)
+        return a->size ? 1 : -1;
+    return a->order < b->order ? -1 : a->order > b->order;
+}
+
+/* Another entry of the batch writes the same head, or nothing is to be written. */
+static int is_left_out(const Batch *batch, uint64_t i)
+{
+    const Written *one = batch->rows + i;
+    return (one->data && !one->size) ||
+           (i + 1 < batch->count && one[1].slab == one->slab && one[1].slot == one->slot);
 }
 
 static void add_run(Run *runs, uint64_t *count, int64_t slab, uint64_t offset, const uint8_t *address, uint64_t length)
@@ -1186,21 +1232,26 @@ static int lay_out_batch(Core *core, Batch *batch)
     uint8_t *place = batch->staging = malloc(batch->count * HEAD + batch->blocks * NAME_ROOM + 1);
     if (!batch->data || !batch->heads || !batch->staging)
         return 0;
+    for (uint64_t i = 0; i < batch->count; i++)
+        batch->rows[i].order = (uint32_t)i;
     qsort(batch->rows, batch->count, sizeof *batch->rows, by_place);
-    for (uint64_t i = 0; i < batch->count; i++, place += HEAD) {
+    for (uint64_t i = 0; i < batch->count; i++) {
         Written *one = batch->rows + i;
+        if (is_left_out(batch, i))
+            continue;
         one->head.crc = checksum_of(0, (const uint8_t *)&one->head, HEAD - 4);
         memcpy(place, &one->head, HEAD);
         add_run(batch->heads, &batch->head_count, one->slab, (uint64_t)HEAD * (uint32_t)(one->slot + 1), place, HEAD);
         if (one->data)
             add_run(batch->data, &batch->data_count, one->slab,
                     (uint64_t)(one->slot + core->slabs[one->slab].lead) * one->head.slot_size, one->data,
-                    padded(one->head.length));
+                    padded(one->size));
+        place += HEAD;
     }
     const Written *former = NULL;
     for (uint64_t i = 0; i < batch->count; i++) { /* neighbours make one run, and the last one is short */
         const Written *one = batch->rows + i;
-        if (!one->data)
+        if (!one->size)
             continue;
         if (former && former->slab == one->slab && former->slot + 1 == one->slot)
             batch->heads[batch->head_count - 1].length += NAME_ROOM - (former->head.name_length + 7) / 8 * 8;
@@ -1246,7 +1297,7 @@ static void end_batch(Core *core, Batch *batch, int is_written)
         Arena *arena = core->arenas + one->arena;
         if ((row->version & 1) && row->sequence == one->sequence) { /* the pin of its arena keeps the table */
             row->flags &= ~(uint32_t)WRITING;
-            if (is_written) {
+            if (is_written && one->size) {
                 arena->dirty--;
                 core->dirty_bytes -= padded(row->length);
             } else {
@@ -1308,17 +1359,18 @@ typedef struct {
     } *rows;
 } Landing;
 
-/* Reserve memory for blocks that only a slab has. ``places``: address, or 0; then ``sizes`` has the reason. Names may come
+/* Reserve memory for blocks that only a slab has. ``places``: address, or 0; then ``sizes`` has the reason. ``packed``:
+   bytes in the slot, if they are compressed there; the block's own belong to its place. Names may come
    from the medium, and be anything: they count if they have the fingerprint. */
 static void reserve_all(Core *core, Landing *landing, const Names *names, const int64_t *rows, const uint64_t *sequences,
-                        uint64_t *places, int64_t *sizes, uint32_t *slabs, uint64_t *offsets)
+                        uint64_t *places, int64_t *sizes, uint32_t *slabs, uint64_t *offsets, int64_t *packed)
 {
     Table *table = core->tables + landing->table;
     for (int64_t i = 0; i < landing->count; i++) {
         struct Coming *one = landing->rows + i;
         uint8_t name[NAME_MAX_BYTES], length;
         uint32_t count;
-        one->arena = NULL, places[i] = offsets[i] = 0, sizes[i] = ABSENT, slabs[i] = 0;
+        one->arena = NULL, places[i] = offsets[i] = 0, sizes[i] = ABSENT, slabs[i] = 0, packed[i] = 0;
         if (!copy_name(names, i, 0, name, &length) || rows[i] < 0 || rows[i] >= table->index.rows_max)
             continue;
         const Row *row = table->index.rows + rows[i];
@@ -1330,7 +1382,7 @@ static void reserve_all(Core *core, Landing *landing, const Names *names, const 
             one->row = (uint32_t)rows[i], one->sequence = row->sequence, one->length = row->length;
             one->arena = take_memory(core, table, row->length, length, &one->offset, &one->note);
             sizes[i] = one->arena ? (int64_t)row->length : NO_MEMORY;
-            slabs[i] = row->slab;
+            slabs[i] = row->slab, packed[i] = (int64_t)row->packed * PAGE;
         }
         unlock(core);
         if (!one->arena)
@@ -1378,7 +1430,8 @@ static void land_all(Core *core, Landing *landing, const uint8_t *came, int64_t 
 
 static int is_sound_head(const Head *head, uint32_t state)
 {
-    return head->magic == HEAD_MAGIC && head->version == HEAD_VERSION && head->state == state &&
+    int is_known = head->version == HEAD_VERSION || (head->version == PACKED_VERSION && state == STATE_BLOCK);
+    return head->magic == HEAD_MAGIC && is_known && head->state == state &&
            head->crc == checksum_of(0, (const uint8_t *)head, HEAD - 4);
 }
 
@@ -1411,11 +1464,22 @@ static void own_slot(Core *core, Table *table, uint32_t number)
     charge(core, table->space, core->classes[slab->class].slot_size, 1);
 }
 
+/* Bytes in the slot of a block that is compressed there; 0: it is not. */
+static uint32_t packed_of(const Head *head) { return head->version == PACKED_VERSION ? head->packed : 0; }
+
+/* Whether so many bytes, compressed or not (``packed`` 0), can be in a slot. What is compressed takes fewer pages. */
+static int fits_slot(const Core *core, uint32_t length, uint32_t packed, uint32_t slot_size)
+{
+    return packed ? packed <= slot_size && padded(packed) < padded(length) && length <= core->slab_size
+                  : length <= slot_size;
+}
+
 /* The table of a block that a head describes. The head has its checksum, and yet may be anything. NULL: it is none. */
 static Table *table_of_head(Core *core, uint32_t slot_size, const Head *head)
 {
     Table *table = table_for(core, head);
-    if (!table || !head->length || head->length > slot_size || head->slot_size != slot_size || !head->name_length ||
+    if (!table || !head->length || !fits_slot(core, head->length, packed_of(head), slot_size) ||
+        head->slot_size != slot_size || !head->name_length ||
         !head->sequence || head->sequence >> SEQUENCE_BITS || core->spaces[table->space].epoch != head->epoch)
         return NULL;
     if (head->sequence > core->sequence)
@@ -1438,7 +1502,7 @@ static int64_t enter_head(Table *table, uint32_t number, uint32_t slot, const He
     }
     row->arena = row->page = row->note = 0, row->flags = flags | head->micros % 1000000 << MICROS;
     row->length = head->length, row->checksum = head->checksum;
-    row->slab = number, row->slot = (uint16_t)slot, row->spare_slot = 0;
+    row->slab = number, row->slot = (uint16_t)slot, row->packed = (uint16_t)(padded(packed_of(head)) / PAGE);
     row->sequence = head->sequence, row->directory = head->directory;
     row->due = (uint64_t)head->stored * 1000000, row->used = row->stored = head->stored, row->expires = head->expires;
     row->uses = 0, row->list = flags & FOREIGN ? NO_LIST : 0, row->priority = head->priority, row->name_length = head->name_length;
@@ -1686,6 +1750,7 @@ static void restore_table(Core *core, Table *table)
         if (arena && (arena->table != (int)(table - core->tables) || !is_noted(arena, row, number)))
             arena = NULL;
         if (!slab || !slab->owners || row->slot >= slab->count || slab->owners[row->slot] >= SLOT_OWNED ||
+            !fits_slot(core, row->length, row->packed * (uint32_t)PAGE, core->classes[slab->class].slot_size) ||
             (!arena && is_dirty) || row->flags & FOREIGN) { /* slabs or arenas were taken away meanwhile: it is lost */
             if (slab && slab->owners && !(row->flags & FOREIGN))
                 core->states[row->slab].has_stale = 1;

@@ -54,6 +54,8 @@ SPARE, FILLING, FILLED = 0, 1, 2
 """states of an arena: see `Core.arena_facts`"""
 FREE_HEAD, BLOCK_HEAD, SLAB_HEAD = 0, 1, 2
 """states of a head"""
+PACKED_VERSION = 2
+"""of the head of a block that is compressed in its slot"""
 
 PAGE = 4096
 HEAD_MAGIC = 0x4B56
@@ -81,9 +83,9 @@ ROW = np.dtype(
         ("length", np.uint32),
         ("checksum", np.uint32),
         ("slab", np.uint32),
-        ("note", np.uint32),
         ("slot", np.uint16),
-        ("spare_slot", np.uint16),
+        ("packed", np.uint16),  # pages in the slot, if its bytes are compressed there; else 0
+        ("note", np.uint32),
         ("flags", np.uint32),
         ("sequence", np.uint64),
         ("directory", np.uint64),
@@ -119,15 +121,24 @@ HEAD = np.dtype(
         ("name_length", np.uint8),
         ("priority", np.uint8),
         ("slot_size", np.uint32),
-        ("token", np.uint32),
+        ("token", np.uint32),  # of a slab; of a block of `PACKED_VERSION`: bytes in its slot
         ("micros", np.uint32),  # behind the second ``stored``
         ("crc", np.uint32),
     ]
 )
 RUN = np.dtype([("slab", np.int64), ("offset", np.int64), ("address", np.uint64), ("length", np.int64)])
 """One write of a batch: see `Batch.runs`."""
-STORED = np.dtype([(name, np.uint64) for name in ("namespace", "address", "sequence", "data", "size")])
-"""A block of a batch: where its slot is in the volume, and where its bytes are in memory. See `Batch.blocks`."""
+STORED = np.dtype(
+    [
+        (name, np.uint64)
+        for name in ("number", "namespace", "address", "sequence", "data", "size", "slot_size", "must_pack")
+    ]
+)
+"""A block of a batch: where its slot is in the volume, and where the bytes for it are in memory. See `Batch.blocks`.
+
+``must_pack``: its slot is one for compressed bytes."""
+PACKED = np.dtype([("number", np.uint64), ("offset", np.uint64), ("size", np.uint64)])
+"""Compressed bytes of a block in a buffer, filled up to a page; size 0: they are no fewer. See `Batch.pack`."""
 GONE = np.dtype([("address", np.uint64), ("sequence", np.uint64), ("size", np.uint64)])
 """A slot of the volume whose block is no more: see `Core.take_gone`."""
 ARENA = np.dtype([("number", np.uint64), ("address", np.uint64), ("size", np.uint64)])

@@ -4,7 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "blockcore.h"
+#include "blockpack.h"
 
 typedef struct {
     PyObject_HEAD
@@ -16,7 +16,8 @@ typedef struct {
     PyObject_HEAD
     CoreObject *of;
     Batch batch;
-    int is_ended;
+    Py_buffer packed; /* compressed bytes */
+    int is_ended, is_laid_out;
 } BatchObject;
 
 typedef struct {
@@ -176,6 +177,17 @@ static PyObject *put_space(PyObject *self, PyObject *args)
     lock(CORE);
     space->is_known = 1, space->number = number, space->above = above, space->epoch = epoch;
     space->bytes_max = bytes_max, space->blocks_max = blocks_max;
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *set_packing(PyObject *self, PyObject *args)
+{
+    int place, packs;
+    if (!PyArg_ParseTuple(args, "ip", &place, &packs) || !space_at(CORE, place))
+        return NULL;
+    lock(CORE);
+    CORE->spaces[place].packs = packs;
     unlock(CORE);
     Py_RETURN_NONE;
 }
@@ -731,17 +743,14 @@ static PyObject *take_dirty(PyObject *self, PyObject *args)
         return NULL;
     made->of = (CoreObject *)Py_NewRef(self);
     memset(&made->batch, 0, sizeof made->batch);
-    made->is_ended = 1;
+    made->is_ended = 1, made->is_laid_out = 0, made->packed = (Py_buffer){0};
     int is_filled;
     Py_BEGIN_ALLOW_THREADS
     lock(CORE);
     is_filled = take_batch(CORE, &made->batch, bytes_max, rows_max);
     unlock(CORE);
-    if (is_filled) {
-        made->is_ended = 0;
-        is_filled = lay_out_batch(CORE, &made->batch);
-    }
     Py_END_ALLOW_THREADS
+    made->is_ended = !is_filled;
     PyObject *found = (PyObject *)made;
     if (!is_filled)
         found = PyErr_NoMemory();
@@ -769,6 +778,7 @@ static void batch_free(BatchObject *self)
 {
     finish_batch(self, 0);
     free(self->batch.rows), free(self->batch.data), free(self->batch.heads), free(self->batch.staging);
+    PyBuffer_Release(&self->packed);
     Py_DECREF(self->of);
     PyObject_Free(self);
 }
@@ -787,28 +797,74 @@ static PyObject *batch_fail(BatchObject *self, PyObject *unused)
 
 static PyObject *batch_runs(BatchObject *self, PyObject *unused)
 {
+    if (!self->is_laid_out) {
+        int is_done;
+        self->is_laid_out = 1;
+        Py_BEGIN_ALLOW_THREADS
+        is_done = lay_out_batch(self->of->core, &self->batch);
+        Py_END_ALLOW_THREADS
+        if (!is_done)
+            return PyErr_NoMemory();
+    }
     return Py_BuildValue("y#y#", (const char *)self->batch.data, (Py_ssize_t)(self->batch.data_count * sizeof(Run)),
                          (const char *)self->batch.heads, (Py_ssize_t)(self->batch.head_count * sizeof(Run)));
 }
 
-/* The blocks of a batch, as bytes of u64: see `STORED` of blockforms.py. */
-static PyObject *batch_blocks(BatchObject *self, PyObject *unused)
+enum { STORED_WORDS = 8 };
+
+/* The blocks of a batch that are written, or those that may be compressed, as bytes: see `STORED` of blockforms.py. */
+static PyObject *batch_blocks(BatchObject *self, PyObject *args)
 {
+    int to_pack;
+    if (!PyArg_ParseTuple(args, "p", &to_pack))
+        return NULL;
     const Core *core = self->of->core;
     const Batch *batch = &self->batch;
-    PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(batch->blocks * 5 * 8));
+    uint64_t count = self->is_ended ? 0 : to_pack ? batch->wanting : batch->blocks;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * STORED_WORDS * 8));
     if (!found)
         return NULL;
-    uint64_t *out = (uint64_t *)PyBytes_AS_STRING(found);
-    for (uint64_t i = 0; i < batch->count; i++) {
+    char *out = PyBytes_AS_STRING(found);
+    uint64_t done = 0;
+    for (uint64_t i = 0; i < batch->count && done < count; i++) {
         const Written *one = batch->rows + i;
-        if (!one->data)
+        if (!one->data || (to_pack ? one->wants_packing == NO_PACKING : !one->size))
             continue;
-        *out++ = one->head.name_space;
-        *out++ = one->slab * core->slab_size + slot_offset(core, one->slab, one->slot);
-        *out++ = one->sequence, *out++ = (uint64_t)(uintptr_t)one->data, *out++ = one->head.length;
+        uint64_t size = one->head.packed ? padded(one->size) : one->head.length;
+        const uint64_t words[STORED_WORDS] = {
+            i, one->head.name_space, one->slab * core->slab_size + slot_offset(core, one->slab, one->slot), one->sequence,
+            (uint64_t)(uintptr_t)one->data, size, one->head.slot_size, one->wants_packing == MUST_PACK};
+        memcpy(out + done++ * sizeof words, words, sizeof words);
     }
-    return found;
+    return _PyBytes_Resize(&found, (Py_ssize_t)(done * STORED_WORDS * 8)) < 0 ? NULL : found;
+}
+
+static PyObject *batch_pack(BatchObject *self, PyObject *args)
+{
+    Py_buffer packed, buffer, saved;
+    if (!PyArg_ParseTuple(args, "y*y*w*", &packed, &buffer, &saved))
+        return NULL;
+    Py_ssize_t count = packed.len / (Py_ssize_t)sizeof(Packed);
+    const Packed *one = packed.buf;
+    int is_sound = !self->is_ended && !self->is_laid_out && !self->packed.obj && has_column(&saved, count, 8);
+    uint64_t room = (uint64_t)buffer.len;
+    for (Py_ssize_t i = 0; is_sound && i < count; i++)
+        is_sound = one[i].size <= room && padded(one[i].size) <= room && one[i].offset <= room - padded(one[i].size);
+    if (is_sound) {
+        self->packed = buffer;
+        Py_BEGIN_ALLOW_THREADS
+        lock(self->of->core);
+        pack_batch(self->of->core, &self->batch, one, count, buffer.buf, saved.buf);
+        unlock(self->of->core);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyBuffer_Release(&buffer);
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a batch is packed once, before its runs are asked for, from a buffer");
+    }
+    PyBuffer_Release(&packed);
+    PyBuffer_Release(&saved);
+    return is_sound ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *batch_facts(BatchObject *self, PyObject *unused)
@@ -821,7 +877,8 @@ static PyMethodDef batch_methods[] = {
     {"end", (PyCFunction)batch_end, METH_NOARGS, "end()"},
     {"fail", (PyCFunction)batch_fail, METH_NOARGS, "fail()"},
     {"runs", (PyCFunction)batch_runs, METH_NOARGS, "runs() -> (data, heads)"},
-    {"blocks", (PyCFunction)batch_blocks, METH_NOARGS, "blocks() -> bytes"},
+    {"blocks", (PyCFunction)batch_blocks, METH_VARARGS, "blocks(whether to be packed) -> bytes"},
+    {"pack", (PyCFunction)batch_pack, METH_VARARGS, "pack(packed, buffer, saved)"},
     {"facts", (PyCFunction)batch_facts, METH_NOARGS, "facts() -> (blocks, bytes, queue position)"},
     {NULL, NULL, 0, NULL},
 };
@@ -839,12 +896,12 @@ static PyTypeObject batch_type = {
 static PyObject *reserve(PyObject *self, PyObject *args)
 {
     unsigned place;
-    Py_buffer columns[9];
-    if (!PyArg_ParseTuple(args, "Iy*y*y*y*y*w*w*w*w*", &place, columns, columns + 1, columns + 2, columns + 3, columns + 4,
-                          columns + 5, columns + 6, columns + 7, columns + 8))
+    Py_buffer columns[10];
+    if (!PyArg_ParseTuple(args, "Iy*y*y*y*y*w*w*w*w*w*", &place, columns, columns + 1, columns + 2, columns + 3,
+                          columns + 4, columns + 5, columns + 6, columns + 7, columns + 8, columns + 9))
         return NULL;
     Names names;
-    int64_t count = open_columns(columns, "-84888848", &names);
+    int64_t count = open_columns(columns, "-848888488", &names);
     Table *table = count < 0 ? NULL : use_table(CORE, place);
     LandingObject *made = table ? PyObject_New(LandingObject, &landing_type) : NULL;
     if (made) {
@@ -857,13 +914,13 @@ static PyObject *reserve(PyObject *self, PyObject *args)
         } else {
             Py_BEGIN_ALLOW_THREADS
             reserve_all(CORE, &made->landing, &names, columns[3].buf, columns[4].buf, columns[5].buf, columns[6].buf,
-                        columns[7].buf, columns[8].buf);
+                        columns[7].buf, columns[8].buf, columns[9].buf);
             Py_END_ALLOW_THREADS
         }
     }
     if (table)
         leave_table(CORE, table);
-    release_all(columns, 9);
+    release_all(columns, 10);
     return (PyObject *)made;
 }
 
@@ -1015,6 +1072,7 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
 static PyMethodDef core_methods[] = {
     {"hold", hold, METH_VARARGS, "hold(address, memory or None)"},
     {"put_space", put_space, METH_VARARGS, "put_space(place, number, above, epoch, bytes_max, blocks_max)"},
+    {"set_packing", set_packing, METH_VARARGS, "set_packing(space, whether)"},
     {"space_use", space_use, METH_VARARGS, "space_use(place) -> (bytes, blocks)"},
     {"add_table", add_table, METH_VARARGS, "add_table(place, space, address, size)"},
     {"end_table", end_table, METH_VARARGS, "end_table(place)"},

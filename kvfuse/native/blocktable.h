@@ -25,7 +25,7 @@
 #include <string.h>
 
 #define TABLE_MAGIC 0x534B434F4C42564Bull /* "KVBLOCKS" */
-enum { TABLE_VERSION = 3, PAGE = 4096, NAME_MAX_BYTES = 255, SUMS = 4, MULTIPLIER_ROWS = 2 + 1 + 64 };
+enum { TABLE_VERSION = 4, PAGE = 4096, NAME_MAX_BYTES = 255, SUMS = 4, MULTIPLIER_ROWS = 2 + 1 + 64 };
 enum { MULTIPLIERS = 256, ENTRIES = 12, BUCKETS_MIN = 16, NO_ROW = -1, FULL = -2 };
 enum { TABLE_LIVE = 1, TABLE_ENDED = 2 };
 
@@ -39,9 +39,10 @@ typedef struct {
     uint32_t arena; /* 0: not in memory */
     uint32_t page;  /* of the first byte in the arena */
     uint32_t length, checksum;
-    uint32_t slab;
-    uint32_t note; /* eighths of its distance from the arena's tail */
-    uint16_t slot, spare_slot;
+    uint32_t slab; /* with the next two, a word that is stored as a whole */
+    uint16_t slot;
+    uint16_t packed; /* pages that its bytes take in the slot, if they are compressed there; else 0 */
+    uint32_t note;   /* eighths of its distance from the arena's tail */
     uint32_t flags;
     uint64_t sequence, directory, due;
     uint32_t used, stored, expires;
@@ -72,6 +73,7 @@ typedef struct {
 } TableHeader;
 
 _Static_assert(sizeof(Row) == 96, "a row has 96 bytes");
+_Static_assert(offsetof(Row, slab) % 8 == 0, "the place of a row is a word");
 _Static_assert(sizeof(Bucket) == 64, "a bucket is a cache line");
 _Static_assert(offsetof(TableHeader, state) == 72, "words that change have their place");
 _Static_assert(offsetof(TableHeader, asks) == 132, "as well as these");

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import trio
 
@@ -56,6 +57,7 @@ from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.rewriting import Rewriter
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.synced import Synced
+from kvfuse.volume.namespaces.namespace_registry import Namespace
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
 from kvfuse.volume.slots.space import RoomFinder, RoomSource
@@ -238,6 +240,12 @@ class Parts:
         elsewhere.insert(0, granting.await_others)
         self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news, granting)
         return SharedNamespaceRecords(self.names, executor, news, granting)
+
+    def compression_of(self, namespace: Namespace) -> dict[str, Any]:
+        """What compression saved in one namespace, since the mount."""
+        if self.engine is not None and namespace.settings.is_blocks:
+            return self.engine.packer.statistics(namespace.number)
+        return self.journal.flusher.packer.statistics(namespace.number)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write, commit and follow other hosts until `life` ends; from its start on also when the caller is cancelled.

@@ -169,7 +169,7 @@ class Volume:
             "used_here": {"bytes": here.size, "files": here.files},
             "capacity": min(core.namespaces.accounts.limit(number, "capacity") or space.size, space.size),
             "measures": measures.statistics(),
-            "compression": self.parts.journal.flusher.packer.statistics(number),
+            "compression": self.parts.compression_of(namespace),
             "cache": figures,
         }
 

@@ -22,6 +22,7 @@ from blocks_lab import (
     BlocksLab,
     find,
     get,
+    pack,
     put,
     read_shared,
     shared,
@@ -43,7 +44,12 @@ def random_head(rng: random.Random, incarnation: int, slot_size: int) -> np.ndar
     bytes_of_head = np.zeros(96, np.uint8)
     head = bytes_of_head.view(HEAD)[0]
     space, directory, *_ = PLACES[rng.choice(list(PLACES))]
-    head["magic"], head["version"], head["state"] = blocks.HEAD_MAGIC, 1, rng.choice([0, 1, 1, 1, 1, 1, 2])
+    head["magic"], head["version"], head["state"] = (
+        blocks.HEAD_MAGIC,
+        rng.choice([1, 1, 2]),
+        rng.choice([0, 1, 1, 1, 1, 1, 2]),
+    )
+    head["token"] = rng.choice([0, 1, PAGE, slot_size, slot_size + 1, 2**32 - 1, rng.randrange(1, 1 << 18)])
     head["length"] = rng.choice([0, 1, PAGE, slot_size, slot_size + 1, 2**32 - 1, rng.randrange(1, 1 << 18)])
     head["low"], head["high"] = rng.randrange(1 << 64), rng.choice([0, 1, rng.randrange(1 << 64)])
     head["sequence"] = rng.choice([0, 1, 5, 2**62, 2**64 - 1, rng.randrange(1 << 62)])
@@ -95,14 +101,15 @@ def fuzz_slabs(rng: random.Random) -> None:
             slot = int(row["slab"]), int(row["slot"])
             assert slot not in slots
             slots.add(slot)
-            assert 0 < row["length"] <= sizes[slot[0]]
+            assert row["length"]
+            assert (row["packed"] * PAGE or row["length"]) <= sizes[slot[0]]
             lab.core.slot_places(*slot)
             assert not row["arena"]
         rows, _ = lab.core.list_rows(table.place, table.directory, -1, 1000, 0)
         names = [bytes([65 + number % 26]) * 20 for number in range(len(rows))]
         columns = [np.array([row[index] for row in rows], np.uint64) for index in (0, 1)]
         places, lengths = np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.int64)
-        outs = np.zeros(len(rows), np.uint32), np.zeros(len(rows), np.uint64)
+        outs = np.zeros(len(rows), np.uint32), np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.int64)
         landing = lab.core.reserve(
             table.place, *name_columns(names), columns[0].astype(np.int64), columns[1], places, lengths, *outs
         )
@@ -115,6 +122,7 @@ def fuzz_slabs(rng: random.Random) -> None:
             assert sizes_of[0]
         find(lab.core.drop, table.place, table.directory, [b"%d" % n for n in range(20)])
     while not isinstance(batch := lab.core.take_dirty(1 << 60, 1 << 60), int):
+        pack(batch)
         lab.medium.write(batch.runs()[0], True)
         lab.medium.write(batch.runs()[1], False)
         batch.end()

@@ -23,9 +23,10 @@ from blocks_lab import (
     TOKEN,
     Medium,
     content,
+    copy_in,
     find,
     get,
-    memory_at,
+    pack,
     put,
     shared,
 )
@@ -72,6 +73,7 @@ class Killed:
     def begin(self) -> None:
         self.core = _blocks.Core(self.states.ctypes.data, SLABS, SLAB, HEAD_TABLE, np.array(SIZES, np.uint32))
         self.core.put_space(0, 70, -1, 1, 1 << 40, 1 << 40)
+        self.core.set_packing(0, True)
         self.core.add_table(0, 0, self.table.ctypes.data, len(self.table))
         for place, memory in enumerate(self.arenas):
             has_table = int(memory[-64:].view(np.uint64)[1]) == 99
@@ -165,6 +167,7 @@ class Killed:
         self.acked[numbers] = 0
 
     def write(self, batch: Any) -> None:
+        pack(batch)
         data, heads = batch.runs()
         self.medium.write(data, True)
         self.medium.write(heads, False)
@@ -176,14 +179,13 @@ class Killed:
         if row < 0:
             return False
         places, sizes = np.zeros(1, np.uint64), np.zeros(1, np.int64)
-        slabs, offsets = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
+        slabs, offsets, packed = np.zeros(1, np.uint32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
         columns = name_columns([NAMES[number]])
         rows, sequences = np.array([row], np.int64), np.array([sequence], np.uint64)
-        landing = self.core.reserve(0, *columns, rows, sequences, places, sizes, slabs, offsets)
+        landing = self.core.reserve(0, *columns, rows, sequences, places, sizes, slabs, offsets, packed)
         if places[0]:
             start = HEAD_TABLE + int(offsets[0])
-            size = int(sizes[0])
-            memory_at(int(places[0]), size)[:] = self.medium.slabs[int(slabs[0])][start : start + size]
+            copy_in(int(places[0]), int(sizes[0]), self.medium.slabs[int(slabs[0])][start:], int(packed[0]))
         results = np.zeros(1, np.int64)
         landing.land(np.ones(1, np.uint8), results)
         return bool(results[0] == 1)

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import mmap
 import random
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +36,9 @@ def shared(size: int) -> Bytes:
 
 
 def content(key: Key, version: int, size: int) -> bytes:
-    """Of one version of a block: another one for each."""
-    return random.Random(f"{key} {version}").randbytes(size)
+    """Of one version of a block: another one for each. Every second one can be compressed."""
+    rng = random.Random(f"{key} {version}")
+    return rng.randbytes(size) if version % 2 else (rng.randbytes(size // 5 + 1) + bytes(size))[:size]
 
 
 def padded(size: int) -> int:
@@ -102,6 +104,36 @@ def read_shared(
     columns = name_columns(names)
     _blocks.table_get(table, directory, *columns, now, arenas, addresses, rooms, rows, results, True)
     return results.tolist(), [t[: max(r, 0)].tobytes() for t, r in zip(targets, results.tolist(), strict=True)]
+
+
+def pack(
+    batch: _blocks.Batch, rng: random.Random | None = None, *, tried: float = 1.0, shrinks: float = 1.0
+) -> npt.NDArray[Any]:
+    """Compress blocks of a batch, or as many as these shares say. `STORED` of those that were tried."""
+    found = np.frombuffer(batch.blocks(True), blocks.STORED)
+    rng = rng or random.Random(0)
+    found = found[[rng.random() < tried for _ in found]]
+    packed, buffer = np.zeros(len(found), blocks.PACKED), bytearray()
+    for row, one in zip(packed, found, strict=True):
+        frame = zlib.compress(memory_at(int(one["data"]), int(one["size"])).tobytes(), 1)
+        is_smaller = rng.random() < shrinks
+        row["number"], row["offset"], row["size"] = one["number"], len(buffer), len(frame) if is_smaller else 0
+        buffer += frame.ljust(padded(len(frame)), b"\0") if is_smaller else b""
+    batch.pack(packed, bytes(buffer), np.zeros(len(found), np.int64))
+    return found
+
+
+def copy_in(place: int, size: int, stored: Bytes, packed: int) -> None:
+    """Bring what a slot has to where its block belongs: whatever that is, as the core finds out."""
+    target = memory_at(place, size)
+    if not packed:
+        target[:] = stored[:size]
+        return
+    try:
+        data = zlib.decompressobj().decompress(stored[:packed].tobytes(), size)
+    except zlib.error:
+        data = b""
+    target[: len(data)] = np.frombuffer(data, np.uint8)
 
 
 # -- the medium --------------------------------------------------------------------------------------
@@ -243,7 +275,22 @@ class BlocksLab:
         self.blocks: dict[Key, Block] = {}
         self.pasts: dict[Key, Past] = {}
         self.dirty_max = 1 << 62
-        self.count = dict.fromkeys(["kills", "cuts", "synced", "landed", "refused", "quota", "lost"], 0)
+        self.count = dict.fromkeys(
+            [
+                "kills",
+                "cuts",
+                "synced",
+                "landed",
+                "refused",
+                "quota",
+                "lost",
+                "packed",
+                "again",
+                "unpacked",
+                "unpackable",
+            ],
+            0,
+        )
         self.arena_sizes = [PAGE * 100] + [PAGE * self.rng.choice([20, 40, 66, 100]) for _ in range(arenas)]
         self.arenas: dict[int, tuple[int, Bytes]] = {}
         """place -> number, memory"""
@@ -283,6 +330,7 @@ class BlocksLab:
         self.sizes = SizesModel()
         for space, (bytes_max, blocks_max) in LIMITS.items():
             self.core.put_space(space, space + 70, ABOVE[space], self.epochs[space], bytes_max, blocks_max)
+            self.core.set_packing(space, space != 2)
         for table in self.tables.values():
             self.core.add_table(table.place, table.space, table.memory.ctypes.data, len(table.memory))
         for place, (number, memory) in self.arenas.items():
@@ -379,10 +427,10 @@ class BlocksLab:
         for _ in range(3):
             table = self.tables[key[0]]
             places, sizes = np.zeros(1, np.uint64), np.zeros(1, np.int64)
-            slabs, offsets = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
+            slabs, offsets, packed = np.zeros(1, np.uint32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
             columns = name_columns([key[1]])
             rows, sequences = np.array([row], np.int64), np.array([sequence], np.uint64)
-            landing = self.core.reserve(table.place, *columns, rows, sequences, places, sizes, slabs, offsets)
+            landing = self.core.reserve(table.place, *columns, rows, sequences, places, sizes, slabs, offsets, packed)
             if places[0]:
                 break
             assert sizes[0] == blocks.NO_MEMORY
@@ -395,10 +443,9 @@ class BlocksLab:
             raise AssertionError("no memory though all is written")
         size = int(sizes[0])
         start = HEAD_TABLE + int(offsets[0])
-        target = memory_at(int(places[0]), size)
-        target[:] = self.medium.slabs[int(slabs[0])][start : start + size]
+        copy_in(int(places[0]), size, self.medium.slabs[int(slabs[0])][start:], int(packed[0]))
         if spoil:
-            target[self.rng.randrange(size)] ^= 0x10
+            memory_at(int(places[0]), size)[self.rng.randrange(size)] ^= 0x10
         results = np.zeros(1, np.int64)
         landing.land(np.ones(1, np.uint8), results)
         self.count["landed"] += int(results[0])
@@ -628,7 +675,30 @@ class BlocksLab:
         if isinstance(batch, int):
             assert batch == self.core.statistics()["queued"] or self.core.statistics()["dirty"]
             return
+        if self.rng.random() < 0.7:
+            self.pack(batch, tried=0.7)
         self.writes.append(Write(batch))
+
+    def pack(self, batch: _blocks.Batch, *, tried: float = 1.0) -> None:
+        """Some were smaller when they were compressed before."""
+        keys = {block.sequence: key for key, block in self.blocks.items()}
+        for one in pack(batch, self.rng, tried=tried, shrinks=self.rng.choice([1.0, 0.5])):
+            key = keys.get(int(one["sequence"]))
+            if key is None or self.tables[key[0]].is_ended:
+                continue
+            block, table = self.blocks[key], self.tables[key[0]]
+            (row,), _ = find(self.core.find, table.place, table.directory, [key[1]])
+            if row < 0:
+                assert one["must_pack"], "it had its slot"
+                self.forget(key)
+                self.count["unpackable"] += 1
+                continue
+            slot_size = self.slot_sizes()[table.rows[row]["slab"]]
+            assert one["must_pack"] or slot_size <= block.slot_size
+            self.count["again"] += bool(one["must_pack"])
+            self.count["packed"] += slot_size < block.slot_size
+            self.count["unpacked"] += slot_size > block.slot_size
+            block.slot_size = slot_size
 
     def step_write(self) -> None:
         if not self.writes:
@@ -667,6 +737,7 @@ class BlocksLab:
             batch = self.core.take_dirty(1 << 60, 1 << 60)
             if isinstance(batch, int):
                 break
+            self.pack(batch)
             self.writes = [Write(batch)]
         self.writes = []
 
@@ -819,7 +890,8 @@ class BlocksLab:
                 slot = int(row["slab"]), int(row["slot"])
                 assert slot not in slots, "two blocks have a slot"
                 slots.add(slot)
-                assert row["length"] <= sizes[slot[0]]
+                assert (row["packed"] * PAGE or row["length"]) <= sizes[slot[0]]
+                assert row["packed"] * PAGE < padded(int(row["length"]))
                 is_dirty = bool(row["flags"] & (blocks.DIRTY | blocks.WRITING))
                 dirty += is_dirty * padded(int(row["length"]))
                 resident += row["arena"] != 0

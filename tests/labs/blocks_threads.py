@@ -20,9 +20,10 @@ from blocks_lab import (
     SLABS,
     TOKEN,
     Medium,
+    copy_in,
     find,
     get,
-    memory_at,
+    pack,
     read_shared,
     shared,
 )
@@ -42,7 +43,10 @@ WRITERS = 3
 def data_of(number: int, version: int) -> bytes:
     """Each word depends on name, version and place."""
     words = 2 + (version * 97 + number) % (ROOM // 8 - 2)
-    data = np.arange(words, dtype=np.uint64) * np.uint64(2 * version + 1) * np.uint64(0x9E3779B97F4A7C15)
+    places = np.arange(words, dtype=np.uint64)
+    data = (
+        (places if version % 2 else places % np.uint64(16)) * np.uint64(2 * version + 1) * np.uint64(0x9E3779B97F4A7C15)
+    )
     data ^= np.uint64(number << 40)
     data[0] = version
     return data.tobytes()
@@ -65,6 +69,7 @@ class Threads:
         _blocks.begin_table(self.table, MULTIPLIERS, BUCKETS, ROWS, DIRECTORY, 70, 1, 2, 0o444, 99)
         self.core = _blocks.Core(self.states.ctypes.data, SLABS, SLAB, HEAD_TABLE, np.array(SIZES, np.uint32))
         self.core.put_space(0, 70, -1, 1, 1 << 40, 1 << 40)
+        self.core.set_packing(0, True)
         self.core.add_table(0, 0, self.table.ctypes.data, len(self.table))
         self.core.add_slabs(np.arange(SLABS, dtype=np.uint32), TOKEN)
         self.arenas = [shared(40 * PAGE) for _ in range(6)]
@@ -115,6 +120,7 @@ class Threads:
             if rng.random() < 0.1:
                 batch.fail()
                 continue
+            pack(batch, rng, tried=rng.choice([0.5, 1.0]))
             data, heads = batch.runs()
             self.medium.write(data, True)
             self.medium.write(heads, False)
@@ -141,7 +147,7 @@ class Threads:
             names = [NAMES[number] for number in rng.sample(range(len(NAMES)), 6)]
             rows, sequences = find(self.core.find, 0, DIRECTORY, names)
             places, sizes = np.zeros(6, np.uint64), np.zeros(6, np.int64)
-            slabs, offsets = np.zeros(6, np.uint32), np.zeros(6, np.uint64)
+            slabs, offsets, packed = np.zeros(6, np.uint32), np.zeros(6, np.uint64), np.zeros(6, np.int64)
             landing = self.core.reserve(
                 0,
                 *name_columns(names),
@@ -151,13 +157,12 @@ class Threads:
                 sizes,
                 slabs,
                 offsets,
+                packed,
             )
-            for place, size, slab, offset in zip(
-                places.tolist(), sizes.tolist(), slabs.tolist(), offsets.tolist(), strict=True
-            ):
+            columns = places, sizes, slabs, offsets, packed
+            for place, size, slab, offset, stored in zip(*[column.tolist() for column in columns], strict=True):
                 if place:
-                    start = HEAD_TABLE + offset
-                    memory_at(place, size)[:] = self.medium.slabs[slab][start : start + size]
+                    copy_in(place, size, self.medium.slabs[slab][HEAD_TABLE + offset :], stored)
             results = np.zeros(6, np.int64)
             landing.land(np.ones(6, np.uint8), results)
             wrong = (results == 0) & (places != 0)

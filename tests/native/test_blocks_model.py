@@ -23,6 +23,7 @@ def test_as_the_model(seed: int) -> None:
     counts = play(seed, 1200)
     assert counts["kills"] > 5
     assert counts["cuts"] > 5
+    assert counts["packed"] > 20
 
 
 def test_daemons_that_are_killed_lose_nothing(seed: int) -> None:

@@ -22,7 +22,7 @@ except ImportError:  # it was built without a compiler: the daemon is asked for 
     native = None
 
 MAGIC = b"KVBLOCKS"
-VERSION = 3
+VERSION = 4
 _HEADER = struct.Struct("<8sIIQQQ")
 """magic, version, buckets, offset of the rows, size, directory"""
 _SERIAL_OFFSET = 64

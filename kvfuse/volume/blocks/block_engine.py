@@ -26,17 +26,18 @@ from kvfuse.checksum import crc32c
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
-from kvfuse.slab.layout import FEATURE_LENT
+from kvfuse.slab.layout import FEATURE_LENT, FEATURE_PACKED
 from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_news import BlockNews
+from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
-from kvfuse.volume.blocks.slot_reads import SlotRead, SlotReads
-from kvfuse.volume.blocks.write_behind import WriteBehind, memory_at
+from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
+from kvfuse.volume.blocks.write_behind import WriteBehind
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.speeds import Tier, worth_reading
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
@@ -118,8 +119,9 @@ class BlockEngine:
             )  # fmt: skip
             core.slabs.lent_granted = self._slab_granted
         self.reads = SlotReads(core, self.native)
+        self.packer = BlockPacker(self.slabs)
         self.writer = WriteBehind(
-            self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync, self.reads.keep_stored
+            self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync, self.packer, self.reads
         )
         self.news = BlockNews(self.native, self.tables, core.namespaces.news)
         self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use, self.news)
@@ -228,6 +230,9 @@ class BlockEngine:
             files = files or accounts.use_of_all()
             count = max(0, accounts.root_blocks - files.files)
         self.native.put_space(place, number, above, self._epoch(number), size, count)
+        found = self.core.namespaces.all.get(number)
+        packs = found is not None and found.settings.compression != "none"
+        self.native.set_packing(place, packs and bool(self.core.superblock.features & FEATURE_PACKED))
 
     def _above(self, number: int) -> int:
         """The place of the namespace that a namespace is in; -1: it is in none that has one."""
@@ -552,16 +557,16 @@ class BlockEngine:
         """Bring blocks into memory. 1 for each that came; what is damaged is dropped. EngineError."""
         count = len(names)
         places, sizes = np.zeros(count, np.uint64), np.zeros(count, np.int64)
-        slabs, offsets = np.zeros(count, np.uint32), np.zeros(count, np.uint64)
+        slabs, offsets, packed = np.zeros(count, np.uint32), np.zeros(count, np.uint64), np.zeros(count, np.int64)
         landing = self.native.reserve(
-            table.place, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets
+            table.place, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets, packed
         )
         wanted = np.flatnonzero(places)
         reads = []
         for number in wanted.tolist():
             address = int(slabs[number]) * self.core.geometry.slab_size + int(offsets[number])
             target = memory_at(int(places[number]), int(sizes[number]))
-            reads.append(SlotRead(table.namespace, address, int(sequences[number]), target))
+            reads.append(slot_read(table.namespace, address, int(sequences[number]), target, int(packed[number])))
         came, results = np.zeros(count, np.uint8), np.zeros(count, np.int64)
         found = table.rows[rows[wanted]].copy()
         are_copies = np.array(await self.reads.read(reads), np.bool_)
@@ -791,23 +796,29 @@ class BlockEngine:
 
     async def _read_beside(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block past memory that has no room for it. None: it is none any more, or damaged."""
-        found = table.rows[row].copy()
-        if int(found["sequence"]) != sequence or not int(found["version"]) & 1:
-            return None
-        length, checksum = int(found["length"]), int(found["checksum"])
-        _, offset = self.native.slot_places(int(found["slab"]), int(found["slot"]))
-        address = int(found["slab"]) * self.core.geometry.slab_size + offset
-        target = bytearray(length)
-        one, is_right = SlotRead(table.namespace, address, sequence, memoryview(target)), False
-        for _ in range(2):
+        for _ in range(4):
+            found = table.rows[row].copy()
+            if int(found["sequence"]) != sequence or not int(found["version"]) & 1:
+                return None
+            slab, slot, packed = found[["slab", "slot", "packed"]].item()
+            try:
+                _, offset = self.native.slot_places(slab, slot)
+            except ValueError:
+                return None  # a thread dropped it just now
+            target = bytearray(int(found["length"]))
+            address = slab * self.core.geometry.slab_size + offset
+            one = slot_read(table.namespace, address, sequence, memoryview(target), packed * forms.PAGE)
             (is_copy,) = await self.reads.read([one])
-            is_right = crc32c(target) == checksum
+            is_right = crc32c(target) == int(found["checksum"])
             self.reads.settle([one], self.reads.copies_of([one], [is_copy]), [is_copy], [is_right])
-            if is_right or not is_copy:
+            if is_right and not (await self._are_confirmed(found[np.newaxis])).all():
+                return None
+            if is_right:
+                return target if int(table.rows["sequence"][row]) == sequence else None
+            has_moved = table.rows[row][["slab", "slot", "packed"]].item() != (slab, slot, packed)
+            if not is_copy and not has_moved:
                 break
-        if not is_right or not (await self._are_confirmed(found[np.newaxis])).all():
-            return None
-        return target if int(table.rows["sequence"][row]) == sequence else None
+        return None
 
     # -- tasks ---------------------------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ from kvfuse.volume.blocks.head_tables import HeadTables
 log = logging.getLogger(__name__)
 
 STATES = "blocks/slabs"
+_FORM = b"form 2"
+"""of the states, and of the tables that they go together with: what has another one is loaded from heads"""
 LOADED_AT_ONCE = 32
 WANTED_SECONDS = 1.0
 """for which files find the slabs that were given back for them"""
@@ -46,7 +48,7 @@ class SlabStates:
         self.are_restored = False
         descriptor = -1
         if kept is not None:
-            is_ours = kept.content == volume_id and len(kept.descriptors) == 1
+            is_ours = kept.content == _FORM + volume_id and len(kept.descriptors) == 1
             if is_ours and os.fstat(kept.descriptors[0]).st_size == size:
                 descriptor, self.are_restored = kept.descriptors[0], True
             else:
@@ -55,7 +57,7 @@ class SlabStates:
         if descriptor < 0:
             descriptor = os.memfd_create("kvfuse-slabs", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
-            keeper.keep(STATES, volume_id, [descriptor])
+            keeper.keep(STATES, _FORM + volume_id, [descriptor])
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         os.close(descriptor)
 

@@ -33,7 +33,7 @@ TABLES_KEPT, TABLES_OF_EACH = 256, 8
 """so many are kept for users that own fewer than this: nobody uses them up for others"""
 ROWS_MAX = 1 << 26
 TABLE_PREFIX = "blocks/table/"
-_FORM = 1
+_FORM = 2
 _FACTS = struct.Struct("<I16sIQIQQ")
 """form, volume, place, namespace, epoch, serial, size"""
 STATE, VALID_UNTIL, COMPLETE = range(3)

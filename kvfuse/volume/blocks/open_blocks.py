@@ -49,9 +49,9 @@ class Row(NamedTuple):
     length: int
     checksum: int
     slab: int
-    note: int
     slot: int
-    spare_slot: int
+    packed: int
+    note: int
     flags: int
     sequence: int
     directory: int

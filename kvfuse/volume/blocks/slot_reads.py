@@ -6,8 +6,9 @@ The block's checksum is compared by the caller, whoever had the bytes; copies th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,8 @@ from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Batch
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume.blocks.write_behind import memory_at
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.store.codec import Codec
 
 READS_AT_ONCE = 32
 """of the disk tier, for one call"""
@@ -26,12 +27,23 @@ GONE_AT_ONCE = 4096
 
 
 class SlotRead(NamedTuple):
-    """A block that is to be read, to ``target``, which has its size. ``address``: of its slot, in the volume."""
+    """A block that is to be read."""
 
     namespace: int
     address: int
+    """of its slot, in the volume"""
     sequence: int
     target: memoryview
+    """for the bytes in the slot"""
+    plain: memoryview | None = None
+    """for those of the block, where it is compressed in the slot; else these are the same"""
+
+
+def slot_read(namespace: int, address: int, sequence: int, plain: memoryview, packed: int) -> SlotRead:
+    """``packed``: bytes in the slot, if they are compressed there; else 0."""
+    if not packed:
+        return SlotRead(namespace, address, sequence, plain)
+    return SlotRead(namespace, address, sequence, np.empty(packed, np.uint8).data, plain)
 
 
 @dataclass
@@ -40,17 +52,24 @@ class SlotReads:
 
     core: Core
     native: NativeCore
+    _codec: Codec = field(default_factory=Codec)
 
     def start(self) -> None:
         if self.core.disk is not None:
             self.native.follow_gone()
 
     async def read(self, wanted: Sequence[SlotRead]) -> list[bool]:
-        """Fill all targets. Which came from the disk tier. EngineError."""
+        """Fill the memory of all, with anything where a slot or a copy is damaged. EngineError.
+
+        Which came from the disk tier.
+        """
         are_here = await self._read_copies(wanted)
         rest = [one for one, is_here in zip(wanted, are_here, strict=True) if not is_here]
         if rest:
             await self._read_segments(rest)
+        packed = [(one.target, one.plain) for one in wanted if one.plain is not None]
+        if packed:
+            await trio.to_thread.run_sync(self._codec.unpack, packed)
         return are_here
 
     async def _read_copies(self, wanted: Sequence[SlotRead]) -> list[bool]:
@@ -92,7 +111,9 @@ class SlotReads:
     def copies_of(self, wanted: Sequence[SlotRead], are_copies: Iterable[bool]) -> list[memoryview | None]:
         """What came from the segments and is to be kept once it is known to be right: the targets may change before."""
         return [
-            memoryview(bytes(one.target)) if not is_copy and self.may_keep(one.namespace) else None
+            (one.target if one.plain is not None else memoryview(bytes(one.target)))
+            if not is_copy and self.may_keep(one.namespace)
+            else None
             for one, is_copy in zip(wanted, are_copies, strict=True)
         ]
 
@@ -114,7 +135,9 @@ class SlotReads:
         disk = self.core.disk
         if disk is None or not disk.keeps_stores:
             return
-        for namespace, address, sequence, data, size in np.frombuffer(batch.blocks(), forms.STORED).tolist():
+        for _, namespace, address, sequence, data, size, _, _ in np.frombuffer(
+            batch.blocks(False), forms.STORED
+        ).tolist():
             if self.may_keep(namespace):
                 disk.keep_slot(address, sequence, memory_at(data, size), lasts=False)
 
@@ -130,3 +153,8 @@ class SlotReads:
             if len(gone) < GONE_AT_ONCE:
                 break
             await trio.lowlevel.checkpoint()
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Memory of the store, which stays as long as its batch, or its landing."""
+    return memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")

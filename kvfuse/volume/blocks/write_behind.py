@@ -8,7 +8,6 @@ refused when too much waits. So a write that was given up, and comes late, finds
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ from kvfuse.errors import EngineError
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Batch, Core
 from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import BlockSlabs
+from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at
 from kvfuse.volume.inodes.doubt import Doubt
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class WriteBehind:
     """Of one membership. Event loop only, but for `note_put`.
 
     ``interval``: seconds in which what was written is synced. ``doubt``: hears of each sync that fails, of others, too.
-    ``sync_records``: makes it durable which slabs are lent. ``on_written``: gets each batch that is written.
+    ``sync_records``: makes it durable which slabs are lent. ``reads``: hears of each batch that is written.
     """
 
     core: Core
@@ -46,7 +47,8 @@ class WriteBehind:
     doubt: Doubt
     interval: float
     sync_records: Callable[[], Awaitable[None]]
-    on_written: Callable[[Batch], None]
+    packer: BlockPacker
+    reads: SlotReads
     written: int = 0
     durable: int = 0
     failures: int = 0
@@ -111,6 +113,7 @@ class WriteBehind:
 
     async def _write(self, batch: Batch) -> None:
         """Write a batch until the engine accepts it."""
+        await self.packer.pack(batch)
         transfers, pause = self._transfers(batch), RETRY_SECONDS_MIN
         _, _, position = batch.facts()
         while True:
@@ -125,7 +128,7 @@ class WriteBehind:
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
         self.error = None
-        self.on_written(batch)
+        self.reads.keep_stored(batch)
         batch.end()
         self._move(written=position)
 
@@ -204,8 +207,3 @@ class WriteBehind:
 
     def statistics(self) -> dict[str, Any]:
         return {"written": self.written, "durable": self.durable, "write_failures": self.failures}
-
-
-def memory_at(address: int, length: int) -> memoryview:
-    """Memory of the store, which stays as long as its batch, or its landing."""
-    return memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")

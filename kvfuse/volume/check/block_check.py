@@ -15,18 +15,22 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.checksum import crc32c
+from kvfuse.checksum import Buffer, crc32c
 from kvfuse.errors import EngineError
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import begin_table, name_keys
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.blocks.head_tables import HeadTables, name_offset, plan_slab
-from kvfuse.volume.check.block_heads import HEAD_SIZE, SlabHeads, batches, is_possible, parse_heads
+from kvfuse.volume.check.block_heads import HEAD_SIZE, SlabHeads, batches, is_possible, parse_heads, stored_sizes
 from kvfuse.volume.check.evidence import Evidence
+from kvfuse.volume.store.codec import unpack_one
 
 SLABS_AT_ONCE = 32
 BYTES_AT_ONCE = 8 << 20
-_FROM_HEAD = "low", "high", "sequence", "directory", "length", "checksum", "slot_size", "name_length", "expires"
+_FROM_HEAD = (
+    *("low", "high", "sequence", "directory", "length", "checksum", "slot_size", "name_length", "expires"),
+    *("version", "token"),
+)
 BLOCK = np.dtype([*[(name, forms.HEAD[name]) for name in _FROM_HEAD], ("slab", np.uint32), ("slot", np.uint32)])
 _IDENTITY = ["sequence", "low", "high"]
 Blocks = npt.NDArray[np.void]
@@ -90,7 +94,7 @@ class BlockCheck:
         for slot in found.damaged:
             check.problem(f"slab {slab}, slot {slot}: the head of a block is damaged", writes=self._free(slab, slot))
         self._torn += len(found.torn)
-        is_possible_here = is_possible(heads, found.slot_size)
+        is_possible_here = is_possible(heads, found.slot_size, check.geometry.slab_size)
         for at in np.flatnonzero(~is_possible_here).tolist():
             head, slot = heads[at], int(found.slots[at])
             text = f"slab {slab}, slot {slot}: the head says {head['length']} bytes in slots of {head['slot_size']}"
@@ -172,12 +176,15 @@ class BlockCheck:
     async def _wrong_bytes(self, blocks: Blocks) -> list[int]:
         """Which do not have the bytes that their heads promise."""
         geometry, batch = self.check.geometry, list[Transfer]()
-        for block in blocks:
+        for block, size in zip(blocks, stored_sizes(blocks).tolist(), strict=True):
             _, lead = plan_slab(geometry, int(block["slot_size"]))
             addr = int(block["slab"]) * geometry.slab_size + (lead + int(block["slot"])) * int(block["slot_size"])
-            batch.append(Transfer(*geometry.locate(addr), bytearray(int(block["length"]))))
+            batch.append(Transfer(*geometry.locate(addr), bytearray(size)))
         came = await self._read(batch)
-        sums = [crc32c(one.buffer) if is_there else -1 for one, is_there in zip(batch, came, strict=True)]
+        sums = [
+            crc32c(_unpacked(one.buffer, block)) if is_there else -1
+            for one, is_there, block in zip(batch, came, blocks, strict=True)
+        ]
         return [at for at, found in enumerate(sums) if found != int(blocks["checksum"][at])]
 
     async def _wrong_names(self, blocks: Blocks) -> list[int]:
@@ -229,6 +236,12 @@ class NameKeys:
         keys = np.zeros(len(names), np.uint64)
         name_keys(self._table, directory, *forms.name_columns(names), keys)
         return keys
+
+
+def _unpacked(data: Buffer, block: np.void) -> Buffer:
+    """The bytes of a block whose slot has ``data``."""
+    is_packed = block["version"] == forms.PACKED_VERSION
+    return unpack_one(memoryview(data), int(block["length"])) if is_packed else data
 
 
 def report_size(blocks: Blocks) -> int:

@@ -20,6 +20,8 @@ from kvfuse.volume.blocks.head_tables import plan_slab
 
 HEAD_SIZE = forms.HEAD.itemsize
 HEAD_VERSION = 1
+VERSIONS = HEAD_VERSION, forms.PACKED_VERSION
+"""of a block's head"""
 SEQUENCE_MAX = 1 << 62
 SECTOR = 512
 """what a medium writes wholly, or not at all"""
@@ -67,7 +69,7 @@ def parse_heads(geometry: Geometry, slab: int, table: bytes, token: int | None) 
         if not is_sound(table[offset : offset + HEAD_SIZE]):
             is_within = offset // SECTOR == (offset + HEAD_SIZE - 1) // SECTOR
             (damaged if is_within else torn).append(slot)
-        elif rows["state"][slot] == forms.BLOCK_HEAD and rows["version"][slot] == HEAD_VERSION:
+        elif rows["state"][slot] == forms.BLOCK_HEAD and rows["version"][slot] in VERSIONS:
             live.append(slot)
     slots = np.array(live, np.int64)
     incarnation = int(first["incarnation"])
@@ -80,11 +82,21 @@ def _was_head(image: bytes) -> bool:
     return any(image) and not valid[0]
 
 
-def is_possible(heads: npt.NDArray[np.void], slot_size: int) -> npt.NDArray[np.bool_]:
+def stored_sizes(heads: npt.NDArray[np.void]) -> npt.NDArray[np.uint32]:
+    """Bytes in the slot of each block."""
+    return np.where(heads["version"] == forms.PACKED_VERSION, heads["token"], heads["length"])
+
+
+def is_possible(heads: npt.NDArray[np.void], slot_size: int, slab_size: int) -> npt.NDArray[np.bool_]:
     """Which heads describe a block that can be in such a slab."""
+    sizes = stored_sizes(heads).astype(np.int64)
+    is_smaller = -(-sizes // PAGE_SIZE) < -(-heads["length"].astype(np.int64) // PAGE_SIZE)
     possible: npt.NDArray[np.bool_] = (
         (heads["length"] > 0)
-        & (heads["length"] <= slot_size)
+        & (heads["length"] <= slab_size)
+        & (sizes > 0)
+        & (sizes <= slot_size)
+        & (is_smaller | (heads["version"] == HEAD_VERSION))
         & (heads["slot_size"] == slot_size)
         & (heads["name_length"] > 0)
         & (heads["sequence"] > 0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import trio
 
 from kvfuse.checksum import crc32c
 from kvfuse.errors import EngineError, MediumError
@@ -21,6 +22,7 @@ from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_tables import BlockTable
 from kvfuse.volume.check.block_heads import HEAD_SIZE, batches, is_sound
+from kvfuse.volume.store.codec import unpack_one
 
 ROWS_AT_ONCE = 8192
 BYTES_AT_ONCE = 1 << 20
@@ -116,7 +118,7 @@ class BlockScrub:
             pieces = self.engine.slabs.heads.pieces(slab, HEAD_SIZE * (slot + 1), HEAD_SIZE)
             heads.append([Transfer(segment, start, bytearray(length)) for segment, start, length in pieces])
             batch += heads[-1]
-        sums = await self._sums(places, rows["length"].tolist(), batch)
+        sums = await self._sums(places, rows, batch)
         found = {}
         for at, row in enumerate(rows):
             head = b"".join(bytes(piece.buffer) for piece in heads[at])
@@ -126,9 +128,10 @@ class BlockScrub:
                 found[at] = "its head is damaged"
         return found
 
-    async def _sums(self, places: list[tuple[int, int]], lengths: list[int], others: list[Transfer]) -> list[int]:
+    async def _sums(self, places: list[tuple[int, int]], rows: Rows, others: list[Transfer]) -> list[int]:
         """Checksums of blocks. ``others``: what is read with them."""
-        sums = [0] * len(places)
+        sums, packed = [0] * len(places), {at: bytearray() for at in np.flatnonzero(rows["packed"]).tolist()}
+        lengths = np.where(rows["packed"], rows["packed"].astype(np.int64) * forms.PAGE, rows["length"]).tolist()
         for start in range(0, max(lengths, default=0), BYTES_AT_ONCE):
             batch = [
                 Transfer(segment, offset + start, bytearray(max(0, min(BYTES_AT_ONCE, length - start))))
@@ -136,7 +139,12 @@ class BlockScrub:
             ]
             await self.segments.read([one for one in batch if len(one.buffer)] + (others if not start else []))
             sums = [crc32c(one.buffer, before) for before, one in zip(sums, batch, strict=True)]
+            for at, stored in packed.items():
+                stored += batch[at].buffer
             await self.pace(sum(len(one.buffer) for one in batch) + (HEAD_SIZE * len(places) if not start else 0))
+        for at, stored in packed.items():
+            data = await trio.to_thread.run_sync(unpack_one, memoryview(stored), int(rows["length"][at]))
+            sums[at] = crc32c(data)
         return sums
 
 

@@ -201,7 +201,7 @@ class _Rebuild:
         """by path"""
         self.generation_max = 0
         self.tables = HeadTables(geometry, segments)
-        self.blocks = RebuiltBlocks()
+        self.blocks = RebuiltBlocks(geometry.slab_size)
 
     def with_features(self, superblock: Superblock) -> Superblock:
         features = superblock.features | (layout.FEATURE_LENT if self.blocks.lent else 0)

@@ -30,8 +30,9 @@ INODES_MAX = 1 << 62
 
 @dataclass
 class RebuiltBlocks:
-    """``lent``: slab -> token of its loan."""
+    """``slab_size``: of the volume. ``lent``: slab -> token of its loan."""
 
+    slab_size: int
     lent: dict[int, int] = field(default_factory=dict)
     count: int = 0
     """of blocks that a mount will show"""
@@ -46,7 +47,7 @@ class RebuiltBlocks:
     def add(self, found: SlabHeads) -> None:
         """A slab that is lent."""
         self.lent[found.slab] = found.token
-        heads = found.heads[is_possible(found.heads, found.slot_size)]
+        heads = found.heads[is_possible(found.heads, found.slot_size, self.slab_size)]
         numbers = heads["directory"], heads["name_space"]
         heads = heads[(numbers[0] > 0) & (numbers[0] < INODES_MAX) & (numbers[1] < INODES_MAX)]
         blocks = np.zeros(len(heads), _BLOCK)

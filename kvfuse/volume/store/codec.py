@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from kvfuse.checksum import GRANULE_SIZE
@@ -51,6 +53,11 @@ def _unpacked(decompressor: zstandard.ZstdDecompressor, frame: memoryview, lengt
         return decompressor.decompress(frame, max_output_size=length)
     except zstandard.ZstdError:
         return b""
+
+
+def unpack_one(frame: memoryview, length: int) -> bytes:
+    """At most ``length`` bytes of a frame, whatever is behind it; fewer, or none, where it is damaged."""
+    return _unpacked(zstandard.ZstdDecompressor(), frame, length)
 
 
 def unpack_all(frames: Sequence[memoryview], plain: memoryview) -> bool:
@@ -99,6 +106,13 @@ class Trials:
         """The next granule is to be tried."""
         self._count += 1
         return self._share > WORTHWHILE or self._count % TRIED_ONE_OF == 0
+
+    def choose(self, count: int) -> npt.NDArray[np.bool_]:
+        """Which of the next ones are to be tried."""
+        numbers = np.arange(self._count + 1, self._count + 1 + count)
+        self._count += count
+        chosen: npt.NDArray[np.bool_] = numbers % (1 if self._share > WORTHWHILE else TRIED_ONE_OF) == 0
+        return chosen
 
     def note(self, length: int, packed_length: int, *, is_smaller: bool, saved: int = 0) -> None:
         """One was tried; ``is_smaller``: it gets a smaller slot, by ``saved`` bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mounting import KvfuseMount, temporary_mount, wait_until
+from packing_lab import compressible
 from ring_lab import stats
 
 from kvfuse.usrbio.client import BlockStore
@@ -206,6 +208,81 @@ def test_sizes_mixed_in_a_full_volume(mount: KvfuseMount, rng: random.Random) ->
         found = {key: store.get(key) for key in rng.sample(list(stored), 400) + last}
         assert all(view is None or bytes(view) == value_of(key, size=stored[key]) for key, view in found.items())
         assert all(found[key] is not None for key in last)
+
+
+def test_compressed_blocks_take_less_room(mount: KvfuseMount, rng: random.Random) -> None:
+    """At every door, out of memory, over a kill and the next mount."""
+    folder = make_namespace(mount, compression="zstd")
+    blocks = {f"key-{number}": compressible(rng, 700_000) for number in range(40)}
+
+    def room() -> int:
+        (row,) = [one for one in stats(mount)["namespaces"] if one["settings"]["kind"] == "blocks"]
+        return int(row["used"]["bytes"])
+
+    def read_all() -> None:
+        with BlockStore(str(mount.point), "kv", deadline=20) as store:
+            for key, data in blocks.items():
+                view = store.get(key)
+                assert view is not None
+                assert bytes(view) == data
+        some = rng.choice(list(blocks))
+        assert (folder / some).read_bytes() == blocks[some]
+
+    with BlockStore(str(mount.point), "kv", deadline=20) as store:
+        for key, data in blocks.items():
+            store.put(key, data)
+        os.sync()
+    size = sum(map(len, blocks.values()))
+    wait_until(lambda: room() < size // 2, "all blocks to be written")
+    read_all()
+    kill(mount)
+    read_all()
+    mount.unmount()
+    mount.fsck(verify=True)
+    mount.mount()
+    wait_until(lambda: not store_of(mount)["loading_slabs"], "the heads of all slabs")
+    assert room() < size // 2
+    read_all()
+
+
+def test_blocks_above_a_slab_are_files_for_rings(mount: KvfuseMount) -> None:
+    """Stored, found, replaced and removed as others, beside them; never evicted, and counted."""
+    capacity = 40 * MIB
+    folder = make_namespace(mount, capacity=capacity, admission="all", eviction="lru")
+    size = 2 * stats(mount)["slab_size"] + 4097
+    large = {f"large-{number}": value_of(f"large-{number}", size=size) for number in range(3)}
+    small = [f"small-{number}" for number in range(600)]
+    with BlockStore(str(mount.point), "kv", deadline=20) as store:
+        store.put(small[0], value_of(small[0], size=100_000))
+        store.put("large-0", large["large-0"])
+        assert store.put_many(list(large)[1:], list(large.values())[1:]).all()
+        for start in range(0, len(small), 8):  # much more than there is room for
+            some = small[start : start + 8]
+            assert store.put_many(some, [value_of(key, size=100_000) for key in some]).all(), start
+        assert store.exists(list(large)).all()
+        for _ in range(2):
+            for key, data in large.items():
+                view = store.get(key)
+                assert view is not None
+                assert bytes(view) == data
+                assert (folder / key).read_bytes() == data
+            targets = [np.zeros(size, np.uint8) for _ in large]
+            assert store.get_many_into(list(large), targets).tolist() == [size] * len(large)
+            assert [target.tobytes() for target in targets] == list(large.values())
+            kill(mount)
+        (row,) = [one for one in stats(mount)["namespaces"] if one["settings"]["kind"] == "blocks"]
+        assert len(large) * size <= row["used"]["bytes"] <= capacity
+        with pytest.raises(OSError, match=r"quota|EDQUOT|122") as refused:
+            for number in range(100):
+                store.put(f"more-{number}", large["large-0"])
+        assert refused.value.errno == errno.EDQUOT
+        assert store.exists(list(large)).all()
+        store.put("large-0", b"small now")
+        assert bytes(store.get("large-0") or b"") == b"small now"
+        store.put(small[0], large["large-1"])
+        assert bytes(store.get(small[0]) or b"") == large["large-1"]
+        assert store.delete_many([small[0], "large-0", "large-1", "nothing"]).tolist() == [True, True, True, False]
+        assert not store.exists([small[0], "large-0", "large-1"]).any()
 
 
 def test_blocks_expire(mount: KvfuseMount) -> None:

@@ -12,6 +12,7 @@ import pytest
 import trio
 from block_tree import make_block_tree
 from namespace_lab import make_namespace
+from packing_lab import compressible
 from power_cuts import MODES, Instant, Medium, opened_on
 from volume_lab import MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options, opened
 
@@ -33,7 +34,9 @@ def engine_of(volume: Volume) -> BlockEngine:
 
 
 def value_of(key: bytes, version: int, size: int) -> bytes:
-    return random.Random(f"{key!r} {version}").randbytes(size)
+    """Every second one can be compressed."""
+    rng = random.Random(f"{key!r} {version}")
+    return compressible(rng, size) if version % 2 else rng.randbytes(size)
 
 
 @dataclass
@@ -102,6 +105,7 @@ class Walk:
 
     rng: random.Random
     sync_error: float = 0.0
+    compression: str = "none"
     history: History = field(default_factory=History)
     directory: int = 0
     version: int = 0
@@ -112,7 +116,9 @@ class Walk:
     async def run(self, steps: int, after_step: Callable[[str], Awaitable[None]]) -> None:
         medium, history = self.medium, self.history
         async with opened_on(medium, OPTIONS, self.rng) as volume:
-            self.directory = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks")
+            self.directory = await make_namespace(
+                volume, ROOT_INODE, b"kv", kind="blocks", compression=self.compression
+            )
             medium.sync_error, history.may_lose = self.sync_error, self.sync_error > 0
             for _ in range(steps):
                 action = self.rng.choice(["put"] * 5 + ["drop", "flush", "wait", "clear"])
@@ -160,9 +166,9 @@ async def judge(disk: Disk, directory: int, history: History) -> None:
     assert not wrong, wrong
 
 
-async def _walk(rng: random.Random, steps: int, cuts: int, sync_error: float) -> int:
+async def _walk(rng: random.Random, steps: int, cuts: int, sync_error: float, compression: str = "none") -> int:
     """Do random things, and cut the power ``cuts`` times after each of ``steps``. Returns how many states were seen."""
-    walk, states = Walk(rng, sync_error), 0
+    walk, states = Walk(rng, sync_error, compression), 0
 
     async def cut(action: str) -> None:
         nonlocal states
@@ -178,7 +184,7 @@ async def _walk_each_prefix(rng: random.Random, states_wanted: int) -> int:
     """Cut the power after each write, commit and sync of parts of walks: what is unsynced is there, or not, or torn."""
     states = 0
     while states < states_wanted:
-        walk = Walk(rng)
+        walk = Walk(rng, compression=rng.choice(["none", "zstd"]))
         states += await _cut_each(walk, rng.randrange(60), rng, states_wanted - states)
     return states
 
@@ -226,8 +232,11 @@ async def judge_rebuilt(disk: Disk, directory: int, history: History) -> None:
         assert data is not None or not history.may_be(key, data), f"{key!r} is lost"
 
 
-async def test_a_loss_of_power_leaves_no_wrong_byte(rng: random.Random, autojump_clock: object) -> None:
-    assert await _walk(rng, steps=40, cuts=3, sync_error=0.0) == 120
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+async def test_a_loss_of_power_leaves_no_wrong_byte(
+    rng: random.Random, autojump_clock: object, compression: str
+) -> None:
+    assert await _walk(rng, steps=40, cuts=3, sync_error=0.0, compression=compression) == 120
 
 
 async def test_a_sync_that_fails_promises_nothing(rng: random.Random, autojump_clock: object) -> None:
