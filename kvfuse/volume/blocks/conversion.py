@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from stat import S_IMODE
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab.classes import SizeClasses
 from kvfuse.slab.image import LENT, TOKEN_SIZE
-from kvfuse.slab.layout import Superblock
+from kvfuse.slab.layout import PAGE_SIZE, Superblock
 from kvfuse.volume.blocks.head_tables import HeadTables, name_offset, plan_slab
 from kvfuse.volume.inodes.metadata_budget import weigh
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
@@ -53,6 +54,7 @@ SLABS_AT_ONCE = 256
 SAY_SECONDS = 5.0
 OWN_CLIENT = 0
 """of the use of namespaces, on a volume of one host"""
+OWN_SIZES_MAX = 32
 PERMISSIONS = 0o777
 PRIORITY = 128
 
@@ -101,17 +103,20 @@ class _Block(NamedTuple):
     slot: int
     file: _File
     checksum: int
+    sequence: int
 
 
 @dataclass
-class _Target:
-    """A free slab that files are copied into."""
+class _Loan:
+    """A slab that is lent with the blocks that are in it: where their files were, or a free one for copies."""
 
     slab: int
     slot_size: int
-    count: int
-    lead: int
     blocks: list[_Block] = field(default_factory=list)
+    committed: int = 0
+    """blocks, from the first, that are none of files any more"""
+    token: bytes = field(default_factory=partial(os.urandom, TOKEN_SIZE))
+    incarnation: int = field(default_factory=lambda: int.from_bytes(os.urandom(4), "little") | 1)
 
 
 class Conversion:
@@ -136,7 +141,10 @@ class Conversion:
         self._free: list[int] = []
         self._freed: list[int] = []
         """that will be free when a loss of power does not bring their files back: see `_settle`"""
-        self._targets: dict[int, _Target] = {}
+        self._sizes: Counter[int] = Counter()
+        """of files that are copied, in whole pages"""
+        self._own_sizes: frozenset[int] = frozenset()
+        self._targets: dict[int, _Loan] = {}
         """by slot size"""
         self._uses: dict[int, schema.Counts] = {}
         self._counts: schema.Counts | None = None
@@ -207,6 +215,7 @@ class Conversion:
                 else:
                     largest = max(file.extents, key=lambda extent: extent.length)
                     others[self._geometry.slab_of(largest.addr)].append(row.key)
+                    self._sizes[-(-record.size // PAGE_SIZE) * PAGE_SIZE] += 1
             if len(gone) >= RECORDS_AT_ONCE:
                 await self._forget(gone)
                 self.done.cleared += len(gone)
@@ -264,13 +273,13 @@ class Conversion:
         total, slabs = sum(map(len, in_place.values())), iter(sorted(in_place))
         while some := list(self._next_slabs(slabs, in_place)):
             files = await self._read_files([key for slab in some for key in in_place[slab]])
-            by_slab: dict[int, list[_Block]] = defaultdict(list)
+            loans = {slab: _Loan(slab, self._slot_sizes[slab]) for slab in some}
             for file in files:
                 slab, slot = self._place(file) or (-1, -1)
                 _, lead = plan_slab(self._geometry, self._slot_sizes[slab])
                 checksum = extent_checksum(file.extents[0].checksums, file.record.size)
-                by_slab[slab].append(_Block(slot - lead, file, checksum))
-            await self._lend([(slab, self._slot_sizes[slab], blocks) for slab, blocks in by_slab.items()])
+                loans[slab].blocks.append(_Block(slot - lead, file, checksum, self._next_sequence()))
+            await self._lend(list(loans.values()))
             self.done.kept += len(files)
             self._say("%d of %d blocks were converted where they are", self.done.kept, total)
 
@@ -296,6 +305,9 @@ class Conversion:
     async def _copy_all(self, others: dict[int, list[bytes]]) -> None:
         """Copy slab by slab, so that slabs become free which later ones are copied into."""
         total = sum(map(len, others.values()))
+        slab_size = self._geometry.slab_size
+        often = [size for size, count in self._sizes.most_common(OWN_SIZES_MAX) if count * size >= slab_size]
+        self._own_sizes = frozenset(often)
         for slab in sorted(others, key=lambda slab: -self._slot_sizes[slab]):
             for start in range(0, len(others[slab]), COPIES_AT_ONCE):
                 files = await self._read_files(others[slab][start : start + COPIES_AT_ONCE])
@@ -303,45 +315,45 @@ class Conversion:
                     await self._copy(some)
                     done = self.done
                     self._say("%d of %d blocks were copied, %d evicted", done.copied, total, done.evicted)
-        await self._end_targets(self._targets)
+        await self._lend(list(self._targets.values()))
 
     async def _copy(self, files: Sequence[_File]) -> None:
-        writes, gone, full = list[Transfer](), list[_File](), list[_Target]()
+        if not self._free:
+            await self._reclaim()
+        writes, gone, full = list[Transfer](), list[_File](), list[_Loan]()
         for file, data in zip(files, await self._read(files), strict=True):
-            slot_size = self._classes.class_for(file.record.size)
-            if data is not None and slot_size not in self._targets and not self._free:
-                await self._segments.write(writes)
-                await self._end_targets({target.slab: target for target in (*full, *self._targets.values())})
-                self._targets, writes, full = {}, [], []
-                await self._settle()
+            slot_size = self._slot_size(file.record.size)
             target = self._target(slot_size) if data is not None else None
             if data is None or target is None:
                 gone.append(file)
                 continue
             slot = len(target.blocks)
-            addr = target.slab * self._geometry.slab_size + (target.lead + slot) * slot_size
+            count, lead = plan_slab(self._geometry, slot_size)
+            addr = target.slab * self._geometry.slab_size + (lead + slot) * slot_size
             writes.append(Transfer(*self._geometry.locate(addr), memoryview(data)))
-            target.blocks.append(_Block(slot, file, crc32c(data)))
-            if len(target.blocks) == target.count:
+            target.blocks.append(_Block(slot, file, crc32c(data), self._next_sequence()))
+            if len(target.blocks) == count:
                 full.append(self._targets.pop(slot_size))
         await self._segments.write(writes)
-        await self._end_targets({target.slab: target for target in full})
+        await self._lend(full)
         await self._forget(gone)
+        self.done.copied += len(files) - len(gone)
         self.done.evicted += len(gone)
 
-    def _target(self, slot_size: int) -> _Target | None:
+    def _slot_size(self, size: int) -> int:
+        """Sizes that come often have slots of their own, as in the block store."""
+        padded = -(-size // PAGE_SIZE) * PAGE_SIZE
+        return padded if padded in self._own_sizes else self._classes.class_for(size)
+
+    def _target(self, slot_size: int) -> _Loan | None:
         """The slab into which blocks of a size are copied. None: there is no room."""
-        plan = plan_slab(self._geometry, slot_size)
-        if slot_size not in self._targets and self._free and plan[0]:
-            self._targets[slot_size] = _Target(self._free.pop(), slot_size, *plan)
+        if slot_size not in self._targets and self._free and plan_slab(self._geometry, slot_size)[0]:
+            self._targets[slot_size] = _Loan(self._free.pop(), slot_size)
         return self._targets.get(slot_size)
 
-    async def _end_targets(self, targets: Mapping[int, _Target]) -> None:
-        await self._lend([(target.slab, target.slot_size, target.blocks) for target in targets.values()])
-        self.done.copied += sum([len(target.blocks) for target in targets.values()])
-
-    async def _settle(self) -> None:
-        """Slabs that became free may be written to: no loss of power brings their files back any more."""
+    async def _reclaim(self) -> None:
+        """Have slabs whose files were all copied, or evicted: no loss of power brings these back any more."""
+        await self._lend(list(self._targets.values()))
         if self._freed:
             await self._records.commit({}, durable=True)
             self._free += self._freed
@@ -366,25 +378,28 @@ class Conversion:
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    async def _lend(self, slabs: Sequence[tuple[int, int, list[_Block]]]) -> None:
-        """Lend slabs with the blocks that are in them, by (slab, slot size, blocks)."""
-        if not slabs:
+    async def _lend(self, loans: Sequence[_Loan]) -> None:
+        """Lend slabs, or add blocks to those that are lent."""
+        loans = [loan for loan in loans if len(loan.blocks) > loan.committed]
+        if not loans:
             return
-        token, batch = os.urandom(TOKEN_SIZE), list[Transfer]()
-        for slab, slot_size, blocks in slabs:
-            image = memoryview(self._image(slot_size, blocks, int.from_bytes(token, "little")))
+        batch = list[Transfer]()
+        for loan in loans:
+            image = memoryview(self._image(loan))
             done = 0
-            for segment, offset, length in self._heads.pieces(slab, 0, len(image)):
+            for segment, offset, length in self._heads.pieces(loan.slab, 0, len(image)):
                 batch.append(Transfer(segment, offset, image[done : done + length]))
                 done += length
         await self._segments.write(batch)
         await self._segments.sync()
-        lent = {slab: token for slab, _, _ in slabs}
-        await self._forget([block.file for _, _, blocks in slabs for block in blocks], lent)
+        files = [block.file for loan in loans for block in loan.blocks[loan.committed :]]
+        await self._forget(files, {loan.slab: loan.token for loan in loans})
+        for loan in loans:
+            loan.committed = len(loan.blocks)
 
-    def _image(self, slot_size: int, blocks: Sequence[_Block], token: int) -> bytearray:
+    def _image(self, loan: _Loan) -> bytearray:
         """Heads and names of a slab."""
-        geometry = self._geometry
+        geometry, slot_size, blocks = self._geometry, loan.slot_size, loan.blocks
         count, _ = plan_slab(geometry, slot_size)
         former = geometry.slots_per_slab(slot_size) * geometry.header_stride(slot_size)
         image = bytearray(max(name_offset(count, count), former))
@@ -396,9 +411,7 @@ class Conversion:
         rows["state"], rows["slot_size"] = forms.BLOCK_HEAD, slot_size
         rows["directory"] = [schema.split_entry_key(block.file.key)[0] for block in blocks]
         rows["low"], rows["high"] = forms.fingerprints(self._multipliers, rows["directory"], names)
-        self._sequence = max(self._sequence + 1, time.time_ns() // 1000)
-        rows["sequence"] = self._sequence + np.arange(len(blocks))
-        self._sequence += len(blocks)
+        rows["sequence"] = [block.sequence for block in blocks]
         for field_name, values in self._fields(records).items():
             rows[field_name] = values
         rows["checksum"] = [block.checksum for block in blocks]
@@ -407,7 +420,7 @@ class Conversion:
         heads[0]["state"], heads[0]["slot_size"] = forms.SLAB_HEAD, slot_size
         used = [0, *(slots + 1).tolist()]
         heads["magic"][used], heads["version"][used] = forms.HEAD_MAGIC, 1
-        heads["incarnation"][used], heads["token"][used] = int.from_bytes(os.urandom(4), "little") | 1, token
+        heads["incarnation"][used], heads["token"][used] = loan.incarnation, int.from_bytes(loan.token, "little")
         for index in used:
             at = index * forms.HEAD.itemsize
             heads[index]["crc"] = crc32c(memoryview(image)[at : at + forms.HEAD.itemsize - CHECKSUM_SIZE])
@@ -415,6 +428,11 @@ class Conversion:
             at = name_offset(count, slot)
             image[at : at + len(name)] = name
         return image
+
+    def _next_sequence(self) -> int:
+        """Of no other block of the volume: blocks of an earlier run have smaller ones."""
+        self._sequence = max(self._sequence + 1, time.time_ns() // 1000)
+        return self._sequence
 
     def _fields(self, records: Sequence[InodeRecord]) -> dict[str, Iterable[int]]:
         stored = [min(max(record.mtime // 1_000_000_000, 1), (1 << 32) - 1) for record in records]
