@@ -202,8 +202,8 @@ def entry_columns(
 ) -> int:
     """What entries of a ring (`wire.SQE`) name, which have one operation, handle and iov, and one key each.
 
-    ``columns``: five for as many: offsets of names, addresses, sizes, ``user_data``, and lengths of names, which are
-    u32 at the start of the last one. Their bytes together; -1: not all ranges lie in the iov and the aux area, or one
+    ``columns``: four for as many: offsets of names, addresses, sizes, and lengths of names, which are u32 at the start
+    of the last one. Their bytes together; -1: not all ranges lie in the iov and the aux area, or one
     has no byte, more than ``length_max``, reserved bits, or a timeout that has passed. ``address``: of the iov.
     """
 

@@ -30,7 +30,7 @@ static PyTypeObject core_type, batch_type, landing_type;
 
 #define CORE (((CoreObject *)self)->core)
 
-enum { ENTRY_COLUMNS = 5 };
+enum { ENTRY_COLUMNS = 4 };
 
 static int has_column(const Py_buffer *column, Py_ssize_t count, Py_ssize_t size)
 {
@@ -1244,7 +1244,7 @@ static PyObject *entry_columns(PyObject *self, PyObject *args)
     Py_ssize_t count = entries.len / (Py_ssize_t)sizeof(RingEntry);
     long long total = has_column(&columns, count, 8 * ENTRY_COLUMNS) ? 0 : -1;
     uint64_t *column = columns.buf;
-    uint8_t *lengths = (uint8_t *)(column + 4 * count);
+    uint8_t *lengths = (uint8_t *)(column + 3 * count);
     for (Py_ssize_t i = 0; i < count && total >= 0; i++) {
         RingEntry one;
         memcpy(&one, (const uint8_t *)entries.buf + i * (Py_ssize_t)sizeof one, sizeof one);
@@ -1256,7 +1256,7 @@ static PyObject *entry_columns(PyObject *self, PyObject *args)
             break;
         }
         column[i] = one.key_offset, column[count + i] = address + one.iov_offset;
-        column[2 * count + i] = one.length, column[3 * count + i] = one.user_data;
+        column[2 * count + i] = one.length;
         memcpy(lengths + 4 * i, &one.key_length, 4);
         total += (long long)one.length;
     }

@@ -638,6 +638,9 @@ class RowApi(Protocol):
         computed sooner than read. Event loop only.
         """
 
+    def try_look_up(self, directory: int, namespace: int, names: NameColumns) -> npt.NDArray[np.bool_] | None:
+        """As `look_up` without times: which there are. None: the event loop has to look. Any thread."""
+
     def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
         """A copy of a block that is in memory; its length, if above ``room``; below 0: it is not. Any thread."""
 
@@ -663,7 +666,7 @@ class RowApi(Protocol):
         ``arena``, ``offset`` and ``size``, as a `TierBlock`. None: it is not in memory. Any thread."""
 
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
-        """Remove blocks. Which there were."""
+        """Remove blocks. Which there were. Any thread."""
 
     async def remove(self, directory: int, names: Sequence[bytes], *, is_strict: bool = False) -> list[bool]:
         """Remove blocks, those of other hosts, too. Which there were. NoSpace, QuotaExceeded, EngineError."""

@@ -236,13 +236,13 @@ def fuzz_entries(rng: random.Random, calls: int) -> None:
         aux_size, iov_size = rng.choice([1, 300, 1 << 16]), rng.choice([1, 5000, 1 << 21])
         count, waited_us = rng.choice([1, 1, 2, 30]), rng.choice([0, 100, 101])
         entries = random_entries(rng, count, aux_size, iov_size)
-        columns = np.full((5, count), 2**64 - 1, np.uint64)
+        columns = np.full((4, count), 2**64 - 1, np.uint64)
         total = _blocks.entry_columns(entries, aux_size, 7000, iov_size, LENGTH_MAX, waited_us, columns)
         assert total == entries_model(entries, aux_size, iov_size, waited_us)
         if total >= 0:
-            named = [entries["key_offset"], entries["iov_offset"] + 7000, entries["length"], entries["user_data"]]
-            assert (columns[:4] == np.array(named, np.uint64)).all()
-            assert (columns[4].view(np.uint32)[:count] == entries["key_length"]).all()
+            named = [entries["key_offset"], entries["iov_offset"] + 7000, entries["length"]]
+            assert (columns[:3] == np.array(named, np.uint64)).all()
+            assert (columns[3].view(np.uint32)[:count] == entries["key_length"]).all()
 
 
 def fuzz_buffers(rng: random.Random, calls: int) -> None:
@@ -287,7 +287,7 @@ def fuzz_arguments() -> None:
         lambda: lab.core.list_rows(77, 1, -1, 10, 0),
         lambda: find(lab.core.find, 77, 1, [b"a"]),
         lambda: lab.core.find(1, 6, b"a", np.zeros(1, np.uint64), np.ones(2, np.uint32), False, 0, memory, memory),
-        lambda: _blocks.entry_columns(bytes(128), 9, 0, 9, 9, 0, np.zeros(9, np.uint64)),
+        lambda: _blocks.entry_columns(bytes(128), 9, 0, 9, 9, 0, np.zeros(7, np.uint64)),
         lambda: _blocks.buffer_spans([memory, memory], False, np.zeros(2, np.uint64), np.zeros(1, np.int64)),
         lambda: _blocks.Core(0, 1, SLAB + 1, HEAD_TABLE, np.array([PAGE], np.uint32)),
         lambda: _blocks.Core(0, 1, SLAB, HEAD_TABLE, np.array([2 * PAGE, PAGE], np.uint32)),

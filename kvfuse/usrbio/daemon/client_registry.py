@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -17,12 +17,11 @@ from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping, KeptConnection
 from kvfuse.usrbio.daemon.device_iovs import MEMORIES_MAX
 from kvfuse.usrbio.daemon.limits import Limits
-from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.pins import Pins
-from kvfuse.usrbio.daemon.put_batches import PutBatch
+from kvfuse.usrbio.daemon.put_batches import PutBatch, PutBatches
 from kvfuse.usrbio.daemon.registered_things import HandleMap, NamespaceHandle
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
-from kvfuse.usrbio.daemon.write_batches import WriteBatch
+from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
 from kvfuse.volume.tier.shared_tier import ReadClass, TierBlock
 
 log = logging.getLogger(__name__)
@@ -35,6 +34,16 @@ TIER_PART = 0.5
 """part of the tier's capacity for calls in flight of one user"""
 
 
+class StartsCalls(Protocol):
+    """Executes calls in the event loop; its methods are for there alone."""
+
+    batches: WriteBatches
+    puts: PutBatches
+
+    def start(self, calls: list[Call]) -> None: ...
+    def cancel(self, cancels: list[Call]) -> None: ...
+
+
 class ClientRegistry:
     """The connection owns it. Any thread may look and call; the event loop alone adds and removes.
 
@@ -42,7 +51,7 @@ class ClientRegistry:
     """
 
     def __init__(
-        self, limits: Limits, peer: ClientProcess, account: UserAccount, share: Share, calls: Calls,
+        self, limits: Limits, peer: ClientProcess, account: UserAccount, share: Share, calls: StartsCalls,
         fail: Callable[[], None], left: KeptConnection | None = None,
     ) -> None:  # fmt: skip
         """``left``: the connection, from the former daemon."""

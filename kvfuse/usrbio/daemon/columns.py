@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvfuse.keys import KEY_SIZE_MAX
 from kvfuse.usrbio.daemon import ring_reads
+from kvfuse.usrbio.daemon.batches import LEFT, Batch, Results
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
 from kvfuse.usrbio.daemon.client_memory import MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
@@ -96,38 +97,22 @@ def find_overlaps(rows: Entries, registered: Mapping[int, MappedIov]) -> npt.NDA
 
 
 class ColumnReads:
-    """Serves plain reads of a batch as columns, those of one file into one iov together. A ring's thread owns it."""
+    """Serves batches of plain reads as columns (`batches.InThread`). A ring's thread owns it."""
 
     def __init__(self, ring: ServedRing, registered: ClientRegistry) -> None:
         self._ring = ring
         self._registered = registered
         self._reader = ring_reads.RingReader()
 
-    def serve(self, rows: Entries, taken_at: float) -> Entries:
-        """Serve plain reads of a batch taken at ``taken_at`` (monotonic seconds); returns all other entries."""
-        words = as_words(rows)
-        kinds = words[:, 0], words[:, 1] & LOW_HALF
-        if are_equal(kinds[0]) and are_equal(kinds[1]):
-            done = self._serve_reads(words, taken_at)
-            return rows if done is None else rows[~done] if not done.all() else rows[:0]
-        left = np.ones(len(rows), bool)
-        groups: dict[tuple[int, int], list[int]] = {}
-        for number, kind in enumerate(zip(kinds[0].tolist(), kinds[1].tolist(), strict=True)):
-            groups.setdefault(kind, []).append(number)
-        for numbers in groups.values():
-            done = self._serve_reads(words[numbers], taken_at) if len(numbers) >= COLUMNS_MIN else None
-            if done is not None:
-                left[numbers] = ~done
-        return rows[left]
-
-    def _serve_reads(self, words: npt.NDArray[np.uint64], taken_at: float) -> npt.NDArray[np.bool_] | None:
-        """Serve entries of one op, file and iov, if they are plain reads. Returns which were completed; None: none."""
-        entry = Entry(*SQE_STRUCT.unpack(words[0].tobytes()))
-        file, iov = self._registered.files.get(entry.handle), self._registered.iovs.get(entry.iov)
-        if entry.op != Op.READ or entry.flags or entry.priority > Priority.LOW or file is None or iov is None:
+    def serve(self, batch: Batch) -> Results | None:
+        entry, taken_at = batch.first, batch.taken_at
+        if len(batch.rows) < COLUMNS_MIN:
             return None
-        columns = np.ascontiguousarray(words.T)
-        offsets, iov_offsets, lengths, user_data, timeouts_us = columns[[2, 3, 4, 6, 7]]
+        file, iov = self._registered.files.get(entry.handle), self._registered.iovs.get(entry.iov)
+        if entry.flags or entry.priority > Priority.LOW or file is None or iov is None:
+            return None
+        columns = np.ascontiguousarray(as_words(batch.rows).T)
+        offsets, iov_offsets, lengths, timeouts_us = columns[[2, 3, 4, 7]]
         length_max = int(lengths.max())
         is_plain = (
             file.readable
@@ -154,15 +139,10 @@ class ColumnReads:
                 )
         except OSError:
             return None
-        done: npt.NDArray[np.bool_] = results != ring_reads.ASK
         if file.map.notes_reads:
             file.map.note_read()
-        _count_reads(file, results[done], time.monotonic() - taken_at)
-        if done.all():
-            self._ring.completions.post(user_data, results)
-        elif done.any():
-            self._ring.completions.post(user_data[done], results[done])
-        return done
+        _count_reads(file, results[results != LEFT], time.monotonic() - taken_at)
+        return results
 
 
 def _count_reads(file: OpenFile, sizes: npt.NDArray[np.int64], seconds: float) -> None:

@@ -13,7 +13,7 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,6 +33,7 @@ from kvfuse.usrbio.daemon.device_memory import DeviceStaging
 from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.indexes import Indexes
 from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
+from kvfuse.usrbio.daemon.operations import OPERATIONS
 from kvfuse.usrbio.daemon.put_batches import PutBatch, PutBatches, complete
 from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
@@ -90,21 +91,12 @@ class Calls:
         )
         self.admission = NamespaceAccess(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission, self.nursery)
-        blocks = self._blocks = BlockCalls(
+        blocks = self.blocks = BlockCalls(
             self.volume, self.admission, self._finish, files.read_here, devices.answer_found
         )
         self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._complete_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
-        self._handlers: dict[int, Callable[[Call], Awaitable[None]]] = {
-            Op.READ: files.read,
-            Op.WRITE: files.write,
-            Op.FSYNC: files.fsync,
-            Op.GET: blocks.get,
-            Op.PUT: blocks.put,
-            Op.EXISTS: blocks.exists,
-            Op.DELETE: blocks.delete,
-            Op.PREFETCH: blocks.prefetch,
-        }
+        self._handlers = {op: one.in_loop(self) for op, one in OPERATIONS.items() if one.in_loop is not None}
 
     def start(self, calls: list[Call]) -> None:
         """Start a task for each call of a ring; writes of one file, and puts that need no wait, share one: cheaper.
@@ -211,7 +203,7 @@ class Calls:
                 break
             ready.append(self._puts.popleft())
         try:
-            done = self._blocks.put_together(ready) if ready else []
+            done = self.blocks.put_together(ready) if ready else []
         except Exception:  # `_do_call` does each alone, also those stored by now: again, with the same bytes
             log.exception("puts together failed")
             done = [False] * len(ready)

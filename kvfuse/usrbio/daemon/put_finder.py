@@ -9,6 +9,7 @@ import numpy as np
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE
 from kvfuse.keys import file_names
 from kvfuse.native.rowcopier import copy_rows
+from kvfuse.usrbio.daemon.batches import Batch
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
 from kvfuse.usrbio.daemon.client_memory import Bytes, MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
@@ -26,7 +27,7 @@ PUTS_MAX = 64
 
 
 class PutFinder:
-    """Takes batches of puts out of a ring's entries. The ring's thread owns it."""
+    """Takes batches of puts out of a ring's entries (`batches.Together`). The ring's thread owns it."""
 
     def __init__(self, ring: ServedRing, registered: ClientRegistry, aux: Bytes) -> None:
         self._ring = ring
@@ -37,9 +38,11 @@ class PutFinder:
         """Drop references to the ring's memory."""
         self._aux = self._aux[:0].copy()
 
-    def start_batches(self, rows: Entries, taken_at: float) -> int:
-        """Start batches of entries of one op, handle and iov. Returns how many of the first ones it took."""
-        entry = Entry._make(SQE_STRUCT.unpack(rows[:1].tobytes()))
+    def start(self, batch: Batch) -> int:
+        """None of one that is alone: a call does it."""
+        entry, rows, taken_at = batch
+        if len(rows) == 1:
+            return 0
         namespace, iov = self._registered.namespaces.get(entry.handle), self._registered.iovs.get(entry.iov)
         if entry.flags or entry.priority > Priority.LOW or namespace is None or iov is None:
             return 0

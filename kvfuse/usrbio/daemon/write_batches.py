@@ -1,6 +1,6 @@
 """Executes writes of a batch that change bytes of one file in their slots: straight from the iov to the segment.
 
-The ring's thread finds them (`batch_finder`). The event loop says where their bytes belong, and keeps the places and
+The ring's thread finds them (`write_finder`). The event loop says where their bytes belong, and keeps the places and
 the file's lock until the ring's thread has written there (`WriteBatches`). The thread then has the kernel drop what it
 cached of the file, and posts the completions. Writes that need more than that go back to the ring's thread, which
 copies their bytes and makes a call of each. So do those whose batch waits when one of them is cancelled or late.

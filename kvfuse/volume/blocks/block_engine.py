@@ -677,6 +677,16 @@ class BlockEngine:
             tiers[count:] = Tier.NONE
         return tiers, seconds
 
+    def try_look_up(self, directory: int, namespace: int, names: NameColumns) -> Mask | None:
+        if self._recompute_rate(namespace):
+            return None
+        tables, rows = self._find_all(directory, names)
+        found = _any_of(rows, len(names[1]))
+        if not (self.knows_all or found.all()):
+            return None
+        self.eviction.note_chain(tables, names, rows)
+        return found
+
     def copy(self, table: BlockTable, name: bytes, room: int) -> memoryview | int:
         rows, _ = table.find([name], self.now(table.namespace))
         if rows[0] < 0:
