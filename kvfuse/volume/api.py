@@ -622,7 +622,8 @@ class RowApi(Protocol):
         """
 
     def get_columns(
-        self, table: Any, names: NameColumns, targets: npt.NDArray[np.uint64], rooms: Numbers
+        self, table: Any, names: NameColumns, targets: npt.NDArray[np.uint64], rooms: Numbers,
+        *, plain_only: bool = False,
     ) -> Numbers:  # fmt: skip
         """Copy what is in memory: lengths, or codes of `kvfuse.native.blockforms`. Any thread."""
 

@@ -108,7 +108,7 @@ class RowOps:
             rows, _ = door.store.try_put(door.own, names, blocks.addresses, blocks.sizes, terms, plain_only=True)
         del memory
         count, results, stored = len(rows), blocks.sizes, blocks.total
-        if (rows < 0).any():
+        if int(rows.min()) < 0:
             is_done = rows >= 0
             count, stored = int(np.count_nonzero(is_done)), int(results[is_done].sum())
             results = np.where(is_done, results, np.where(rows == forms.NOT_ADMITTED, -errno.ECANCELED, LEFT))
@@ -123,26 +123,38 @@ class RowOps:
             return None
         began = time.perf_counter()
         memory = iov.bytes
-        results: Numbers = np.full(len(blocks.sizes), forms.ABSENT, np.int64)
         with self._ring.turns.copying(self._ring.seat) if blocks.total > SMALL else nullcontext():
-            for table in door.readable:
-                rest = np.flatnonzero(results == forms.ABSENT)
-                if not len(rest):
-                    break
-                names = self._aux, blocks.offsets[rest], blocks.lengths[rest]
-                results[rest] = door.store.get_columns(table, names, blocks.addresses[rest], blocks.sizes[rest])
+            results = self._copy(blocks)
         del memory
-        got = results[results >= 0]
-        is_known = not door.has_files and door.store.knows_all
-        absent = np.flatnonzero(results == forms.ABSENT)
-        if len(absent) and is_known:
-            names = self._aux, blocks.offsets[absent], blocks.lengths[absent]
-            door.store.note_chain(door.directory, names, is_read=True)
-        results[results < 0] = np.where(results[results < 0] == forms.ABSENT, -errno.ENOENT if is_known else LEFT, LEFT)
-        count = int(np.count_nonzero(results != LEFT))
+        count, size = len(results), int(results.sum())
+        if int(results.min()) < 0:
+            is_absent, is_copied = results == forms.ABSENT, results >= 0
+            is_known = not door.has_files and door.store.knows_all
+            size = int(results[is_copied].sum())
+            if is_known and is_absent.any():
+                names = self._aux, blocks.offsets[is_absent], blocks.lengths[is_absent]
+                door.store.note_chain(door.directory, names, is_read=True)
+            results = np.where(is_copied, results, np.where(is_absent & is_known, -errno.ENOENT, LEFT))
+            count = int(np.count_nonzero(results != LEFT))
         if count:
             measure(namespace, "get", time.perf_counter() - began, count)
-            namespace.measures.read_bytes += int(got.sum())
+            namespace.measures.read_bytes += size
+        return results
+
+    def _copy(self, blocks: _Blocks) -> Results:
+        """Copy blocks that are in memory to the client: lengths, or codes of `forms`."""
+        door, names = blocks.door, (self._aux, blocks.offsets, blocks.lengths)
+        if len(door.readable) == 1:
+            return door.store.get_columns(door.readable[0], names, blocks.addresses, blocks.sizes, plain_only=True)
+        results: Results = np.full(len(blocks.sizes), forms.ABSENT, np.int64)
+        for table in door.readable:
+            rest = np.flatnonzero(results == forms.ABSENT)
+            if not len(rest):
+                break
+            names = self._aux, blocks.offsets[rest], blocks.lengths[rest]
+            results[rest] = door.store.get_columns(
+                table, names, blocks.addresses[rest], blocks.sizes[rest], plain_only=True
+            )
         return results
 
 

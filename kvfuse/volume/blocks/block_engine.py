@@ -627,13 +627,15 @@ class BlockEngine:
                     return found
         return None
 
-    def get_columns(self, table: BlockTable, names: NameColumns, targets: Words, rooms: Numbers) -> Numbers:
+    def get_columns(
+        self, table: BlockTable, names: NameColumns, targets: Words, rooms: Numbers, *, plain_only: bool = False
+    ) -> Numbers:
         rows, results = np.empty(len(rooms), np.int64), np.empty(len(rooms), np.int64)
         self.native.get(
             table.place,
             table.readers.directory,
             *names,
-            False,
+            plain_only,
             targets,
             rooms,
             self.now(table.namespace),

@@ -358,3 +358,21 @@ def test_a_put_does_not_hide_a_directory(mount: KvfuseMount) -> None:
         (folder / "after").rmdir()
         store.put(b"after", b"value")
         assert (folder / "after").read_bytes() == b"value"
+
+
+def test_rings_find_blocks_whose_keys_are_no_names(mount: KvfuseMount) -> None:
+    make_namespace(mount)
+    with BlockStore(str(mount.point), "kv") as store, store.client.iov(1 << 16) as iov, store.client.ring(32) as ring:
+        for number, key in enumerate([b"plain", *ODD_KEYS]):
+            store.put(key, b"x" * (number + 1))
+            for is_alone in (True, False):
+                ring.prep_get(iov, 0, store.namespace, key, 100)
+                if not is_alone:
+                    ring.prep_get(iov, 100, store.namespace, b"absent", 100)
+                ring.submit()
+                results = ring.wait(2 - is_alone)["result"].tolist()
+                assert sorted(results) == [*([] if is_alone else [-errno.ENOENT]), number + 1]
+            found = ring.prep_exists(store.namespace, [key, b"absent"])
+            ring.submit()
+            ring.wait()
+            assert found.tolist() == [True, False]
