@@ -14,12 +14,18 @@ of form 3 would be a collision of a 256-bit cryptographic hash.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 KEY_SIZE_MAX = 255
 NAME_MAX = 255
 ESCAPE = b"%"
 HASHED = b"%~"
 _HEX_KEY_SIZE_MAX = (NAME_MAX - len(ESCAPE)) // 2
+
+
+def encode_keys(keys: Sequence[bytes | str]) -> list[bytes]:
+    """Text as UTF-8."""
+    return [key.encode() if isinstance(key, str) else key for key in keys]
 
 
 def file_name(key: bytes) -> bytes:

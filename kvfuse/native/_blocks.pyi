@@ -197,6 +197,9 @@ def buffer_spans(buffers: list[Any], writes: bool, addresses: Any, sizes: Any) -
     """Address and size of each buffer. How many of the first ones have the buffer protocol, and are contiguous; with
     ``writes``: and may be written."""
 
+def plain_names(keys: list[bytes | str]) -> tuple[bytes, bytes, bytes] | None:
+    """Columns of names, as `name_columns` makes them; None: not all keys are names as they are (`keys.file_name`)."""
+
 def entry_columns(
     entries: Any, aux_size: int, address: int, iov_size: int, length_max: int, waited_us: int, columns: Any
 ) -> int:

@@ -1295,6 +1295,49 @@ static PyObject *buffer_spans(PyObject *self, PyObject *args)
     return is_sound ? PyLong_FromSsize_t(i) : NULL;
 }
 
+/* The bytes of a key, text as UTF-8; NULL: it is neither bytes nor text, or no name as it is. */
+static const char *plain_name_of(PyObject *key, Py_ssize_t *length)
+{
+    const char *text = NULL;
+    if (PyBytes_Check(key))
+        text = PyBytes_AS_STRING(key), *length = PyBytes_GET_SIZE(key);
+    else if (PyUnicode_Check(key))
+        text = PyUnicode_AsUTF8AndSize(key, length);
+    if (text && *length <= NAME_MAX_BYTES && is_plain_name((const uint8_t *)text, (size_t)*length))
+        return text;
+    PyErr_Clear();
+    return NULL;
+}
+
+/* Names of keys as three columns; None: they are not all names as they are. */
+static PyObject *plain_names(PyObject *self, PyObject *keys)
+{
+    if (!PyList_Check(keys))
+        return PyErr_Format(PyExc_TypeError, "keys are a list");
+    Py_ssize_t count = PyList_GET_SIZE(keys), total = 0, length, i;
+    for (i = 0; i < count && plain_name_of(PyList_GET_ITEM(keys, i), &length); i++)
+        total += length;
+    if (i < count)
+        Py_RETURN_NONE;
+    PyObject *text = PyBytes_FromStringAndSize(NULL, total), *offsets = PyBytes_FromStringAndSize(NULL, 8 * count),
+             *lengths = PyBytes_FromStringAndSize(NULL, 4 * count);
+    if (!text || !offsets || !lengths) {
+        Py_XDECREF(text), Py_XDECREF(offsets), Py_XDECREF(lengths);
+        return NULL;
+    }
+    char *place = PyBytes_AS_STRING(text);
+    for (uint64_t at = 0; i > 0; i--) { /* nothing runs between that could change the list */
+        Py_ssize_t number = count - i;
+        const char *name = plain_name_of(PyList_GET_ITEM(keys, number), &length);
+        uint32_t size = (uint32_t)length;
+        memcpy(place + at, name, size);
+        memcpy(PyBytes_AS_STRING(offsets) + 8 * number, &at, 8);
+        memcpy(PyBytes_AS_STRING(lengths) + 4 * number, &size, 4);
+        at += size;
+    }
+    return Py_BuildValue("NNN", text, offsets, lengths);
+}
+
 /* The first half of each name's fingerprint. 0 for an odd name. */
 static PyObject *name_keys(PyObject *self, PyObject *args)
 {
@@ -1319,6 +1362,7 @@ static PyObject *name_keys(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
+    {"plain_names", plain_names, METH_O, "plain_names(keys) -> (text, offsets, lengths) or None"},
     {"buffer_spans", buffer_spans, METH_VARARGS, "buffer_spans(buffers, writes, addresses, sizes) -> how many"},
     {"entry_columns", entry_columns, METH_VARARGS, "entry_columns(entries, aux_size, address, ..., columns) -> bytes"},
     {"name_keys", name_keys, METH_VARARGS, "name_keys(table, directory, names, keys)"},

@@ -270,6 +270,21 @@ def fuzz_buffers(rng: random.Random, calls: int) -> None:
             assert (addresses[number] - np.uint64(array.ctypes.data), sizes[number]) == (offset, size)
 
 
+def fuzz_keys(rng: random.Random, calls: int) -> None:
+    """Keys are columns of names, unless one needs another name, or is none."""
+    plain = ["a", b"b" * 255, "ключ", b"\xff%", "..x", b"." * 3, "x" * 200]
+    odd = ["", b"", b"a/b", "%a", b"\0", ".", b"..", "x" * 256, "ы" * 128, 7, None, "\ud800", bytearray(b"a")]
+    for _ in range(calls):
+        keys = [rng.choice(plain) for _ in range(rng.randrange(9))]
+        if is_odd := rng.random() < 0.4:
+            keys.insert(rng.randrange(len(keys) + 1), rng.choice(odd))
+        found = _blocks.plain_names(keys)
+        assert (found is None) == is_odd
+        if found is not None:
+            names = [key.encode() if isinstance(key, str) else key for key in keys]
+            assert found == tuple(bytes(column) for column in name_columns(names))
+
+
 def fuzz_arguments() -> None:
     lab = BlocksLab(1)
     memory = shared(8 * PAGE)
@@ -312,6 +327,7 @@ def main(seed: int, rounds: int) -> None:
     fuzz_names(rng, 20 * rounds)
     fuzz_entries(rng, 50 * rounds)
     fuzz_buffers(rng, 50 * rounds)
+    fuzz_keys(rng, 50 * rounds)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class AttachedRing:
     ) -> int:  # fmt: skip
         """Whatever is no list of keys. ``handle``: of the file or the namespace. Its ticket."""
         if key is not None:
-            self._keys.check([key])
+            self._keys.check_one(key)
         self.need_room(1)
         if is_staged(op, iov, flags):
             terms = user_data, priority, timeout, flags, key

@@ -11,6 +11,7 @@ from time import monotonic
 
 import numpy as np
 
+from kvfuse.keys import encode_keys
 from kvfuse.usrbio.client.client import DEADLINE_S, Client, connect
 from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.gpu.device_blocks import DeviceBlocks, raise_failure, range_of
@@ -97,7 +98,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
         A full cache may find the block not worth storing: then nothing happens (`put_many` says which are stored).
         """
-        (encoded,), result = _encode([key]), -ETIMEDOUT
+        (encoded,), result = encode_keys([key]), -ETIMEDOUT
         if (place := range_of(buffer, self.client.gpus)) is not None:
             results = self._on_devices.put([encoded], [place], self._terms, hints)
             raise_failure(results, [place])
@@ -162,7 +163,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
             put = partial(self._on_devices.put, hints=hints)
             return self._move_some(put, keys, buffers, places, put_others, NOT_STORED) >= 0
         arrays = list(map(bytes_of, buffers))
-        results = self._move(Op.PUT, _encode(keys), arrays, self._terms, hints)
+        results = self._move(Op.PUT, encode_keys(keys), arrays, self._terms, hints)
         _raise_unless(results, NOT_STORED)
         _raise_if_used(self, results, lambda: arrays)
         return results >= 0
@@ -173,7 +174,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         place = self.client.locate_all(*spans) if spans is not None else None
         if spans is None or place is None or len(keys) != len(buffers):
             return None
-        encoded, (iov, offsets), (_, sizes) = _encode(keys), place, spans
+        encoded, (iov, offsets), (_, sizes) = encode_keys(keys), place, spans
         results: Sizes = np.full(len(encoded), -ETIMEDOUT, np.int64)
         with suppress(TimeoutError), self.lanes.take() as lane:
             for start in range(0, len(encoded), self._entries):
@@ -194,7 +195,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
                 get, get_others = self._on_devices.get, self.get_many_into
                 return np.maximum(self._move_some(get, keys, buffers, places, get_others, MISSES), -1)
             spans = _spans_of_arrays(list(map(bytes_of, buffers)))
-        encoded, (targets, rooms) = _encode(keys), spans
+        encoded, (targets, rooms) = encode_keys(keys), spans
 
         def ask(rows: list[int], seconds: float) -> Sizes:
             asked, rest = [encoded[row] for row in rows], [bytes_of(buffers[row]) for row in rows]
@@ -207,7 +208,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def get_many(self, keys: Sequence[Key]) -> list[memoryview | None]:
         """As `get` for each."""
-        encoded = _encode(keys)
+        encoded = encode_keys(keys)
         if self._resident.brings() and (missing := self._resident.missing(encoded)):
             self._bring(missing, self._deadline)
         found: list[memoryview | None] = [None] * len(encoded)
@@ -226,16 +227,15 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def exists(self, keys: Sequence[Key]) -> Found:
         """Which blocks are there."""
-        encoded = _encode(keys)
-        found = self._resident.exists(encoded) if encoded else np.zeros(0, np.bool_)
-        return found if found is not None else self._ask(encoded, Ring.prep_exists)
+        found = self._resident.exists(keys) if len(keys) else np.zeros(0, np.bool_)
+        return found if found is not None else self._ask(keys, Ring.prep_exists)
 
     def costs(self, keys: Sequence[Key]) -> Costs:
         """Which tier has each block, and when it and all before it are expected, if they are got now in this order.
 
         A forecast: the tiers' speeds are those of their last reads, and others read, too.
         """
-        encoded = _encode(keys)
+        encoded = encode_keys(keys)
         answers = self._ask(encoded, partial(Ring.prep_exists, costs=True)) if encoded else np.zeros(0, np.bool_)
         return decode_costs(answers.view(np.uint8))
 
@@ -253,10 +253,9 @@ class BlockStore(AbstractContextManager["BlockStore"]):
 
     def longest_prefix(self, keys: Sequence[Key]) -> int:
         """How many blocks from the first on are there without a gap."""
-        encoded = _encode(keys)
-        if encoded and (known := self._resident.longest_prefix(encoded)) is not None:
+        if len(keys) and (known := self._resident.longest_prefix(keys)) is not None:
             return known
-        total = 0
+        encoded, total = encode_keys(keys), 0
         with suppress(TimeoutError), self.lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 window = encoded[start : start + KEYS_MAX]
@@ -359,7 +358,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
     # -- how -----------------------------------------------------------------------------------------
 
     def _ask(self, keys: Sequence[Key], prepare: Callable[..., Found], expected: frozenset[int] = MISSES) -> Found:
-        encoded, found = _encode(keys), np.zeros(len(keys), np.bool_)
+        encoded, found = encode_keys(keys), np.zeros(len(keys), np.bool_)
         with suppress(TimeoutError) if ETIMEDOUT in expected else nullcontext(), self.lanes.take() as lane:
             for start in range(0, len(encoded), KEYS_MAX):
                 part = encoded[start : start + KEYS_MAX]
@@ -376,7 +375,7 @@ class BlockStore(AbstractContextManager["BlockStore"]):
         move_others: Callable[[Sequence[Key], Sequence[object]], Sizes], expected: frozenset[int],
     ) -> Sizes:  # fmt: skip
         """``move`` what has a place on a device, and then the others. What is wrong is raised when all is served."""
-        encoded, results = _encode(keys), np.zeros(len(keys), np.int64)
+        encoded, results = encode_keys(keys), np.zeros(len(keys), np.int64)
         here = {row: place for row, place in enumerate(places) if place is not None}
         moved = move([encoded[row] for row in here], list(here.values()), self._terms)
         results[list(here)] = moved
@@ -442,10 +441,6 @@ def _get_copies(
         if result >= 0:
             found[number] = buffer[:result].data.toreadonly()
     return [number for number, result in zip(sizes, results.tolist(), strict=True) if result == -EMSGSIZE]
-
-
-def _encode(keys: Sequence[Key]) -> list[bytes]:
-    return [key.encode() if isinstance(key, str) else key for key in keys]
 
 
 def _within(terms: EntryTerms, deadline: float | None) -> EntryTerms:

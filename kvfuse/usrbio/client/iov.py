@@ -163,6 +163,8 @@ def map_descriptor(descriptor: int) -> tuple[Bytes, SharedPart]:
 
 def bytes_of(buffer: object) -> Bytes:
     """The memory of a contiguous buffer as bytes, not copied. TypeError or ValueError for anything else."""
+    if type(buffer) is np.ndarray and buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous:
+        return buffer
     if isinstance(buffer, SharedMemory):
         return np.frombuffer(cast(memoryview, buffer.buf), np.uint8)
     if hasattr(buffer, "data_ptr"):

@@ -9,6 +9,7 @@ from errno import EAGAIN
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.keys import KEY_SIZE_MAX
 from kvfuse.usrbio.client.session import Bytes
 from kvfuse.usrbio.client.tickets import Numbers
 from kvfuse.usrbio.protocol.wire import key_sizes
@@ -66,6 +67,11 @@ class KeyArea:
         if not len(self._cells):
             raise ValueError("the ring was made for file operations only")
         return key_sizes(keys)
+
+    def check_one(self, key: bytes) -> None:
+        """`check` of one, at less expense."""
+        if not len(self._cells) or not 1 <= len(key) <= KEY_SIZE_MAX:
+            self.check([key])
 
     def put(self, ticket: int, key: bytes) -> int:
         """Where the key of an entry is from here on."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvfuse.blockindex import fence
 from kvfuse.errors import EngineError
-from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
+from kvfuse.keys import KEY_SIZE_MAX, encode_keys, file_name, file_names
 from kvfuse.native import blockforms as forms
 
 native: Any
@@ -80,14 +80,14 @@ class MappedTable:
         """Seconds since the epoch, by the clock of the namespace."""
         return min(int(time.time()) + int(self._ahead[0]), _LATEST)
 
-    def look_up(self, keys: Sequence[bytes]) -> Numbers:
+    def look_up(self, keys: Sequence[bytes | str]) -> Numbers:
         """As `find`, for who does not read them: below 0 also where the daemon knows whether a block is worth it."""
         rows = self.find(keys)
         if self._asks[0]:
             rows[self.rows["arena"][np.maximum(rows, 0)] == 0] = forms.NOT_RESIDENT
         return rows
 
-    def find(self, keys: Sequence[bytes]) -> Numbers:
+    def find(self, keys: Sequence[bytes | str]) -> Numbers:
         """The row of each key, below 0 for others. All keys have 1 to 255 bytes."""
         rows: Numbers = np.empty(len(keys), np.int64)
         columns = _columns(keys)
@@ -146,11 +146,16 @@ class MappedTable:
         return bool(self.rows["version"][int(spot["row"])] == spot["version"])
 
 
-def _columns(keys: Sequence[bytes]) -> tuple[bytes, npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+def _columns(keys: Sequence[bytes | str]) -> tuple[Any, Any, Any]:
     """`name_columns` of the files of keys. ValueError for a key that is not 1 to 255 bytes long."""
-    columns = forms.name_columns(file_names(keys if isinstance(keys, list) else list(keys)))
+    some = keys if isinstance(keys, list) else list(keys)
+    found: tuple[Any, Any, Any] | None = native.plain_names(some)
+    if found is not None:
+        return found
+    encoded = encode_keys(some)
+    columns = forms.name_columns(file_names(encoded))
     lengths = columns[2]
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= KEY_SIZE_MAX:
-        for key in keys:
+        for key in encoded:
             file_name(key)
     return columns

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvfuse.blockindex import ABSENT, UNMAPPED, Numbers, Table
 from kvfuse.errors import Disconnected, EngineError
+from kvfuse.keys import encode_keys
 from kvfuse.native import blockforms as forms
 from kvfuse.usrbio.client.client import Client
 from kvfuse.usrbio.client.files import Namespace
@@ -56,6 +57,9 @@ class Mapped(Protocol):
     @property
     def touches(self) -> TouchNotes: ...
 
+    def look_up(self, keys: Sequence[bytes | str]) -> Numbers:
+        """As `MappedTable.look_up`."""
+
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         """The length of each block that was copied, `NOWHERE` for those that there certainly are not, `NOT_HERE` for
         others."""
@@ -74,6 +78,9 @@ class _MappedFiles:
         self.table = table
         self.touches = touches
         self._arenas = arenas
+
+    def look_up(self, keys: Sequence[bytes | str]) -> Numbers:
+        return self.table.look_up(encode_keys(keys))
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         arenas = self._arenas
@@ -107,6 +114,9 @@ class _MappedRows:
         self.table = table
         self.touches = touches
         self._arenas = arenas
+
+    def look_up(self, keys: Sequence[bytes | str]) -> Numbers:
+        return self.table.look_up(keys)
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
         arenas, table = self._arenas, self.table
@@ -265,37 +275,38 @@ class ResidentBlocks:
                 return size
         return None
 
-    def exists(self, keys: Sequence[bytes]) -> Found | None:
+    def exists(self, keys: Sequence[bytes | str]) -> Found | None:
         """Which blocks there are, if each is either here or certainly nowhere. None: ask the daemon about all of them.
 
         A cache learns from the order in which blocks are asked for, also from those that are absent.
         """
         return self._search(keys, only_first=False)
 
-    def longest_prefix(self, keys: Sequence[bytes]) -> int | None:
+    def longest_prefix(self, keys: Sequence[bytes | str]) -> int | None:
         """How many blocks from the first on are here, if the next one is certainly nowhere. None: as for `exists`."""
         found = self._search(keys, only_first=True)
         return None if found is None else len(keys) if found.all() else int(found.argmin())
 
-    def _search(self, keys: Sequence[bytes], *, only_first: bool) -> Found | None:
+    def _search(self, keys: Sequence[bytes | str], *, only_first: bool) -> Found | None:
         """Which blocks are here; None: one that is not may be elsewhere. ``only_first``: the first one, that is."""
         tables = self._present()
         if not tables:
             return None
-        slots = [mapped.table.look_up(keys) for mapped in tables]
-        found: Found = np.max(slots, axis=0) >= 0
-        missing: Sequence[bytes] = keys
-        if found.any():
-            missing = () if found.all() else list(compress(keys, (~found).tolist()))
-        absent = tables[0].table.lacks(missing) if missing else found[:0]
+        slots = [mapped.look_up(keys) for mapped in tables]
+        found: Found = (np.max(slots, axis=0) if len(slots) > 1 else slots[0]) >= 0
+        if found.all():
+            if not all(mapped.table.holds() for mapped in tables):
+                self._look_again()
+                return None
+            for mapped, here in zip(tables, slots, strict=True):
+                mapped.touches.touch(here[here >= 0] if len(slots) > 1 else here)
+            return found
+        encoded = encode_keys(keys)
+        absent = tables[0].table.lacks(list(compress(encoded, (~found).tolist())))
         if not absent[: 1 if only_first else None].all() or not all(mapped.table.holds() for mapped in tables):
             self._look_again()
             return None
-        if missing:
-            tables[0].touches.ask(keys)
-        else:
-            for mapped, here in zip(tables, slots, strict=True):
-                mapped.touches.touch(here[here >= 0])
+        tables[0].touches.ask(encoded)
         return found
 
     def _present(self) -> list[Mapped]:
