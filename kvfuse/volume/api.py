@@ -621,6 +621,12 @@ class RowApi(Protocol):
         ``sources``: addresses of memory that is there, and stays.
         """
 
+    def wait_for_room(self, why: int, table: Any, size: int) -> bool:
+        """Have room made for a block of ``size`` bytes, refused for ``why``: return when it has a chance again.
+
+        False: it has none, or not soon. Threads of rings only.
+        """
+
     def get_columns(
         self, table: Any, names: NameColumns, targets: npt.NDArray[np.uint64], rooms: Numbers,
         *, plain_only: bool = False,

@@ -165,6 +165,15 @@ class Interpreter:
             user.alone -= 1
 
     @contextmanager
+    def resting(self, seat: Seat) -> Iterator[None]:
+        """Give the turn back for the body, which waits for something; after it the seat has the turn again."""
+        self.give_turn(seat)
+        try:
+            yield
+        finally:
+            self.take_turn(seat)
+
+    @contextmanager
     def copying(self, seat: Seat) -> Iterator[None]:
         """Let others take the turn from this seat during a large copy; after it the seat has the turn again."""
         seat.lent.append(True)

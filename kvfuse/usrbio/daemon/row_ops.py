@@ -1,7 +1,7 @@
 """Serves GET and PUT of blocks that are rows (`kind=blocks`) in a ring's thread, as columns.
 
-What has to wait - for room, for a sync, for the medium, for a look at the client's rights - is left to the event loop
-(`row_calls`), as is everything that is not plain.
+What has to wait - for a sync, for the medium, for a look at the client's rights, for longer than a moment for room - is
+left to the event loop (`row_calls`), as is everything that is not plain.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.columns import are_equal, as_words
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.wire import HINT_BITS, LENGTH_MAX, Priority
-from kvfuse.volume.api import RowTerms
+from kvfuse.volume.api import RowTable, RowTerms
 
+ROOM_SECONDS = 0.2
+"""for which a batch of puts waits for room in the ring's thread, all in all"""
+_SHORT = (forms.NO_SLOT, forms.NO_MEMORY, forms.NO_QUOTA)
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
@@ -103,9 +106,7 @@ class RowOps:
             return None
         began = time.perf_counter()
         memory = iov.bytes  # keeps the mapping
-        names = self._aux, blocks.offsets, blocks.lengths
-        with self._ring.turns.copying(self._ring.seat) if blocks.total > SMALL else nullcontext():
-            rows, _ = door.store.try_put(door.own, names, blocks.addresses, blocks.sizes, terms, plain_only=True)
+        rows = self._store(blocks, door.own, terms)
         del memory
         count, results, stored = len(rows), blocks.sizes, blocks.total
         if int(rows.min()) < 0:
@@ -116,6 +117,34 @@ class RowOps:
             measure(namespace, "put", time.perf_counter() - began, count)
             namespace.measures.written_bytes += stored
         return results
+
+    def _store(self, blocks: _Blocks, table: RowTable, terms: RowTerms) -> Results:
+        """Store blocks, wait a moment for room where there is none: rows, or codes of `forms`."""
+        rows = self._try_to_store(blocks, table, terms)
+        give_up = 0.0
+        while int(rows.min()) < 0:
+            rest = np.flatnonzero((rows == forms.NOT_TRIED) | np.isin(rows, _SHORT))
+            if not len(rest):
+                break
+            why, size = int(rows[rest[0]]), int(blocks.sizes[rest[0]])
+            if why != forms.NOT_TRIED:  # else it stands behind one that is never stored here
+                give_up = give_up or time.monotonic() + ROOM_SECONDS
+                with self._ring.turns.resting(self._ring.seat):
+                    has_room = time.monotonic() < give_up and blocks.door.store.wait_for_room(why, table, size)
+                if not has_room:
+                    break
+            part = blocks._replace(
+                total=int(blocks.sizes[rest].sum()), offsets=blocks.offsets[rest], addresses=blocks.addresses[rest],
+                sizes=blocks.sizes[rest], lengths=blocks.lengths[rest],
+            )  # fmt: skip
+            rows = rows.copy()  # the store has noted what it was
+            rows[rest] = self._try_to_store(part, table, terms)
+        return rows
+
+    def _try_to_store(self, blocks: _Blocks, table: RowTable, terms: RowTerms) -> Results:
+        door, names = blocks.door, (self._aux, blocks.offsets, blocks.lengths)
+        with self._ring.turns.copying(self._ring.seat) if blocks.total > SMALL else nullcontext():
+            return door.store.try_put(table, names, blocks.addresses, blocks.sizes, terms, plain_only=True)[0]
 
     def _get(self, blocks: _Blocks) -> Results | None:
         namespace, door, iov = blocks.namespace, blocks.door, blocks.iov

@@ -35,6 +35,7 @@ from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
+from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
 from kvfuse.volume.blocks.write_behind import WriteBehind
@@ -129,6 +130,7 @@ class BlockEngine:
         self._spaces: dict[int, int] = {}
         """namespace -> its place in the core"""
         self._work = trio.Event()
+        self._room_requests = RoomRequests(self.make_room)
         self._has_looked = trio.Event()
         self._has_loaded = trio.Event()
         self._more_to_load = trio.Event()
@@ -525,6 +527,9 @@ class BlockEngine:
                 if excess > 0 or accounts.use_here(number).files > account.most.files:
                     self.eviction.make_room_in(number, max(excess, 1))
 
+    def wait_for_room(self, why: int, table: BlockTable, size: int) -> bool:
+        return self._room_requests.wait(why, table, size)
+
     def note_put(self) -> None:
         """Something was put. Any thread."""
         if self.writer.is_idle and self._token is not None:
@@ -879,6 +884,7 @@ class BlockEngine:
             )
             nursery.start_soon(failing.service, "reads of blocks", self.shown.run)
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
+            nursery.start_soon(failing.service, "room for puts that wait", self._room_requests.run)
             if self.others is not None:
                 nursery.start_soon(failing.service, "blocks of other hosts", self.others.run)
 
