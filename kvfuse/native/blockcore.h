@@ -162,7 +162,7 @@ typedef struct Core {
     Arena arenas[ARENAS];
     uint16_t places[2 * ARENAS]; /* arena by number: index + 1 */
     uint16_t first_tables[TABLES];
-    uint32_t arena_count, unswept; /* ``unswept``: tables that ended and have slots */
+    uint32_t arena_count, table_end, unswept; /* ``table_end``: behind all tables; ``unswept``: tables that ended and have slots */
     Queue queue, unsynced; /* ``unsynced``: heads of free slots and of slabs that were written since the last sync */
     uint64_t synced; /* sequence up to which all blocks survive a loss of power */
     uint64_t dirty_bytes, dirty_max, stamp, puts, put_bytes, gets, get_bytes, recycled, relocated, refused, batches;

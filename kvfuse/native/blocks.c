@@ -223,6 +223,8 @@ static PyObject *add_table(PyObject *self, PyObject *args)
     uint16_t *first = CORE->first_tables + table_place(index.header->name_space, index.header->directory);
     table->next = *first;
     *first = (uint16_t)(place + 1);
+    if (place >= CORE->table_end)
+        CORE->table_end = place + 1;
     unlock(CORE);
     Py_RETURN_NONE;
 }
@@ -1045,7 +1047,7 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
     for (uint32_t s = 0; s < core->slab_count; s++)
         if (core->slabs[s].owners)
             free_bytes += (uint64_t)core->slabs[s].free * core->states[s].slot_size;
-    for (int t = 0; t < TABLES; t++)
+    for (uint32_t t = 0; t < core->table_end; t++)
         if (core->tables[t].is_known && !core->tables[t].is_ended)
             live += core->tables[t].index.header->live;
     const struct {

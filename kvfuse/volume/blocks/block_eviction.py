@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -216,8 +216,7 @@ class BlockEviction:
     def _tell(self) -> None:
         self._meet_tables()
         stored: defaultdict[int, list[Words]] = defaultdict(list)
-        for _ in range(len(self._noted)):
-            table, rows, sizes = self._noted.popleft()
+        for table, rows, sizes in self._take_notes():
             now = self._now(table.namespace)
             found = self._policies.get(table.namespace)
             if found is None or table.place not in found.tables:
@@ -243,6 +242,20 @@ class BlockEviction:
         for namespace, parts in stored.items():
             with self.books[namespace].lock:
                 self.books[namespace].stored(np.concatenate(parts))
+
+    def _take_notes(self) -> Iterator[tuple[BlockTable, Numbers, Numbers | None]]:
+        """What was noted, in its order, but for puts that follow each other in one table: they are one, the last one
+        first, as of a batch the first block is the newest. A row that was put again is named once."""
+        notes = [self._noted.popleft() for _ in range(len(self._noted))]
+        for (_, is_put), some in groupby(notes, key=lambda note: (note[0].place, note[2] is not None)):
+            group = list(some)
+            if not is_put or len(group) == 1:
+                yield from group
+                continue
+            rows = np.concatenate([rows for _, rows, _ in reversed(group)])
+            sizes = np.concatenate([sizes for _, _, sizes in reversed(group) if sizes is not None])
+            kept = np.sort(np.unique(rows, return_index=True)[1])
+            yield group[0][0], rows[kept], sizes[kept]
 
     def _meet_tables(self) -> None:
         """Have policies know all rows of all tables, and those that are used next: they look at all when it grows."""
