@@ -90,7 +90,7 @@ async def test_files_and_blocks_share_a_quota(disk: Disk, options: Options, quot
                 while True:
                     await write_file(volume, directory, b"file-%d" % stored, bytes(256 << 10))
                     stored += 1
-            assert stored >= (15 if quota == "capacity" else 40)
+            assert stored >= (15 if quota == "capacity" else 36), "of 16 and 40: puts take some of what became free"
             is_over = True
 
         await fill(engine, table, 100)
