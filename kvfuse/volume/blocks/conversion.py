@@ -421,9 +421,9 @@ class Conversion:
         used = [0, *(slots + 1).tolist()]
         heads["magic"][used], heads["version"][used] = forms.HEAD_MAGIC, 1
         heads["incarnation"][used], heads["token"][used] = loan.incarnation, int.from_bytes(loan.token, "little")
-        for index in used:
-            at = index * forms.HEAD.itemsize
-            heads[index]["crc"] = crc32c(memoryview(image)[at : at + forms.HEAD.itemsize - CHECKSUM_SIZE])
+        starts = [index * forms.HEAD.itemsize for index in used]
+        checked = forms.HEAD.itemsize - CHECKSUM_SIZE
+        heads["crc"][used] = [crc32c(bytes(image[start : start + checked])) for start in starts]
         for slot, name in zip(slots.tolist(), names, strict=True):
             at = name_offset(count, slot)
             image[at : at + len(name)] = name
