@@ -56,7 +56,7 @@ def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[
         assert "of a cache that starts empty" in first.stdout
         assert "umount " + str(point).replace(" ", "\\ ") in first.stderr
         assert list((point / "blocks").iterdir())
-        assert json.loads(kvfuse("namespace", "show", point, "--json").stdout)["settings"]["kind"] == "cache"
+        assert json.loads(kvfuse("namespace", "show", point, "--json").stdout)["settings"]["kind"] == "blocks"
         again = quickstart(environment, *places, "--trace", str(trace), "--duration", "2")
         assert again.returncode == 0, again.stdout + again.stderr
         assert "Using the mount" in again.stderr

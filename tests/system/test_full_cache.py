@@ -27,7 +27,7 @@ Writer = Callable[[KvfuseMount, list[Path], int], None]
 
 @pytest.fixture
 def mount() -> Iterator[KvfuseMount]:
-    words = ["cache", f"volume.capacity={CAPACITY}", "volume.segment_size=64MiB"]
+    words = ["kind=evicted-files", f"volume.capacity={CAPACITY}", "volume.segment_size=64MiB"]
     with temporary_mount(words) as mounted:
         yield mounted
         assert " ERROR " not in mounted.log.read_text()
