@@ -41,6 +41,12 @@ class Core:
         """Know the blocks of another host's slab as its heads say it now, no others. How many count; -1: it is ours."""
     def forget_foreign(self, number: int) -> None:
         """Know nothing of a slab of another host any more."""
+    def tell(self, low: int, high: int) -> bytes | None:
+        """What another host has to know of the newest block here with a fingerprint; None: there is none."""
+    def hear(self, told: Any) -> bool:
+        """Another host told of a block. Whether it counts: it may be anything. Its table is there before."""
+    def row_at(self, slab: int, slot: int, sequence: int) -> tuple[int, int] | None:
+        """(table, row) of the block in a slot of any host's slab; None: it is not that one."""
     def settle_shadows(self, sequence: int) -> None:
         """`load_foreign` was called for all slabs of others since this sequence was the last one: blocks up to it that
         none of them met shadow nothing any more."""
@@ -209,6 +215,9 @@ def entry_columns(
     of the last one. Their bytes together; -1: not all ranges lie in the iov and the aux area, or one
     has no byte, more than ``length_max``, reserved bits, or a timeout that has passed. ``address``: of the iov.
     """
+
+def fingerprints(multipliers: Any, directory: int, text: Any, offsets: Any, lengths: Any, halves: Any) -> None:
+    """``halves``: u64, two for each name; 0 for an odd name."""
 
 def name_keys(table: Any, directory: int, text: Any, offsets: Any, lengths: Any, keys: Any) -> None:
     """The first half of each name's fingerprint; 0 for an odd name."""

@@ -1088,9 +1088,21 @@ static Head head_of_slab(const SlabState *state)
                   .incarnation = state->incarnation, .slot_size = state->slot_size, .token = state->token};
 }
 
-static void add_written(Core *core, Batch *batch, Table *table, Row *row, const Entry *entry, Arena *arena)
+static Head head_of_row(const Core *core, const Table *table, const Row *row)
 {
     const TableHeader *of = table->index.header;
+    const SlabState *state = core->states + row->slab;
+    return (Head){
+        .magic = HEAD_MAGIC, .version = HEAD_VERSION, .state = STATE_BLOCK, .length = row->length,
+        .fingerprint = row->fingerprint, .sequence = row->sequence, .directory = row->directory,
+        .name_space = of->name_space, .epoch = core->spaces[table->space].epoch, .incarnation = state->incarnation,
+        .uid = of->uid, .gid = of->gid, .mode = (uint16_t)of->mode, .checksum = row->checksum, .stored = row->stored,
+        .expires = row->expires, .name_length = row->name_length, .priority = row->priority, .slot_size = state->slot_size,
+        .micros = row->flags >> MICROS};
+}
+
+static void add_written(Core *core, Batch *batch, Table *table, Row *row, const Entry *entry, Arena *arena)
+{
     Written *one = batch->rows + batch->count++;
     *one = (Written){
         .table = entry->table, .row = entry->row, .slab = row->slab, .slot = row->slot,
@@ -1101,14 +1113,7 @@ static void add_written(Core *core, Batch *batch, Table *table, Row *row, const 
     else if (core->spaces[table->space].packs && core->states[row->slab].slot_size > PAGE)
         one->wants_packing = MAY_PACK;
     batch->wanting += one->wants_packing != NO_PACKING;
-    one->head = (Head){
-        .magic = HEAD_MAGIC, .version = HEAD_VERSION, .state = STATE_BLOCK, .length = row->length,
-        .fingerprint = row->fingerprint, .sequence = row->sequence, .directory = row->directory,
-        .name_space = of->name_space, .epoch = core->spaces[table->space].epoch,
-        .incarnation = core->states[row->slab].incarnation, .uid = of->uid, .gid = of->gid, .mode = (uint16_t)of->mode,
-        .checksum = row->checksum, .stored = row->stored, .expires = row->expires, .name_length = row->name_length,
-        .priority = row->priority, .slot_size = core->states[row->slab].slot_size,
-        .micros = row->flags >> MICROS};
+    one->head = head_of_row(core, table, row);
     row->flags = (row->flags & ~(uint32_t)DIRTY) | WRITING;
     arena->pins++;
     batch->bytes += padded(row->length);
@@ -1577,7 +1582,7 @@ static int meet_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
         Row *other = table->index.rows + place;
         if (other->flags & FOREIGN && other->slab == number && other->slot == slot && other->sequence == head->sequence)
             return 1;
-        if (other->sequence >= head->sequence) {
+        if (other->sequence > head->sequence || (other->sequence == head->sequence && other->slab >= number)) {
             if (!(other->flags & FOREIGN))
                 other->flags |= SHADOWS | SHADOWS_NOW, core->shadows = 1;
             return 0;
@@ -1703,6 +1708,74 @@ static int64_t load_slab(Core *core, uint32_t number, uint32_t token, const uint
     free_slab(core, number);
     unlock(core);
     return count;
+}
+
+/* -- between hosts that ask each other ---------------------------------------------------------------------------- */
+
+/* What a host tells another one of a block. */
+typedef struct {
+    Head head;
+    uint32_t slab, slot, spare[2];
+} Told;
+
+_Static_assert(sizeof(Told) == 112, "what is told of a block has 112 bytes");
+
+/* The newest block of ours with a fingerprint, an expired one, too. 0: there is none. */
+static int tell_block(Core *core, Fingerprint wanted, Told *told)
+{
+    uint64_t sequence = 0;
+    for (uint32_t t = 0; t < TABLES; t++) {
+        Table *table = core->tables + t;
+        int64_t place = table->is_known && !table->is_ended ? find_row(&table->index, wanted) : NO_ROW;
+        const Row *row = place >= 0 ? table->index.rows + place : NULL;
+        if (!row || row->flags & FOREIGN || row->sequence <= sequence)
+            continue;
+        sequence = row->sequence;
+        *told = (Told){head_of_row(core, table, row), row->slab, row->slot, {0, 0}};
+        if (row->packed)
+            told->head.version = PACKED_VERSION, told->head.packed = row->packed * (uint32_t)PAGE;
+    }
+    told->head.crc = checksum_of(0, (const uint8_t *)&told->head, HEAD - 4);
+    return sequence != 0;
+}
+
+/* Another host has told of a block. 1: it counts. */
+static int hear_block(Core *core, const Told *told)
+{
+    const Head *head = &told->head;
+    if (told->slab >= core->slab_count || !is_sound_head(head, STATE_BLOCK) || core->states[told->slab].is_ours ||
+        core->slabs[told->slab].owners || !head->slot_size || head->slot_size % PAGE || head->slot_size > core->slab_size)
+        return 0;
+    Foreign *foreign = core->foreign + told->slab;
+    if (foreign->slot_size != head->slot_size)
+        forget_foreign(core, told->slab);
+    if (!foreign->rows) {
+        plan_slab(core, head->slot_size, &foreign->count, &foreign->lead);
+        foreign->rows = calloc(foreign->count + 1, sizeof *foreign->rows);
+        foreign->slot_size = head->slot_size;
+    }
+    Table *table;
+    uint32_t place;
+    if (!foreign->rows || told->slot >= foreign->count)
+        return 0;
+    Row *row = foreign_row(core, told->slab, told->slot, &table, &place);
+    if (row && row->sequence != head->sequence)
+        end_row(core, table, place, NO_ROW);
+    return meet_head(core, told->slab, told->slot, head);
+}
+
+/* Table and row of the block in a slot, whoever has the slab; NULL: there is none of this sequence. */
+static const Row *row_in_slot(Core *core, uint32_t slab, uint32_t slot, uint64_t sequence, Table **table, uint32_t *place)
+{
+    const Slab *own = core->slabs + slab;
+    const Row *row = NULL;
+    if (own->owners && slot < own->count && own->owners[slot] >= SLOT_OWNED) {
+        uint64_t owner = own->owners[slot] - SLOT_OWNED;
+        *table = core->tables + (owner >> 32), *place = (uint32_t)owner;
+        row = (*table)->index.rows + *place;
+    } else if (!own->owners && slot < core->foreign[slab].count)
+        row = foreign_row(core, slab, slot, table, place);
+    return row && (row->version & 1) && row->sequence == sequence && !(*table)->is_ended ? row : NULL;
 }
 
 /* Whether the arena has what a row says about it: a daemon may have been killed while it used the arena again. */

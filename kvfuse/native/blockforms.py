@@ -64,6 +64,8 @@ STATE_OFFSET = 72
 ASKS_OFFSET, AHEAD_OFFSET = 132, 136
 """in a table's header, u32: whoever looks blocks up asks the daemon of those that are not in memory; u64: seconds by
 which the clock of the namespace is ahead"""
+TOLD_SIZE = 112
+"""of what a host tells another one of a block: its head, slab and slot u32, 8 bytes 0"""
 SLAB_STATE_SIZE = 16
 """bytes that one slab takes in the states"""
 NAME_ROOM = 256

@@ -478,6 +478,50 @@ static PyObject *forget_foreign_slab(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *tell(PyObject *self, PyObject *args)
+{
+    unsigned long long low, high;
+    if (!PyArg_ParseTuple(args, "KK", &low, &high))
+        return NULL;
+    Told told = {0};
+    lock(CORE);
+    int is_there = tell_block(CORE, (Fingerprint){low, high}, &told);
+    unlock(CORE);
+    return is_there ? PyBytes_FromStringAndSize((const char *)&told, sizeof told) : Py_NewRef(Py_None);
+}
+
+static PyObject *hear(PyObject *self, PyObject *args)
+{
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "y*", &data))
+        return NULL;
+    Told told;
+    int counts = 0;
+    if (data.len == sizeof told) {
+        memcpy(&told, data.buf, sizeof told);
+        lock(CORE);
+        counts = hear_block(CORE, &told);
+        unlock(CORE);
+    }
+    PyBuffer_Release(&data);
+    return PyBool_FromLong(counts);
+}
+
+static PyObject *row_at_slot(PyObject *self, PyObject *args)
+{
+    unsigned slab, slot, place = 0, number = 0;
+    unsigned long long sequence;
+    if (!PyArg_ParseTuple(args, "IIK", &slab, &slot, &sequence))
+        return NULL;
+    Core *core = CORE;
+    Table *table;
+    lock(core);
+    int is_there = slab < core->slab_count && row_in_slot(core, slab, slot, sequence, &table, &place);
+    number = is_there ? (unsigned)(table - core->tables) : 0;
+    unlock(core);
+    return is_there ? Py_BuildValue("II", number, place) : Py_NewRef(Py_None);
+}
+
 static PyObject *settle_shadowing(PyObject *self, PyObject *args)
 {
     unsigned long long sequence;
@@ -1089,6 +1133,9 @@ static PyMethodDef core_methods[] = {
     {"load_slab", load_slab_heads, METH_VARARGS, "load_slab(number, token, heads) -> blocks"},
     {"load_foreign", load_foreign_heads, METH_VARARGS, "load_foreign(number, token, heads) -> blocks, or -1"},
     {"forget_foreign", forget_foreign_slab, METH_VARARGS, "forget_foreign(number)"},
+    {"tell", tell, METH_VARARGS, "tell(low, high) -> what another host needs to know of a block"},
+    {"hear", hear, METH_VARARGS, "hear(told) -> whether it counts"},
+    {"row_at", row_at_slot, METH_VARARGS, "row_at(slab, slot, sequence) -> (table, row)"},
     {"settle_shadows", settle_shadowing, METH_VARARGS, "settle_shadows(sequence)"},
     {"set_loading", set_loading, METH_VARARGS, "set_loading(whether)"},
     {"restore", restore, METH_NOARGS, "restore()"},
@@ -1340,6 +1387,29 @@ static PyObject *plain_names(PyObject *self, PyObject *keys)
     return Py_BuildValue("NNN", text, offsets, lengths);
 }
 
+/* Both halves of each name's fingerprint. 0 for an odd name. */
+static PyObject *fingerprints(PyObject *self, PyObject *args)
+{
+    Py_buffer columns[4], multipliers;
+    unsigned long long directory;
+    if (!PyArg_ParseTuple(args, "y*Ky*y*y*w*", &multipliers, &directory, columns, columns + 1, columns + 2, columns + 3))
+        return NULL;
+    Names names;
+    int64_t count = open_columns(columns, "-848", &names);
+    if (count >= 0 && (multipliers.len != 8 * SUMS * MULTIPLIER_ROWS || columns[3].len < 16 * count)) {
+        PyErr_SetString(PyExc_ValueError, "no multipliers, or no room");
+        count = -1;
+    }
+    Fingerprint *found = columns[3].buf;
+    uint8_t name[NAME_MAX_BYTES], length;
+    for (int64_t i = 0; i < count; i++)
+        found[i] = copy_name(&names, i, 0, name, &length) ? fingerprint_of(multipliers.buf, directory, name, length)
+                                                          : (Fingerprint){0, 0};
+    release_all(columns, 4);
+    PyBuffer_Release(&multipliers);
+    return count < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 /* The first half of each name's fingerprint. 0 for an odd name. */
 static PyObject *name_keys(PyObject *self, PyObject *args)
 {
@@ -1367,6 +1437,7 @@ static PyMethodDef functions[] = {
     {"plain_names", plain_names, METH_O, "plain_names(keys) -> (text, offsets, lengths) or None"},
     {"buffer_spans", buffer_spans, METH_VARARGS, "buffer_spans(buffers, writes, addresses, sizes) -> how many"},
     {"entry_columns", entry_columns, METH_VARARGS, "entry_columns(entries, aux_size, address, ..., columns) -> bytes"},
+    {"fingerprints", fingerprints, METH_VARARGS, "fingerprints(multipliers, directory, names, halves)"},
     {"name_keys", name_keys, METH_VARARGS, "name_keys(table, directory, names, keys)"},
     {"begin_table", begin_table, METH_VARARGS, "begin_table(memory, multipliers, buckets_max, rows_max, ...)"},
     {"table_get", table_get, METH_VARARGS, "table_get(table, directory, names, now, arenas, targets, rooms, rows, results, copies)"},

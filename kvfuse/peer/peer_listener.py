@@ -35,7 +35,7 @@ from kvfuse.peer.read_link import ReadLink, answer_link
 from kvfuse.peer.read_plans import Places
 from kvfuse.peer.stream import BROKEN, PeerStream
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
-from kvfuse.volume.views.neighbours import Answer, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Answer, Wanted
 
 GREETING_SECONDS = 5.0
 STRANGERS_MAX = 64
@@ -257,6 +257,15 @@ class Listener:
             wanted = Wanted(ino, base, addr, generation, low, high, b"")
             if without:
                 self.copies.forget(addr, without)
+            if ino in (BLOCK, BLOCK_ROW):
+                view = neighbourhood.block(wanted)
+                answer = Answer.ABSENT if view is None else Answer.HERE
+                if view is not None and not room.take(len(view)):
+                    answer, view = Answer.BUSY, None
+                if view is not None:
+                    found[place] = view
+                answers["answer"][place] = answer
+                continue
             answer, view = neighbourhood.resident(wanted)
             if view is not None and (named := self._elsewhere(neighbourhood.client, caller, wanted, flags)):
                 answer, view = Answer.ELSEWHERE, None

@@ -597,8 +597,11 @@ class RowApi(Protocol):
     def is_shared(self) -> bool:
         """Other hosts store blocks, too: strict answers wait for `renew`."""
 
-    async def renew(self, *, is_strict: bool) -> None:
-        """Know what other hosts have on the medium: as of now, or (relaxed) a second ago. EngineTimeout: strict."""
+    async def renew(self, *, is_strict: bool, directory: int = 0, names: Sequence[bytes] = ()) -> None:
+        """Know what other hosts have on the medium: as of now, or (relaxed) a second ago. EngineTimeout: strict.
+
+        ``names``: those of a directory that it is about: hosts are asked for them that answer others.
+        """
 
     def now(self, namespace: int) -> int:
         """Seconds since the epoch by the clock of a namespace. Any thread."""

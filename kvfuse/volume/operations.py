@@ -506,9 +506,9 @@ class Tree:
         self._access, self._files = parts.mapper.access, files
         self._blocks = parts.block_names
 
-    async def _block_folder(self, directory: int) -> tuple[BlockNames, Node] | None:
+    async def _block_folder(self, directory: int, name: bytes = b"") -> tuple[BlockNames, Node] | None:
         """If it is a directory of blocks."""
-        folder = await self._blocks.folder(directory) if self._blocks is not None else None
+        folder = await self._blocks.folder(directory, name) if self._blocks is not None else None
         return (self._blocks, folder) if self._blocks is not None and folder is not None else None
 
     async def _check_free(self, directory: int, name: bytes) -> None:
@@ -519,7 +519,7 @@ class Tree:
     async def lookup(self, parent: int, name: bytes) -> Attributes:
         core, lookups = self._core, self._lookups
         core.counters.lookups += 1
-        at = await self._block_folder(parent) if name not in DOTS else None
+        at = await self._block_folder(parent, name) if name not in DOTS else None
         if at is not None and (found := at[0].look_up(at[1], name)) is not None:
             return found
         node = (await (lookups.find_dots if name in DOTS else lookups.find_for_kernel)(parent, name)).node
@@ -605,7 +605,7 @@ class Tree:
             raise
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        at = await self._block_folder(parent)
+        at = await self._block_folder(parent, name)
         if at is not None and await _check_change(self._core, at[0]).unlink(at[1], name):
             self._core.counters.removes += 1
             return

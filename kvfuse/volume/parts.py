@@ -172,7 +172,9 @@ class Parts:
                 granting = self.coherence.granting
                 self.engine.quota_sources = [granting.take, granting.await_others]
             room = BlockRoom(self.engine)
-            if self.coherence is not None:
+            if self.coherence is not None and view is not None:
+                self.engine.others_are = lambda clients: view.are_blocks_of(clients, core.client)
+                self.engine.holder_of = lambda slab: view.seen(slab).holder.client
                 self.engine.ask_hosts = self.coherence.giving.reports.ask
                 self.engine.await_hosts = self.space.elsewhere[-1]
                 self.coherence.giving.blocks = room

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from killer import serving_of
 from mounting import KvfuseMount, shared_conf, wait_until
+from peer_lab import listening
 
 from kvfuse.usrbio.client import BlockStore
 from kvfuse_cluster.etcd import EtcdServers
@@ -25,7 +26,9 @@ HOSTS = "one", "two", "three"
 
 
 @contextmanager
-def hosts(etcd: EtcdServers, count: int, *words: str, lease: float = 6.0) -> Iterator[list[KvfuseMount]]:
+def hosts(
+    etcd: EtcdServers, count: int, *words: str, lease: float = 6.0, are_peers: bool = False
+) -> Iterator[list[KvfuseMount]]:
     """The volume as several hosts have it mounted. At the end all are unmounted, and it must be clean."""
     with tempfile.TemporaryDirectory(prefix="kvfuse-rows-") as base, ExitStack() as stack:
         conf = shared_conf(Path(base), etcd)
@@ -33,7 +36,8 @@ def hosts(etcd: EtcdServers, count: int, *words: str, lease: float = 6.0) -> Ite
         made = []
         for name in HOSTS[:count]:
             (Path(base) / name).mkdir()
-            made.append(KvfuseMount(Path(base) / name, (*WORDS, *words), source=conf))
+            own = listening() if are_peers else ()
+            made.append(KvfuseMount(Path(base) / name, (*WORDS, *words, *own), source=conf))
             stack.callback(made[-1].remove)
             made[-1].mount()
         (made[0].point / "kv").mkdir()
@@ -125,3 +129,35 @@ def test_a_killed_daemon_of_a_shared_volume_goes_on(etcd_alone: EtcdServers, see
         with BlockStore(one.point, "kv", deadline=30) as store:
             store.put(b"more", b"more")
             assert store.get(b"more") == b"more"
+
+
+def test_hosts_that_answer_each_other_find_blocks_at_once(etcd_alone: EtcdServers, seed: int) -> None:
+    with hosts(etcd_alone, 2, "publish.interval=30", are_peers=True) as mounts:
+        one, two = mounts
+        for mount in mounts:
+            wait_until(lambda mount=mount: any(host["connections"] for host in stats(mount)["peers"]["hosts"]), "peers")
+        with BlockStore(one.point, "kv", deadline=30) as first, BlockStore(two.point, "kv", deadline=30) as second:
+            for number in range(30):
+                name = f"{number}"
+                first.put(name.encode(), content(seed, name))
+                assert second.get(name.encode()) == content(seed, name)
+                assert (two.point / "kv" / name).read_bytes() == content(seed, name)
+                second.put(b"back-" + name.encode(), content(seed, name))
+                assert (one.point / "kv" / f"back-{name}").read_bytes() == content(seed, name)
+        assert stats(two)["peers"]["asked"]["right"] >= 30
+
+
+def test_a_read_only_host_sees_the_blocks_of_others(etcd_alone: EtcdServers, seed: int) -> None:
+    with hosts(etcd_alone, 1) as (one,), BlockStore(one.point, "kv", deadline=30) as store:
+        for number in range(10):
+            store.put(f"{number}".encode(), content(seed, f"{number}"))
+        (one.point.parent.parent / "two").mkdir()
+        reader = KvfuseMount(one.point.parent.parent / "two", (*WORDS, "ro"), source=one.source)
+        try:
+            reader.mount()
+            wait_until(lambda: len(os.listdir(reader.point / "kv")) == 10, "blocks to be written")
+            for number in range(10):
+                assert (reader.point / "kv" / f"{number}").read_bytes() == content(seed, f"{number}")
+            reader.unmount()
+        finally:
+            reader.remove()

@@ -62,7 +62,7 @@ class RowCalls:
         """Answer a GET. False: the directory has no such block; a file may have its name. PermissionDenied."""
         name = call.names[0]
         if door.terms.is_strict or door.store.find(namespace.ino, name) is None:
-            await door.store.renew(is_strict=door.terms.is_strict)
+            await door.store.renew(is_strict=door.terms.is_strict, directory=namespace.ino, names=[name])
         for _ in range(4):
             found = door.store.find(namespace.ino, name)
             if found is None:
@@ -135,7 +135,7 @@ class RowCalls:
     async def _renew(self, door: BlockDoor, names: Sequence[bytes]) -> None:
         """Look for blocks of other hosts, where that may find more of these."""
         if door.store.is_shared and (door.terms.is_strict or not self._look_for(door, names).all()):
-            await door.store.renew(is_strict=door.terms.is_strict)
+            await door.store.renew(is_strict=door.terms.is_strict, directory=door.directory, names=names)
 
     async def are_there(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
         """Which blocks exist, whatever they are worth."""

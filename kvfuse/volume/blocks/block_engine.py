@@ -26,6 +26,7 @@ from kvfuse.checksum import crc32c
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
+from kvfuse.native._blocks import fingerprints
 from kvfuse.slab.layout import FEATURE_LENT, FEATURE_PACKED
 from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
@@ -34,6 +35,7 @@ from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.head_tables import plan_slab
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
@@ -46,7 +48,9 @@ from kvfuse.volume.namespaces.cache import SegmentsTier
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.space import RoomSource
+from kvfuse.volume.store.schema import NOBODY
 from kvfuse.volume.views import clock
+from kvfuse.volume.views.neighbours import BLOCK, Neighbours, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +71,8 @@ SHARED_PARTS = 16
 """one slab in so many is the most that a host of a shared volume has free ahead of need"""
 NO_SLABS_SECONDS = 0.2
 """for which nobody is asked for slabs after there were none"""
+ASKED_FIRST, ASKED_GROWTH = 16, 4
+"""names of a batch that other hosts are asked for at first; so many times as many after each part that had some"""
 NEWS_SECONDS = 4.0
 """in which hosts hear what others could give"""
 ROOM_SECONDS = 10.0
@@ -139,13 +145,17 @@ class BlockEngine:
         self.with_files: set[int] = FileDirectories(self.shown)
         self.directories: dict[int, frozenset[bytes]] = {}
         """directory -> names in it that may mean directories; any thread may look"""
-        self._is_closing = False
+        self._is_closing = self._has_peers = False
         self.ask_hosts: Callable[[int], bool] | None = None
         self.await_hosts: RoomSource | None = None
         """of a shared volume: have other hosts give slabs, and wait for these"""
         self.quota_sources: Sequence[RoomSource] = ()
         """of a shared volume: what takes more of a quota, and what waits for other hosts"""
         self._no_slabs_until = -1.0
+        self.others_are: Callable[[set[int]], bool] = lambda clients: False
+        """all slabs with blocks of other hosts are held by these clients"""
+        self.holder_of: Callable[[int], int] = lambda slab: NOBODY
+        """the client that has a slab"""
         self.has_ended = False
         """its membership is over"""
         self._uses = -1
@@ -162,21 +172,90 @@ class BlockEngine:
 
     @property
     def knows_all(self) -> bool:
-        return not self.slabs.to_load and (self.others is None or self.others.is_young(time.monotonic()))
+        if self.slabs.to_load or self._has_peers:  # they know of blocks that the medium does not have yet
+            return False
+        return self.others is None or self.others.is_young(time.monotonic())
 
     @property
     def is_shared(self) -> bool:
         return self.others is not None
 
-    async def renew(self, *, is_strict: bool) -> None:
-        if self.others is not None:
-            await self.others.renew(is_strict=is_strict)
+    async def renew(self, *, is_strict: bool, directory: int = 0, names: Sequence[bytes] = ()) -> None:
+        if self.others is None:
+            return
+        if names and await self._ask_neighbours(directory, names, is_strict=is_strict):
+            return
+        await self.others.renew(is_strict=is_strict)
+
+    async def _ask_neighbours(self, directory: int, names: Sequence[bytes], *, is_strict: bool) -> bool:
+        """Ask hosts that answer others for names (relaxed: that are not known here). True: nobody else has any."""
+        neighbours = self.core.reads.neighbours
+        if neighbours is None or self.others is None:
+            return False
+        if is_strict:
+            return await self._ask_for(neighbours, directory, names)
+        wanted, size = [name for name in names if self.find(directory, name) is None], ASKED_FIRST
+        while wanted:
+            some, wanted, size = wanted[:size], wanted[size:], size * ASKED_GROWTH
+            is_all = await self._ask_for(neighbours, directory, some)
+            if wanted and not any(self.find(directory, name) for name in some):
+                return False  # a chain ends here: nobody goes on with it
+            if not is_all:
+                return False
+        return True
+
+    async def _ask_for(self, neighbours: Neighbours, directory: int, wanted: Sequence[bytes]) -> bool:
+        """Ask for all of these. True: nobody else has any."""
+        halves = np.zeros(2 * len(wanted), np.uint64)
+        fingerprints(self.tables.multipliers, directory, *forms.name_columns(wanted), halves)
+        pairs = halves.reshape(-1, 2).tolist()
+        answers, whole = await neighbours.find_blocks([(low, high) for low, high in pairs])
+        told = [one for found in answers for one in found]
+        await self._open_tables(told)
+        for one in told:
+            self.native.hear(one)
+        self._forget_gone(directory, wanted, answers, whole)
+        self._has_peers = bool(whole)
+        return self.others_are(whole)
+
+    def _forget_gone(
+        self, directory: int, names: Sequence[bytes], answers: Sequence[Sequence[bytes]], whole: set[int]
+    ) -> None:
+        """Drop rows of blocks of which their hosts say that they are no more."""
+        told = {name: {_sequence_of(one) for one in found} for name, found in zip(names, answers, strict=True)}
+        for table in self.tables.of(directory):
+            rows, sequences = table.find(names, self.now(table.namespace))
+            for name, row, sequence in zip(names, rows.tolist(), sequences.tolist(), strict=True):
+                if row < 0 or sequence in told[name]:
+                    continue
+                is_foreign = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
+                if is_foreign and self.holder_of(int(table.rows["slab"][row])) in whole:
+                    self.drop_entry(table, row, sequence)
 
     def _has_been_used(self) -> bool:
         """Somebody stored or read blocks since this was called last."""
         found, before = self.native.statistics(), self._uses
         self._uses = found["puts"] + found["gets"] + self.shown.noted
         return bool(self.tables.all) and self._uses != before
+
+    def tell(self, low: int, high: int) -> bytes | None:
+        return self.native.tell(low, high)
+
+    def copy_at(self, addr: int, sequence: int) -> memoryview | None:
+        slab, offset = divmod(addr, self.core.geometry.slab_size)
+        slot = self._slot_at(slab, offset)
+        found = self.native.row_at(slab, slot, sequence) if slot is not None else None
+        table = self.tables.all.get(found[0]) if found is not None else None
+        held = self.arenas.hold(table, found[1], sequence) if table is not None and found is not None else None
+        if held is None:
+            return None
+        return memoryview(held.home.bytes[held.offset : held.offset + held.size].tobytes())
+
+    def _slot_at(self, slab: int, offset: int) -> int | None:
+        size = int(self._states.slot_sizes[slab]) if 0 <= slab < self.core.geometry.slab_count else 0
+        if not size or offset % size:
+            return None
+        return offset // size - plan_slab(self.core.geometry, size)[1]
 
     def _slab_granted(self, slab: int) -> None:
         """A slab came that has blocks: another host held it, or this one went on."""
@@ -567,20 +646,26 @@ class BlockEngine:
             table.place, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets, packed
         )
         wanted = np.flatnonzero(places)
-        reads = []
+        reads, plains = [], []
         for number in wanted.tolist():
             address = int(slabs[number]) * self.core.geometry.slab_size + int(offsets[number])
             target = memory_at(int(places[number]), int(sizes[number]))
             reads.append(slot_read(table.namespace, address, int(sequences[number]), target, int(packed[number])))
+            plains.append(target)
         came, results = np.zeros(count, np.uint8), np.zeros(count, np.int64)
         found = table.rows[rows[wanted]].copy()
-        are_copies = np.array(await self.reads.read(reads), np.bool_)
-        came[wanted] = (found["sequence"] == sequences[wanted]) & await self._are_confirmed(found)
-        copies = self.reads.copies_of(reads, are_copies)  # before the memory may be given away
+        are_right = found["sequence"] == sequences[wanted]
+        nearby = await self._read_nearby(found, plains)
+        rest, are_copies = np.flatnonzero(~nearby), np.zeros(len(reads), np.bool_)
+        reads = [reads[number] for number in rest.tolist()]
+        are_copies[rest] = await self.reads.read(reads)
+        are_right[rest] &= await self._are_confirmed(found[rest])
+        came[wanted] = are_right
+        copies = self.reads.copies_of(reads, are_copies[rest])  # before the memory may be given away
         landing.land(came, results)
         if not is_ahead:
             self.eviction.books[table.namespace].counters["brought"] += int(np.count_nonzero(came))
-        self.reads.settle(reads, copies, are_copies, results[wanted])
+        self.reads.settle(reads, copies, are_copies[rest], results[wanted][rest])
         is_wrong = results[wanted] == 0
         if len(damaged := wanted[is_wrong & ~are_copies]):
             self._drop_damaged(table, names, rows[damaged], sequences[damaged])
@@ -588,6 +673,25 @@ class BlockEngine:
             some = [names[number] for number in again.tolist()]
             results[again] = await self.fetch(table, some, rows[again], sequences[again])
         return results
+
+    async def _read_nearby(self, found: npt.NDArray[np.void], targets: Sequence[memoryview]) -> npt.NDArray[np.bool_]:
+        """Read blocks of other hosts from their memory. Which came: their bytes are right."""
+        came, neighbours = np.zeros(len(found), np.bool_), self.core.reads.neighbours
+        foreign = np.flatnonzero(found["flags"] & np.uint32(forms.FOREIGN)).tolist()
+        if neighbours is None or not foreign:
+            return came
+        wanted, places = [], []
+        for number in foreign:
+            row = found[number]
+            slab, slot = int(row["slab"]), int(row["slot"])
+            addr = slab * self.core.geometry.slab_size + self.native.slot_places(slab, slot)[1]
+            if neighbours.may_have(addr):
+                checksum = int(row["checksum"]).to_bytes(4, "little")
+                wanted.append(Wanted(BLOCK, 0, addr, int(row["sequence"]), 0, int(row["length"]), checksum))
+                places.append(number)
+        if wanted:
+            came[places] = await neighbours.read(wanted, [targets[number] for number in places])
+        return came
 
     async def _are_confirmed(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Whether other hosts' heads still say what rows do. ``found``: a copy of these from before bytes were read."""
@@ -742,7 +846,7 @@ class BlockEngine:
     async def remove(self, directory: int, names: Sequence[bytes], *, is_strict: bool = False) -> list[bool]:
         """Remove blocks, those of other hosts, too. Which there were. NoSpace, QuotaExceeded, EngineError."""
         if self.others is not None:
-            await self.renew(is_strict=is_strict)
+            await self.renew(is_strict=is_strict, directory=directory, names=names)
             there = [self.find(directory, name) is not None for name in names]
             await self._bury(directory, names)
             return [was or one for was, one in zip(there, self.drop(directory, names), strict=True)]
@@ -825,6 +929,8 @@ class BlockEngine:
             target = bytearray(int(found["length"]))
             address = slab * self.core.geometry.slab_size + offset
             one = slot_read(table.namespace, address, sequence, memoryview(target), packed * forms.PAGE)
+            if (await self._read_nearby(found[np.newaxis], [memoryview(target)]))[0]:
+                return target if int(table.rows["sequence"][row]) == sequence else None
             (is_copy,) = await self.reads.read([one])
             is_right = crc32c(target) == int(found["checksum"])
             self.reads.settle([one], self.reads.copies_of([one], [is_copy]), [is_copy], [is_right])
@@ -979,3 +1085,7 @@ def _any_of(rows: Sequence[Numbers], count: int) -> Mask:
     for own in rows:
         found |= own >= 0
     return found
+
+
+def _sequence_of(told: bytes) -> int:
+    return int(np.frombuffer(told, forms.HEAD, 1)[0]["sequence"])

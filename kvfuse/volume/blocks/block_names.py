@@ -13,7 +13,7 @@ from stat import S_IFREG, S_IMODE, S_ISGID
 import trio
 
 from kvfuse import errors
-from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
+from kvfuse.volume.api import NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from kvfuse.volume.blocks.block_files import PERMISSIONS, BlockFiles
 from kvfuse.volume.blocks.block_listing import BlockListing
 from kvfuse.volume.blocks.block_numbers import inode_of, is_block
@@ -46,14 +46,16 @@ class BlockNames:
             return self._engine.is_block_namespace(node.namespace)
         return any(found.settings.is_blocks for found in self._core.namespaces.all.values())
 
-    async def folder(self, ino: int) -> Node | None:
+    async def folder(self, ino: int, name: bytes = b"") -> Node | None:
         """The directory, if it has blocks. NotADirectory, Stale."""
         if not self.is_known_block_directory(ino):
             return None
         node = await self._lookups.find_directory(ino)
         if not self._engine.is_block_namespace(node.namespace):
             return None
-        await self._engine.renew(is_strict=self._engine.is_shared and self._lookups.is_strict(node))
+        if self._engine.is_shared and not (name and self._sketches.by_place.get((ino, name))):
+            names = [name] if name and len(name) <= NAME_MAX else []
+            await self._engine.renew(is_strict=self._lookups.is_strict(node), directory=ino, names=names)
         return node
 
     # -- looking ---------------------------------------------------------------------------------------

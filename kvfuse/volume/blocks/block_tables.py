@@ -127,7 +127,7 @@ class BlockTables:
         self._supply = supply
         self._keeper = keeper
         self._volume_id = volume_id
-        self._multipliers = forms.multipliers_of(volume_id)
+        self.multipliers = forms.multipliers_of(volume_id)
         self._rows_max = min(max(rows_max, 1 << 12), ROWS_MAX)
         self._serials = itertools.count(1)
         self.by_directory: dict[int, tuple[BlockTable, ...]] = {}
@@ -158,7 +158,7 @@ class BlockTables:
         memory = mmap.mmap(piece.descriptor, size)
         serial = next(self._serials)
         begin_table(
-            memory, self._multipliers, buckets_max, self._rows_max, readers.directory, namespace, readers.uid,
+            memory, self.multipliers, buckets_max, self._rows_max, readers.directory, namespace, readers.uid,
             readers.gid, readers.mode, serial,
         )  # fmt: skip
         table = BlockTable(self._core, place, namespace, readers, piece)

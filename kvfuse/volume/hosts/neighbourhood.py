@@ -22,7 +22,7 @@ from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.views.neighbours import Answer, Wanted
+from kvfuse.volume.views.neighbours import BLOCK_ROW, Answer, Wanted
 
 RETRY_SECONDS = 0.5
 
@@ -110,6 +110,17 @@ class Neighbourhood:
     def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
         """From the shared-memory tier. The bytes stay as they are while the view is held."""
         return Nearby(self.core).resident(wanted)
+
+    def block(self, wanted: Wanted) -> memoryview | None:
+        """Of the block store: a copy of a block that is in memory, or what is known of one."""
+        blocks = self.core.blocks
+        if blocks is None:
+            return None
+        if wanted.ino == BLOCK_ROW:
+            told = blocks.tell(wanted.addr, wanted.generation)
+            return memoryview(told) if told is not None and len(told) == wanted.high else None
+        found = blocks.copy_at(wanted.addr, wanted.generation)
+        return found if found is not None and len(found) == wanted.high and not wanted.low else None
 
     async def stored(self, wanted: Wanted) -> memoryview | None:
         """From the disk tier, verified by what it knows of its copies."""

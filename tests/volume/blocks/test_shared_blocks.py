@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import inside
 import pytest
 import trio
 import trio.testing
-from namespace_lab import make_namespace
+from block_hosts import BlockHost, block_hosts
 from shared_lab import check_disk, eventually, joined, volumes
 from volume_lab import MIB, Chaos, Disk, lab_options
 
-from kvfuse import errors
 from kvfuse.options.config import Options
-from kvfuse.volume.api import ROOT_INODE, Caller, RowTerms
-from kvfuse.volume.blocks.block_engine import BlockEngine
-from kvfuse.volume.volume import Volume
 
-KERNEL = Caller(0, 0)
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 
 
@@ -33,80 +27,12 @@ def disk(options: Options) -> Disk:
     return Disk.format(options, shared=True)
 
 
-class Host:
-    """One host's doors to a folder of blocks."""
-
-    def __init__(self, volume: Volume, folder: int, *, is_strict: bool = False) -> None:
-        self.volume, self.folder, self.is_strict = volume, folder, is_strict
-
-    @property
-    def engine(self) -> BlockEngine:
-        engine = self.volume.parts.engine
-        assert engine is not None
-        return engine
-
-    async def put(self, name: bytes, data: bytes) -> None:
-        """By a ring."""
-        number = await self.volume.blocks.block_namespace(self.folder)
-        assert number is not None
-        table = self.engine.table(self.folder, number, 0, 0, 0o644)
-        await self.engine.put(table, [name], [memoryview(data)], RowTerms(is_strict=self.is_strict))
-
-    async def written(self) -> None:
-        await self.engine.writer.flush()
-
-    async def get(self, name: bytes) -> bytes | None:
-        """As a ring does that finds nothing in memory."""
-        await self.engine.renew(is_strict=self.is_strict)
-        found = self.engine.find(self.folder, name)
-        data = await self.engine.read(found[0], name) if found is not None else None
-        return bytes(data) if data is not None else None
-
-    async def read(self, name: bytes) -> bytes | None:
-        """By the file door."""
-        try:
-            found = await self.volume.tree.lookup(self.folder, name)
-            handle = await self.volume.files.open(found.ino, os.O_RDONLY, KERNEL)
-        except (errors.NotFound, errors.Stale):
-            return None
-        self.volume.tree.forget(found.ino, 1)
-        try:
-            return bytes(await self.volume.files.read(handle, 0, 1 << 30))
-        finally:
-            await self.volume.files.release(handle)
-
-    async def names(self) -> list[bytes]:
-        found, after = list[bytes](), 0
-        while entries := await self.volume.tree.list_directory(self.folder, after, 5):
-            found += [entry.name for entry in entries]
-            after = entries[-1].cookie
-        return sorted(found)
-
-    async def until(self, name: bytes, data: bytes | None) -> None:
-        async def has_come() -> bool:
-            return await self.get(name) == data
-
-        await eventually(has_come)
-
-
-async def hosts_of(volumes: list[Volume], *, is_strict: bool = False, **settings: str) -> list[Host]:
-    folder = await make_namespace(volumes[0], ROOT_INODE, b"blocks", kind="blocks", **settings)
-    for volume in volumes[1:]:
-
-        async def has_heard(volume: Volume = volume) -> bool:
-            found = inside.names(volume).core.namespaces.all.get(folder)
-            return found is not None and found.settings.is_blocks
-
-        await eventually(has_heard)
-    return [Host(volume, folder, is_strict=is_strict) for volume in volumes]
-
-
 async def test_blocks_of_one_host_are_found_by_the_other_at_all_doors(
     disk: Disk, options: Options, rng: random.Random
 ) -> None:
     data = {b"%d-%s" % (n, b"n" * n): rng.randbytes(rng.choice([1, 4096, 70_000])) for n in range(60)}
     async with volumes(disk, options, 2, rng) as mounted:
-        one, two = await hosts_of(mounted)
+        one, two = await block_hosts(mounted)
         for name, content in data.items():
             await one.put(name, content)
         await one.written()
@@ -120,7 +46,7 @@ async def test_blocks_of_one_host_are_found_by_the_other_at_all_doors(
 
 async def test_puts_make_no_records(disk: Disk, options: Options, rng: random.Random) -> None:
     async with volumes(disk, options, 2, rng) as mounted:
-        one, two = await hosts_of(mounted)
+        one, two = await block_hosts(mounted)
         await one.put(b"first", b"x")
         await one.written()
         await trio.sleep(10)  # slabs ahead of need have come
@@ -136,7 +62,7 @@ async def test_puts_make_no_records(disk: Disk, options: Options, rng: random.Ra
 
 async def test_the_later_put_of_a_name_counts_everywhere(disk: Disk, options: Options, rng: random.Random) -> None:
     async with volumes(disk, options, 2, rng) as mounted:
-        one, two = await hosts_of(mounted)
+        one, two = await block_hosts(mounted)
         await one.put(b"name", b"first")
         await one.written()
         assert await two.get(b"name") == b"first"
@@ -148,7 +74,7 @@ async def test_the_later_put_of_a_name_counts_everywhere(disk: Disk, options: Op
         await two.until(b"name", b"third")
         assert await one.get(b"name") == b"third"
     async with volumes(disk, options, 1, rng) as mounted:
-        (three,) = [Host(volume, one.folder) for volume in mounted]
+        (three,) = [BlockHost(volume, one.folder) for volume in mounted]
         assert await three.get(b"name") == b"third"
 
 
@@ -157,7 +83,7 @@ async def test_a_block_that_another_host_removes_is_gone_everywhere(
     disk: Disk, options: Options, rng: random.Random, is_dropped_first: bool
 ) -> None:
     async with volumes(disk, options, 2, rng) as mounted:
-        one, two = await hosts_of(mounted)
+        one, two = await block_hosts(mounted)
         await one.put(b"name", b"first")
         await one.put(b"other", b"stays")
         await one.written()
@@ -183,14 +109,14 @@ async def test_a_block_that_another_host_removes_is_gone_everywhere(
         two.engine.eviction.look()
         await two.written()
     async with volumes(disk, options, 1, rng) as mounted:
-        (three,) = [Host(volume, one.folder) for volume in mounted]
+        (three,) = [BlockHost(volume, one.folder) for volume in mounted]
         assert await three.get(b"other") == b"stays"
         assert await three.get(b"name") is None
 
 
 async def test_a_clear_ends_the_blocks_of_all_hosts(disk: Disk, options: Options, rng: random.Random) -> None:
     async with volumes(disk, options, 2, rng) as mounted:
-        one, two = await hosts_of(mounted)
+        one, two = await block_hosts(mounted)
         await one.put(b"one", b"1")
         await two.put(b"two", b"2")
         await one.written()
@@ -217,7 +143,7 @@ async def test_blocks_of_a_killed_host_stay_readable(disk: Disk, options: Option
     data = {b"%d" % n: rng.randbytes(rng.choice([100, 5000, 70_000])) for n in range(40)}
     async with joined(disk, options, 1, chaos[0]) as first:
         async with joined(disk, options, 2, chaos[1]) as second:
-            one, two = await hosts_of([first, second])
+            one, two = await block_hosts([first, second])
             for name, content in data.items():
                 await two.put(name, content)
             await two.written()
@@ -242,7 +168,7 @@ async def test_blocks_of_a_killed_host_stay_readable(disk: Disk, options: Option
 async def test_strict_hosts_see_what_others_did_at_once(rng: random.Random) -> None:
     options = lab_options(capacity=64 * MIB, strict=True)
     async with volumes(Disk.format(options, shared=True), options, 3, rng) as mounted:
-        hosts = await hosts_of(mounted, is_strict=True)
+        hosts = await block_hosts(mounted, is_strict=True)
         model: dict[bytes, bytes] = {}
         for step in range(60):
             host, name = rng.choice(hosts), b"%d" % rng.randrange(6)
@@ -267,7 +193,7 @@ async def test_strict_hosts_see_what_others_did_at_once(rng: random.Random) -> N
 async def test_rows_that_are_not_true_any_more_are_misses(disk: Disk, options: Options, rng: random.Random) -> None:
     """Slots are used again, bytes are damaged, and the other host does not know it yet: never other bytes."""
     async with volumes(disk, options, 2, rng) as mounted:
-        one, two = await hosts_of(mounted)
+        one, two = await block_hosts(mounted)
         history: dict[bytes, list[bytes]] = {}
         found = missed = 0
         for step in range(300):
@@ -300,7 +226,7 @@ async def test_a_host_that_lost_its_lease_goes_on_with_what_others_adopted(
 ) -> None:
     chaos = [Chaos(random.Random(number)) for number in range(2)]
     async with volumes(disk, options, 2, rng, chaos) as mounted:
-        one, two = await hosts_of(mounted)
+        one, two = await block_hosts(mounted)
         for number in range(20):
             await one.put(b"%d" % number, b"%d" % number * 100)
         await one.written()
@@ -334,7 +260,7 @@ async def test_a_quota_holds_for_all_hosts_together(rng: random.Random) -> None:
     options = lab_options(capacity=64 * MIB, strict=False)
     most = 2 * MIB
     async with volumes(Disk.format(options, shared=True), options, 2, rng) as mounted:
-        hosts = await hosts_of(mounted, capacity=str(most), admission="all")
+        hosts = await block_hosts(mounted, capacity=str(most), admission="all")
 
         def used() -> int:
             return sum(host.engine.use(host.folder)[0] for host in hosts)
@@ -353,7 +279,7 @@ async def test_a_full_volume_of_blocks_refuses_no_host(rng: random.Random) -> No
     """One fills it; the other, which has no slab, gets some."""
     options = lab_options(capacity=32 * MIB, strict=False)
     async with volumes(Disk.format(options, shared=True), options, 2, rng) as mounted:
-        one, two = await hosts_of(mounted, admission="all", eviction="fifo")
+        one, two = await block_hosts(mounted, admission="all", eviction="fifo")
         block = rng.randbytes(60_000)
         for number in range(32 * MIB // 60_000 + 100):
             await one.put(b"%d" % number, block)

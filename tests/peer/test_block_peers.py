@@ -1,0 +1,98 @@
+"""Blocks that are rows, from the memory of the host that stored them: before the medium has them."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+from block_hosts import BlockHost, block_hosts
+from peer_hosts import until
+from shared_lab import volumes
+from volume_lab import MIB, Chaos, Disk, lab_options
+
+from kvfuse.options.options import PeerOptions
+from kvfuse.peer import service
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def peers_of(host: BlockHost) -> Any:
+    return host.volume.sections["peers"]()
+
+
+@asynccontextmanager
+async def linked(rng: random.Random, chaos: list[Chaos], *, strict: bool) -> AsyncIterator[list[BlockHost]]:
+    options = lab_options(capacity=64 * MIB, strict=strict)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, len(chaos), rng, chaos) as mounted, trio.open_nursery() as nursery:
+        for volume in mounted:
+            peers = PeerOptions(listen=f"127.0.0.1:{free_port()}", connections=1, deadline=5.0)
+            await nursery.start(partial(service.serve_peers, volume, options=peers))
+        found = await block_hosts(mounted, is_strict=strict)
+        for host in found:
+            await until(lambda host=host: sum(one["connections"] for one in peers_of(host)["hosts"]) == len(chaos) - 1)
+        yield found
+        nursery.cancel_scope.cancel()
+
+
+async def test_blocks_come_from_a_host_whose_medium_takes_nothing(rng: random.Random) -> None:
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with linked(rng, chaos, strict=False) as (one, two):
+        await one.put(b"first", b"on the medium")
+        await one.written()
+        chaos[0].write_error = 1.0
+        data = {b"%d" % number: rng.randbytes(size) for number, size in enumerate([1, 4096, 300_000, 600_001])}
+        for name, content in data.items():
+            await one.put(name, content)
+        for name, content in data.items():
+            assert await two.get(name) == content
+            assert await two.read(name) == content
+        assert await two.get(b"none") is None
+        names = [b"many-%d" % number for number in range(400)]
+        for name in names[:300]:
+            await one.put(name, name)
+        await two.engine.renew(is_strict=False, directory=two.folder, names=names)
+        found = [two.engine.find(two.folder, name) is not None for name in names]
+        assert found == [True] * 300 + [False] * 100
+        assert await two.get(b"first") == b"on the medium"
+        one.engine.drop(one.folder, [b"0"])
+        chaos[0].write_error = 0.0
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_strict_hosts_that_ask_each_other_see_all_at_once(rng: random.Random, is_silent: bool) -> None:
+    chaos = [Chaos(random.Random(number)) for number in range(3)]
+    async with linked(rng, chaos, strict=True) as hosts:
+        if is_silent:  # rounds find what peers do not answer
+
+            async def find_blocks(fingerprints: object) -> tuple[list[list[bytes]], set[int]]:
+                return [[] for _ in fingerprints], set()  # type: ignore[attr-defined]
+
+            for host in hosts:
+                neighbours = host.engine.core.reads.neighbours
+                assert neighbours is not None
+                neighbours.find_blocks = find_blocks  # type: ignore[method-assign]
+        model: dict[bytes, bytes] = {}
+        before = sum(host.engine.statistics()["rounds"] for host in hosts)
+        for step in range(60):
+            host, name = rng.choice(hosts), b"%d" % rng.randrange(6)
+            if rng.random() < 0.7:
+                model[name] = b"%d" % step * rng.choice([1, 3000])
+                await host.put(name, model[name])
+            else:
+                found = await host.engine.remove(host.folder, [name], is_strict=True)
+                await host.written()
+                assert found == [model.pop(name, None) is not None]
+            reader = rng.choice(hosts)
+            assert await reader.get(name) == model.get(name), step
+        rounds = sum(host.engine.statistics()["rounds"] for host in hosts) - before
+        assert (rounds >= 60) is is_silent
