@@ -60,9 +60,10 @@ class BlockHost:
         finally:
             await self.volume.files.release(handle)
 
-    async def names(self) -> list[bytes]:
+    async def names(self, reader: int = 0) -> list[bytes]:
+        """``reader``: an open directory, which remembers what it was shown."""
         found, after = list[bytes](), 0
-        while entries := await self.volume.tree.list_directory(self.folder, after, 5):
+        while entries := await self.volume.tree.list_directory(self.folder, after, 5, reader):
             found += [entry.name for entry in entries]
             after = entries[-1].cookie
         return sorted(found)

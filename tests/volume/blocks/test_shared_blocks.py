@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import inside
 import pytest
@@ -291,3 +292,20 @@ async def test_a_full_volume_of_blocks_refuses_no_host(rng: random.Random) -> No
         await one.put(b"last", block)
         await one.written()
         await two.until(b"last", block)
+
+
+async def test_a_host_whose_clock_is_ahead_holds_up_no_listing(
+    disk: Disk, options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await block_hosts(mounted)
+        ahead = time.time_ns() + 3600 * 10**9
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time_ns", lambda: ahead)
+            for number in range(20):
+                await one.put(b"%d" % number, b"x")
+        await one.written()
+        await two.engine.renew(is_strict=True)
+        await two.put(b"own", b"y")  # above what it knows of others
+        assert await two.names() == sorted([b"%d" % number for number in range(20)] + [b"own"])
+        assert await two.names(reader=1) == await two.names()
