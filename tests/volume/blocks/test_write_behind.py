@@ -55,14 +55,16 @@ class _Segments:
         await trio.lowlevel.checkpoint()
 
 
-async def _nothing() -> None:
+async def _nothing(*_: object) -> None:
     await trio.lowlevel.checkpoint()
 
 
 def make_writer(core: _Core) -> WriteBehind:
     slabs = cast(Any, SimpleNamespace(loans=0, data_places=lambda runs: [], meta_pieces=lambda *piece: []))
     doubt = cast(Doubt, SimpleNamespace(on_failure=None, syncing=lambda: trio.CancelScope()))
-    return WriteBehind(cast(Any, core), slabs, cast(SegmentStore, _Segments()), doubt, 5.0, _nothing)
+    packer = cast(Any, SimpleNamespace(pack=_nothing))
+    reads = cast(Any, SimpleNamespace(keep_stored=lambda batch: None))
+    return WriteBehind(cast(Any, core), slabs, cast(SegmentStore, _Segments()), doubt, 5.0, _nothing, packer, reads)
 
 
 async def test_blocks_that_come_one_by_one_are_written_together(
