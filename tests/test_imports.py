@@ -19,7 +19,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 PACKAGE = Path(kvfuse.__file__).parent
 ROOT = PACKAGE.parent
 
-BASE = {"errors", "checksum", "sizes", "keys", "blockindex", "kept", "failing"}
+BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing"}
 DOOR = BASE | {"native", "options", "errnos", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
@@ -27,10 +27,10 @@ ROOMS: dict[str, set[str]] = {
     "errnos": {"errors"},
     "sizes": set(),
     "keys": set(),
+    "touchpage": set(),
     "failing": {"errors"},
     "native": {"checksum"},
     "kept": set(),
-    "blockindex": {"errors", "native._native"},
     "mounttable": set(),
     "checksum": {"errors"},
     "credentials": set(),
@@ -66,7 +66,7 @@ OF_ENGINES = {"lmcache", "sglang", "torch", "ucm", "vllm"}
 INNER: dict[str, list[set[str]]] = {
     "volume": [
         *[{"views"}, {"measures"}, {"tier"}, {"api"}, {"store"}, {"disk"}, {"namespaces"}, {"inodes"}],
-        *[{"slots"}, {"commit"}, {"content"}, {"names"}, {"eviction"}, {"blocks"}, {"tenancy"}, {"hosts"}],
+        *[{"slots"}, {"commit"}, {"content"}, {"names"}, {"blocks"}, {"tenancy"}, {"hosts"}],
         *[{"opening"}, {"check"}, {"parts"}, {"operations", "restored_files"}, {"volume"}, {"running"}],
     ],
     "usrbio": [{"protocol"}, {"client", "daemon"}, {"hf3fs"}],
@@ -329,7 +329,7 @@ def test_the_package_itself_imports_nothing_of_its_rooms() -> None:
         ("kvfuse.volume.inodes.core", "from kvfuse.volume.commit.journal import Journal"),
         ("kvfuse.volume.api", "from kvfuse.volume.store import schema"),
         ("kvfuse.volume.views.news", "from kvfuse.volume.tier.shared_tier import SharedTier"),
-        ("kvfuse.volume.names.changes", "from kvfuse.volume.eviction.sweeping import Sweeper"),
+        ("kvfuse.volume.names.changes", "from kvfuse.volume.blocks.blocks import Blocks"),
         ("kvfuse.holder.takeover", "from kvfuse.fs import mount"),
         ("kvfuse.kept.log", "from kvfuse.volume.inodes.node import Node"),
         ("kvfuse.volume.hosts.coherence", "from kvfuse.volume.volume import Volume"),

@@ -161,7 +161,7 @@ def namespace_for(target: Path, setup: Setup) -> Iterator[Path]:
     path = target / f"replay-{setup.policy}-{setup.admission}-{setup.capacity}"
     _remove(path)
     path.mkdir()
-    words = f"kind=evicted-files eviction={setup.policy} admission={setup.admission} blocks={setup.capacity}"
+    words = f"kind=blocks eviction={setup.policy} admission={setup.admission} blocks={setup.capacity}"
     try:
         os.setxattr(path, _NAMESPACE, words.encode())
     except OSError as error:

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 import click
 
 import kvfuse
-from kvfuse import blockindex
 from kvfuse.cli import checks, mounts
 from kvfuse.cli.console import print_json, print_table
 from kvfuse.cli.findings import DEGRADED, MISSING, OK, WARN, Finding
@@ -118,7 +117,7 @@ def check_checksums() -> Iterator[Finding]:
 
 def check_native() -> Iterator[Finding]:
     """What is in C: with it clients find and copy blocks, and the daemon has fewer requests of the kernel to answer."""
-    missing = [] if blockindex.native is not None else ["look-ups and small gets"]
+    missing = [] if find_spec("kvfuse.native._blocks") is not None else ["look-ups and small gets"]
     if find_spec("kvfuse.native._fusewire") is None:
         missing.append("files of the mount")
     if missing:

@@ -148,10 +148,8 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
 def _reports(reports: Stats) -> Iterator[Metric]:
     """Zeros where one host has the volume."""
     rows: Rows = [((event,), reports[event]) for event in ("sent", "heard", "asked")]
-    text = "Reports between hosts of used blocks, and of room that a host lacks."
-    yield _counter("kvfuse_use_reports", text, ("event",), rows)
-    rows = [((event,), reports[f"{event}_keys"]) for event in ("sent", "heard", "own", "dropped")]
-    yield _counter("kvfuse_use_report_keys", "Blocks in these reports.", ("event",), rows)
+    text = "Reports between hosts of room that they lack, or have."
+    yield _counter("kvfuse_room_reports", text, ("event",), rows)
 
 
 def _disk_tier(disk: Stats) -> Iterator[Metric]:

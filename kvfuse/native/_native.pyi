@@ -1,15 +1,9 @@
-"""See blockindex.py, rowwriter.py and rowcopier.py. Buffers are numpy arrays, contiguous."""
+"""See rowwriter.py, rowcopier.py and rowreceiver.py. Buffers are numpy arrays, contiguous."""
 
-from collections.abc import Sequence
 from typing import Any
 
 COPIES: int
 """whether `copy_rows` may be called"""
 
-def fingerprints(multipliers: Any, keys: Sequence[bytes], out: Any) -> None: ...
-def find(table: Any, keys: Sequence[bytes], numbers: Any) -> None: ...
-def get(
-    table: Any, keys: Sequence[bytes], arenas: Any, targets: Any, rooms: Any, numbers: Any, results: Any
-) -> None: ...
 def write_rows(rows: Any) -> tuple[int, int]: ...
 def copy_rows(rows: Any) -> bytes: ...

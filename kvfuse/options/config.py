@@ -382,7 +382,7 @@ def load(
     options = _build(values)
     _check_combination(options, origins)
     if (kind := options.namespace.kind) is not None:
-        meant = meant_kind(kind, is_shared=options.is_shared)
+        meant = meant_kind(kind)
         options = msgspec.structs.replace(options, namespace=msgspec.structs.replace(options.namespace, kind=meant))
     return Effective(options, origins, source or file, text)
 

@@ -56,9 +56,8 @@ Weight = Annotated[float, Meta(ge=0.01, le=100, description="a number from 0.01 
 TokenRate = Annotated[int, Meta(ge=0, le=1 << 62, description="tokens a second, or 0 where that is not known")]
 Share = Annotated[float, Meta(gt=0, le=1, description="a share of the capacity, above 0 and up to 1")]
 NamespaceKind = Annotated[
-    Literal["files", "cache", "blocks", "evicted-files"], Meta(description="'files', or 'blocks' (formerly 'cache')")
+    Literal["files", "cache", "blocks"], Meta(description="'files', or 'blocks' (formerly 'cache')")
 ]
-"""evicted-files: a cache as it was before, for tests of its parts"""
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
 Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
 VolumeName = Annotated[
@@ -259,12 +258,9 @@ class CacheOptions(_Section, frozen=True):
     """of copies that take a smaller slot by it"""
 
 
-def meant_kind(kind: str, *, is_shared: bool) -> str:
-    """What a user means by the kind of a namespace: "cache" is the former name of "blocks".
-
-    Where hosts share the volume, a cache still has files that are evicted.
-    """
-    return "blocks" if kind == "cache" and not is_shared else kind
+def meant_kind(kind: str) -> str:
+    """What a user means by the kind of a namespace: "cache" is the former name of "blocks"."""
+    return "blocks" if kind == "cache" else kind
 
 
 class NamespaceOptions(_Section, frozen=True):

@@ -261,7 +261,8 @@ class Peers:
 
     def _tell_clients(self) -> None:
         are_there = any(neighbour.is_connected for neighbour in self.neighbours.values())
-        self.volume.tier.residents.tell_of_neighbours(are_there)
+        if self.volume.rows is not None:
+            self.volume.rows.shown.tell_of_neighbours(are_there)
 
     async def announce(self, place: PeerRecord) -> None:
         """Tell the others where this host answers; again after each lost lease."""

@@ -412,13 +412,6 @@ class Allocator:
         """Bytes of pending slots."""
         return sum(pool.pending_count * pool.slot_size for pool in self._pools.values())
 
-    def used_in(self, slab: int) -> int:
-        """Bytes of slots of a slab that are not free."""
-        if slab in self.lent:
-            return self.geometry.slab_size
-        held = self._slabs.get(slab)
-        return (len(held.states) - held.free_count) * held.slot_size if held is not None else 0
-
     def statistics(self) -> Statistics:
         """The whole account; looks at every slab in use."""
         return account(self.geometry.slab_size, self.slab_count, self._slabs.values(), self._pools, len(self.lent))

@@ -22,9 +22,7 @@ import numpy.typing as npt
 from kvfuse.remote.segments.api import Target
 from kvfuse.volume.measures.gates import Gate, Gates
 from kvfuse.volume.measures.measures import Measures
-from kvfuse.volume.measures.uses import Uses
-from kvfuse.volume.tier.resident_indexes import Touches
-from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier, TierBlock
+from kvfuse.volume.tier.shared_tier import SharedTier, TierBlock
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
 from kvfuse.volume.views.news import Watch
@@ -416,18 +414,10 @@ class ReadyApi(Protocol):
 
 
 class SearchApi(Protocol):
-    """Gives clients what they need to search for blocks in shared memory by themselves."""
+    """Directories above a directory."""
 
     async def ancestors(self, directory: int) -> tuple[Ancestors, Sequence[Attributes]]:
         """The counter of changes of a directory and those above, and these; valid until the next await. Stale."""
-
-    def open(self, readers: ReadClass, ancestors: Ancestors) -> Touches | None:
-        """The index of a read class, for one connection more, which gives it back to `Residents.leave`. None: there are
-        too many. ``ancestors``: of the directory."""
-
-    async def read_names(self, readers: ReadClass) -> None:
-        """Have the index say which keys have no block: read all names of its directory, once, unless there are too
-        many, or other hosts may make some."""
 
 
 class BlockApi(Protocol):
@@ -441,9 +431,6 @@ class BlockApi(Protocol):
 
     def waits(self, directory: int) -> bool:
         """A put there waits for its commit; or it is not known whether it does."""
-
-    def terms(self, directory: int) -> tuple[bool, Uses | None]:
-        """`waits`; and if the directory is in a cache, the place where threads note uses of its blocks."""
 
     def watching(self, directory: int) -> AbstractContextManager[Watch]:
         """Reports this host's changes of the blocks of a directory in a cache."""
@@ -570,6 +557,9 @@ class ShownRows(Protocol):
 
         Whether no name of the directory means a file, and none came to mean one meanwhile.
         """
+
+    def tell_of_neighbours(self, are_there: bool) -> None:
+        """Other hosts can be asked for blocks now, or none can."""
 
 
 NameColumns: TypeAlias = tuple[Any, npt.NDArray[np.uint64], npt.NDArray[np.uint32]]

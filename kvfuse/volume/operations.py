@@ -224,8 +224,6 @@ class Files:
         if node.is_directory:
             raise errors.IsADirectory(f"inode {ino} is a directory")
         check_content(node)
-        if self._core.namespaces.cleared and self._core.is_cleared(node):  # another handle keeps it
-            raise errors.Stale(f"inode {ino} was cleared with its namespace")
         if is_changing:
             _check_change(self._core, node)
         handle = self.make_handle(node, flags, caller)
@@ -239,8 +237,6 @@ class Files:
                 raise
         elif caller.is_kernel:
             self._access.opened(handle)
-        if self._core.caches and caller.is_kernel and handle.readable:
-            self._core.opened_in_cache(node)
         return handle
 
     def make_handle(self, node: Node, flags: int, caller: Caller) -> FileHandle:
@@ -453,8 +449,6 @@ class Files:
         if node.nlink and handle.writable and node.writers == 0:
             if node.aside:
                 self._journal.pending.reconsider(node)
-            if self._core.caches and node.is_file:
-                self._core.closed_in_cache(node)
             if has_unsealed(node):
                 self._background.start_soon(failing.once, "seals", self._seal, node)
                 return
@@ -523,8 +517,6 @@ class Tree:
         if at is not None and (found := at[0].look_up(at[1], name)) is not None:
             return found
         node = (await (lookups.find_dots if name in DOTS else lookups.find_for_kernel)(parent, name)).node
-        if core.caches and (node is None or node.is_file):
-            core.looked_in_cache(node or await lookups.find_directory(parent), name, is_there=node is not None)
         if node is None:
             core.counters.absent_lookups += 1
             if at is not None:

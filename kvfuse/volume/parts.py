@@ -18,7 +18,7 @@ from kvfuse import failing
 from kvfuse.errors import EngineError, innermost
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
-from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.blocks.block_engine import BlockEngine, Hosts
 from kvfuse.volume.blocks.block_files import BlockFiles
 from kvfuse.volume.blocks.block_names import BlockNames
 from kvfuse.volume.blocks.block_room import BlockRoom
@@ -38,10 +38,6 @@ from kvfuse.volume.content.reader import OwnExtents, Reader
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.content.writer import Staging, Writer
-from kvfuse.volume.eviction.evictor import Evictor
-from kvfuse.volume.eviction.shared_clearing import SharedClearing
-from kvfuse.volume.eviction.shared_eviction import SharedEviction
-from kvfuse.volume.eviction.shared_sweeping import SharedSweeper
 from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.giving import Giving
 from kvfuse.volume.hosts.reports import Reports
@@ -49,7 +45,6 @@ from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.apply_first import ApplyFirst
-from kvfuse.volume.names.bulk_removal import BulkRemoval
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
@@ -168,17 +163,18 @@ class Parts:
         if self.engine is not None:
             files = BlockFiles(core, self.engine, self.lookups, self.names, self.writer, self.cutter)
             self.block_names = BlockNames(files)
-            if self.coherence is not None:
-                granting = self.coherence.granting
-                self.engine.quota_sources = [granting.take, granting.await_others]
             room = BlockRoom(self.engine)
             if self.coherence is not None and view is not None:
-                self.engine.others_are = lambda clients: view.are_blocks_of(clients, core.client)
-                self.engine.holder_of = lambda slab: view.seen(slab).holder.client
-                self.engine.ask_hosts = self.coherence.giving.reports.ask
-                self.engine.await_hosts = self.space.elsewhere[-1]
-                self.coherence.giving.blocks = room
-            self.space.elsewhere = [room.make_room, *self.space.elsewhere]
+                granting, giving = self.coherence.granting, self.coherence.giving
+                self.engine.meet(
+                    Hosts(
+                        giving.reports.ask, self.space.elsewhere[-1], (granting.take, granting.await_others),
+                        lambda clients: view.are_blocks_of(clients, core.client),
+                        lambda slab: view.seen(slab).holder.client,
+                    )
+                )  # fmt: skip
+                giving.connect(room)
+            self.space.connect(room.make_room)
         self.life = Lifetime()
 
     def _is_caller_coming(self) -> bool:
@@ -195,18 +191,16 @@ class Parts:
         self.lookups = OwnLookup(core, journal, refresher)
         memory = ApplyFirst(core, journal, self.space, self.lookups, nameless)
         self.names = Names(core, journal, self.lookups, nameless, memory, memory)
-        self.space.evictors.append(Evictor(core, journal, self.lookups, self.names, refresher.news))
         return OwnNamespaceRecords(self.names)
 
     def _make_shared(
         self, member: Member, records: SharedRecords, extents: SharedExtents, refresher: Refresher
     ) -> NamespaceRecords:
-        """Make the parts of a shared volume. An eviction is the last source of room before other hosts."""
+        """Make the parts of a shared volume."""
         core, journal = self.core, self.journal
         nameless = SharedNameless(core, journal, refresher.chunks)
         orphans = nameless.orphans
-        to_free = journal.refusals.to_free
-        self.leases = leases = SlabLeases(core, journal, to_free.add, lambda: to_free.size)
+        self.leases = leases = SlabLeases(core, journal, journal.refusals.to_free.add)
         sources: list[RoomSource] = [
             leases.take_unheld_slabs,
             nameless.free_unnamed_files,
@@ -215,8 +209,8 @@ class Parts:
             orphans.free_removed_files,
         ]
         reports = Reports(core, records, member, leases.shares)
-        core.tier.residents.hold(member.seconds_left)
-        member.on_change = core.tier.residents.hold
+        core.tier.validity.hold(member.seconds_left)
+        member.on_change = core.tier.validity.hold
         elsewhere: list[RoomSource] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
         self.space = RoomFinder(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
@@ -225,19 +219,12 @@ class Parts:
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)
         view, committer = leases.view, journal.committer
-        clearing = SharedClearing(core, journal, lookups)
-        sweeper = SharedSweeper(core, journal, executor.cleared, clearing, lambda: view.members)
-        removal = BulkRemoval(core, journal, refresher.news, memory.touch_entries)
-        shared = SharedEviction(core, journal, removal, sweeper)
-        evictor = Evictor(core, journal, lookups, self.names, refresher.news, shared)
-        self.space.evictors.append(evictor)
-        sources.insert(0, evictor.hasten)
         core.metadata.share_out(
             lambda: view.counts_beside(core.client).add(Counts(0, committer.size)).size, view.members
         )
-        giving = Giving(core, reports, leases, evictor, shared)
-        news = NamespaceNews(core, journal, lookups, self.names.folders, clearing)
-        granting = Granting(core, journal, news, evictor, view.has_orphans)
+        giving = Giving(core, reports, leases)
+        news = NamespaceNews(core, journal, lookups, self.names.folders)
+        granting = Granting(core, journal, news, view.has_orphans)
         sources.insert(0, granting.take)
         elsewhere.insert(0, granting.await_others)
         self.coherence = Coherence(core, lookups, journal, member, extents.fetcher, giving, news, granting)
@@ -265,8 +252,6 @@ class Parts:
         nursery.start_soon(failing.service, "removals", self.names.nameless.run)
         if self.engine is not None:
             nursery.start_soon(failing.vital_task, self.engine.run)
-        for evictor in [] if self.core.read_only else self.space.evictors:
-            nursery.start_soon(failing.service, "eviction", evictor.run)
         if self.coherence is None or self.leases is None:
             nursery.start_soon(failing.service, "access times", self.mapper.access.run)
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
@@ -281,8 +266,6 @@ class Parts:
         if self.leases is None or self.coherence is None:
             return
         self.coherence.granting.stop()
-        for evictor in self.space.evictors:
-            await evictor.stop()  # its removals change counts that are handed over now
         await self.journal.flusher.headers.settle(HEADS_SECONDS)
         has_given_all = await self.leases.close()
         await self.life.end()

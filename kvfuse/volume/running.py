@@ -121,7 +121,7 @@ class Running:
             parts.core.nodes.handover.gives_from(parts.core.inodes.upcoming)
         if parts.core.nodes.handover.outlives:
             self._nursery.start_soon(failing.service, "open files", self._volume.left_open.load_all)
-        if parts.core.tier.residents.alive is not None:
+        if parts.core.tier.validity.alive is not None:
             self._nursery.start_soon(failing.vital_task, self._show_alive)
         if parts.core.tier.capacity:
             self._nursery.start_soon(failing.service, "tier", self._free_touched)
@@ -211,9 +211,9 @@ class Running:
             self._volume.parts.life.stop()
             if (unstored := self._volume.parts.core.unstored) is not None:
                 unstored.close(is_stored=is_stored)
-            end_indexes(parts.core.tier)
             if parts.engine is not None:
                 parts.engine.shown.expire()
+            end_indexes(parts.core.tier)
             if parts.core.disk is not None:
                 parts.core.disk.stop()
 
@@ -225,7 +225,7 @@ class Running:
             while True:
                 if trio.current_time() > clients_come_until:
                     tier.pins_are_known()
-                self._volume.parts.core.tier.residents.live_on()
+                self._volume.parts.core.tier.validity.live_on()
                 if (engine := self._volume.parts.engine) is not None:
                     engine.shown.live_on()
                 self._volume.parts.blocks.hear_of_tier()
@@ -302,10 +302,9 @@ class Running:
 
 
 def end_indexes(tier: SharedTier) -> None:
-    """End the indexes that clients read, so that the next daemon need not wait for their expiry."""
-    tier.residents.end()
-    if tier.residents.alive is not None:
-        tier.residents.alive.expire_all()
+    """The tables that clients read have ended: the next daemon need not wait for their expiry."""
+    if tier.validity.alive is not None:
+        tier.validity.alive.expire_all()
 
 
 async def _store_all(parts: Parts) -> None:
@@ -382,7 +381,7 @@ async def open_volume(
     """
     async with hold(options, mountpoint, read_only=options.mount.read_only, alone=False, keeper=keeper) as held:
         goes_on = handover is not None and not handover.is_first
-        options, held, converted = await convert_caches(options, held, goes_on=goes_on)
+        held, converted = await convert_caches(options, held, goes_on=goes_on)
         async with run_volume(options, held, keeper, handover) as volume:
             if converted is not None:
                 volume.sections["conversion"] = converted.statistics

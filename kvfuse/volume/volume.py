@@ -12,7 +12,7 @@ import trio
 
 from kvfuse.volume.api import ROOT_INODE, NearApi, RowApi, SearchApi, Statfs
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
-from kvfuse.volume.namespaces.cache import SegmentsTier
+from kvfuse.volume.measures.measures import SegmentsTier
 from kvfuse.volume.namespaces.namespace_registry import Namespace
 from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
@@ -108,7 +108,6 @@ class Volume:
 
     def stats(self) -> dict[str, Any]:
         core = self.parts.core
-        core.take_uses(at_once=True)
         slabs = core.slabs.statistics()
         return {
             "volume": core.superblock.volume_id.hex(),
@@ -152,8 +151,7 @@ class Volume:
         core, number, space = self.parts.core, namespace.number, self.space()
         used, here = core.namespaces.accounts.use_of_hosts(number), core.namespaces.accounts.use(number)
         segments_tier: SegmentsTier = "remote" if core.records.limits.shared else "disk"
-        measures, cache, size, count = core.namespaces.measures[number], namespace.cache, 0, 0
-        figures = cache.statistics(measures.unread, segments_tier) if cache is not None else None
+        measures, size, count, figures = core.namespaces.measures[number], 0, 0, None
         if core.blocks is not None:
             size, count = core.blocks.use(number)
             if core.blocks.is_block_namespace(number):

@@ -83,10 +83,10 @@ def test_clear_empties_a_cache_for_the_kernel_and_for_rings(place: Place) -> Non
 def test_a_namespace_from_create_to_delete(place: Place) -> None:
     place.mount()
     llama, weights = place.point / "llama", place.point / "weights"
-    assert run("create", llama, "--kind", "evicted-files", "--capacity", "48MiB", "--eviction", "lru") == ""
+    assert run("create", llama, "--kind", "blocks", "--capacity", "48MiB", "--eviction", "lru") == ""
     weights.mkdir()
     run("create", weights, "--kind", "files", "--blocks", "1000")
-    wanted = Settings(kind="evicted-files", capacity=48 << 20, eviction="lru").shown
+    wanted = Settings(kind="blocks", capacity=48 << 20, eviction="lru").shown
     assert settings_of(llama) == wanted
     run("set", llama, "ttl=3600", "capacity=32MiB")
     assert settings_of(llama) == {**wanted, "ttl": 3600, "capacity": 32 << 20}
@@ -99,7 +99,7 @@ def test_a_namespace_from_create_to_delete(place: Place) -> None:
 
     rows = rows_of(place)
     assert rows.keys() == {str(place.point), str(llama), str(weights)}
-    assert (rows[str(llama)]["settings"]["kind"], rows[str(weights)]["cache"]) == ("evicted-files", None)
+    assert (rows[str(llama)]["settings"]["kind"], rows[str(weights)]["cache"]) == ("blocks", None)
     assert rows[str(llama)]["capacity"] == 32 << 20
     assert 32 << 20 < rows[str(place.point)]["capacity"] <= 64 << 20
     table = run("list", place.point)

@@ -146,7 +146,7 @@ def test_a_daemon_that_hangs_costs_one_deadline(mount: KvfuseMount) -> None:
 def make_asked(mount: KvfuseMount) -> None:
     """A namespace whose absent keys clients do not know by themselves: the daemon is asked."""
     (mount.point / "llama").mkdir()
-    os.setxattr(mount.point / "llama", "user.kvfuse.namespace", b"kind=evicted-files")
+    os.setxattr(mount.point / "llama", "user.kvfuse.namespace", b"kind=blocks")
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "is killed"])

@@ -134,7 +134,7 @@ def test_stores_beyond_the_backlog_are_shed(host: EngineHost, mount: KvfuseMount
 
 def test_events_tell_what_anybody_stored_and_removed(host: EngineHost, mount: KvfuseMount) -> None:
     (mount.point / "news").mkdir()
-    os.setxattr(mount.point / "news", "user.kvfuse.namespace", b"kind=evicted-files admission=all")
+    os.setxattr(mount.point / "news", "user.kvfuse.namespace", b"kind=blocks admission=all")
     with started(host, mount, "news") as other:
         other.store(SEED, 3)
         with started(host, mount, "news", events=True, locality="REMOTE") as engine:

@@ -89,6 +89,8 @@ def block(number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def put(service: Service, first: int = 1) -> None:
+    """Blocks that are files: a folder that is there stays what it is."""
+    (service.point / "blocks").mkdir(exist_ok=True)
     with connect(service.point) as client, BlockStore(client, "blocks") as store:
         keys = [b"%d" % number for number in range(BLOCKS)]
         assert store.put_many(keys, [block(first + number) for number in range(BLOCKS)]).all()

@@ -33,8 +33,7 @@ from attacker_kit import (
     sqe,
 )
 
-from kvfuse.blockindex import Table, fingerprints_of
-from kvfuse.usrbio.client.mapped_table import MAGIC, MappedTable
+from kvfuse.usrbio.client.mapped_table import MappedTable
 
 MAP_INDEX = 14
 ROOM = 1 << 20
@@ -59,7 +58,6 @@ class User:
         self.mount = mount
         self.arenas: dict[int, int] = {}
         """number -> descriptor: nothing is mapped, as to look at a hole in a mapping would fill it"""
-        self.tables: list[Table] = []
         self.row_tables: list[MappedTable] = []
         self.handles: dict[str, int] = {}
         self.held: dict[str, int] = {}
@@ -138,9 +136,6 @@ class User:
             for number in numbers:
                 answered |= self._get(folder, number)
         known = dict.fromkeys(self.arenas)
-        for table in self.tables:
-            found |= self._in_table(table, numbers)
-            known |= dict.fromkeys(table.slots["arena"].tolist())
         for rows in self.row_tables:
             there = rows.find(list(map(key, numbers)))
             found |= {number for number, row in zip(numbers, there, strict=True) if row >= 0}
@@ -163,14 +158,9 @@ class User:
                 os.close(descriptor)
 
     def _note_table(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        if memory[: len(MAGIC)].tobytes() == MAGIC:
-            rows = MappedTable(memory)
-            if rows.serial not in [other.serial for other in self.row_tables]:
-                self.row_tables.append(rows)
-            return
-        table = Table(memory)
-        if not any((table.multipliers == other.multipliers).all() for other in self.tables):
-            self.tables.append(table)
+        rows = MappedTable(memory)
+        if rows.serial not in [other.serial for other in self.row_tables]:
+            self.row_tables.append(rows)
 
     def _exist(self, folder: str, numbers: list[int]) -> set[int]:
         keys = [key(number) for number in numbers]
@@ -187,14 +177,6 @@ class User:
         if arena:
             self._map_arena(arena)
         return {number} if result >= 0 or LINE.match(self.map[:17]) else set()
-
-    def _in_table(self, table: Table, numbers: list[int]) -> set[int]:
-        """Blocks that have a row, or whose names are in the filter: of 2^16 bits, of which few are set."""
-        keys = [key(number) for number in numbers]
-        places, bits = table.bits_of(fingerprints_of(table.multipliers, keys))
-        are_named = (table.filter[places] & bits == bits).all(1)
-        are_shown = table.find(keys) >= 0
-        return {number for number, *is_known in zip(numbers, are_named, are_shown, strict=True) if any(is_known)}
 
     def _map_arena(self, number: int) -> None:
         if number in self.arenas or not number:

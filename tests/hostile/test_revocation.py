@@ -82,7 +82,7 @@ def mounts() -> Iterator[Callable[[str], KvfuseMount]]:
 
 @pytest.fixture
 def kind() -> str:
-    return "evicted-files"
+    return "blocks"
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def tree(mount: KvfuseMount, kind: str, request: pytest.FixtureRequest) -> Tree:
 class Tree:
     """A namespace of the victim's with a folder three below it, which the attacker may use as one of its group."""
 
-    def __init__(self, top: Path, kind: str = "evicted-files") -> None:
+    def __init__(self, top: Path, kind: str = "blocks") -> None:
         self.top, self.middle, self.low = make_folder(top), top / "middle", top / "middle" / "low"
         os.setxattr(top, NAMESPACE, b"kind=%s" % kind.encode())
         self.elsewhere = make_folder(top / "elsewhere")
@@ -174,7 +174,7 @@ def check_lost(seen: dict[str, set[int]], *former: int) -> None:
     assert seen["mapped"] | seen["found"] <= set(former)
 
 
-@pytest.mark.parametrize("kind", ["evicted-files", "blocks"])
+@pytest.mark.parametrize("kind", ["blocks"])
 @pytest.mark.parametrize(("way", "kill"), CASES)
 def test_who_lost_a_right_sees_nothing_that_is_stored_later(
     mount: KvfuseMount, users: tuple[User, User], tree: Tree, way: str, kill: str
@@ -197,7 +197,7 @@ def test_who_lost_a_right_sees_nothing_that_is_stored_later(
     check_lost(thief.look(1, 2, 3), 1, 2)
 
 
-@pytest.mark.parametrize("kind", ["evicted-files", "blocks"])
+@pytest.mark.parametrize("kind", ["blocks"])
 def test_who_gets_a_right_again_sees_all(mount: KvfuseMount, users: tuple[User, User], tree: Tree) -> None:
     victim, thief = users
     victim.open(tree.blocks)
@@ -214,7 +214,7 @@ def test_who_gets_a_right_again_sees_all(mount: KvfuseMount, users: tuple[User, 
         assert thief.look(10 * number)["mapped"] >= {10 * number}
 
 
-@pytest.mark.parametrize("kind", ["evicted-files", "blocks"])
+@pytest.mark.parametrize("kind", ["blocks"])
 def test_the_token_that_a_client_showed_is_another_one(users: tuple[User, User], tree: Tree) -> None:
     victim, thief = users
     victim.open(tree.blocks)
@@ -228,7 +228,7 @@ def test_the_token_that_a_client_showed_is_another_one(users: tuple[User, User],
     check_lost(thief.look(1, 2), 1)
 
 
-@pytest.mark.parametrize("kind", ["evicted-files", "blocks"])
+@pytest.mark.parametrize("kind", ["blocks"])
 def test_what_only_a_token_opened_is_closed_without_it(users: tuple[User, User], tree: Tree) -> None:
     """The folder lets the attacker in all the same, but not to blocks that their modes keep from it."""
     victim, thief = users
@@ -250,7 +250,7 @@ def test_what_only_a_token_opened_is_closed_without_it(users: tuple[User, User],
 
 def test_a_token_ends_with_its_namespace(users: tuple[User, User], tree: Tree) -> None:
     victim, thief = users
-    os.setxattr(tree.blocks, NAMESPACE, b"kind=evicted-files")
+    os.setxattr(tree.blocks, NAMESPACE, b"kind=blocks")
     victim.open(tree.blocks)
     thief.ask("connect", token=THEIRS)
     thief.open(tree.blocks)
@@ -302,7 +302,7 @@ def test_memory_is_not_mapped_without_the_folder_it_is_of(users: tuple[User, Use
     assert 2 not in thief.look(1, 2)["mapped"]
 
 
-@pytest.mark.parametrize("kind", ["evicted-files", "blocks"])
+@pytest.mark.parametrize("kind", ["blocks"])
 def test_a_descriptor_of_a_folder_is_a_right(
     users: tuple[User, User], tree: Tree, mount: KvfuseMount, kind: str
 ) -> None:
@@ -344,7 +344,7 @@ class Play:
     victim: User
     thief: User
     rng: random.Random
-    kind: str = "evicted-files"
+    kind: str = "blocks"
     token: str = ""
     """of the namespace"""
     shown: str = ""
@@ -470,7 +470,7 @@ def may_search(path: Path) -> bool:
 
 
 @pytest.mark.ring(3)
-@pytest.mark.parametrize("kind", ["evicted-files", "blocks"])
+@pytest.mark.parametrize("kind", ["blocks"])
 def test_any_sequence_of_changes(rng: random.Random, kind: str) -> None:
     """Each folder is registered under the path that it has first; kills and one upgrade come in between."""
     with temporary_mount(WORDS) as mount:

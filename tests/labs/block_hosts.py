@@ -25,7 +25,7 @@ class BlockHost:
 
     @property
     def engine(self) -> BlockEngine:
-        engine = self.volume.parts.engine
+        engine = inside.parts(self.volume).engine
         assert engine is not None
         return engine
 

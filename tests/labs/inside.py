@@ -20,7 +20,6 @@ from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.lookup import Lookup
-from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.namespace_registry import Namespaces
 from kvfuse.volume.parts import Lifetime, Parts
 from kvfuse.volume.slots.space import RoomFinder
@@ -66,11 +65,6 @@ def dentries(volume: Volume) -> Dentries:
 
 def namespaces(volume: Volume) -> Namespaces:
     return volume.parts.core.namespaces
-
-
-def caches(volume: Volume) -> dict[int, Cache]:
-    """Namespaces of kind cache, by directory: what is in them, and who is evicted next."""
-    return volume.parts.core.caches
 
 
 def tier(volume: Volume) -> SharedTier:

@@ -290,7 +290,7 @@ class Client:
             doubt=Doubt(generations),
             metadata=Metadata(1 << 40, lambda: 0),
             file_count=0,
-            namespaces=Namespaces({}, trio.current_time),
+            namespaces=Namespaces({}),
             client=self.number,
             left=left,
             grace=Grace(REUSE),

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import inside
 from volume_lab import CALLER, Disk
 
 from kvfuse.remote.records.api import Versioned
@@ -27,9 +26,7 @@ async def make_namespace(volume: Volume, parent: int, name: bytes, **settings: A
 
 
 async def change_namespace(volume: Volume, number: int, **settings: Any) -> None:
-    """Stored when this returns. InvalidArgument. "cache": one whose files are evicted."""
-    if settings.get("kind") == "cache" and not inside.records(volume).limits.shared:
-        settings["kind"] = "evicted-files"
+    """Stored when this returns. InvalidArgument."""
     text = " ".join([f"{name}={value}" for name, value in settings.items()])
     await volume.inodes.set_xattr(number, NAMESPACE, text.encode())
 

@@ -71,23 +71,12 @@ class Hood:
         return None
 
 
-class _Tier:
-    """As much of a tier as `Peers` uses: nobody has an index of its blocks."""
-
-    @property
-    def residents(self) -> _Tier:
-        return self
-
-    def tell_of_neighbours(self, are_there: bool) -> None:
-        pass
-
-
 @dataclass
 class _Volume:
     """As much of a volume as `Peers` uses."""
 
     neighbourhood: Hood
-    tier: _Tier = field(default_factory=_Tier)
+    rows: None = None
 
 
 @dataclass

@@ -109,7 +109,7 @@ class Walk:
         with suppress(errors.Exists):
             await self.mkdir(parent, name)
         node = await self.volume.tree.lookup(parent, name)
-        await self.volume.inodes.set_xattr(node.ino, NAMESPACE, b"kind=" + self.rng.choice([b"files", b"cache"]))
+        await self.volume.inodes.set_xattr(node.ino, NAMESPACE, b"kind=" + b"files")
 
     async def unspace(self, parent: int, name: bytes) -> None:
         node = await self.volume.tree.lookup(parent, name)

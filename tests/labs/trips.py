@@ -31,7 +31,6 @@ from kvfuse.errors import NotFound
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.api import ROOT_INODE, Caller
-from kvfuse.volume.eviction.evictor import Evictor
 from kvfuse.volume.opening.formatting import format_volume
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.volume import Volume
@@ -165,26 +164,7 @@ async def trips() -> dict[str, Trip]:
                 assert await client.result() == SIZE
                 found["ring GET"] = await shortest(lambda number: get_by_ring(client))
                 found["ring PUT"] = await shortest(lambda number: put_by_ring(client, volume, b"put-%d" % number))
-            found["eviction of 128"] = await eviction(volume, block)
             return found
-
-
-async def eviction(volume: Volume, block: bytes) -> Trip:
-    """Of blocks of a cache in a folder, which are evicted together, and the commit."""
-    made = await volume.tree.make_directory(ROOT_INODE, b"cache", 0o755, CALLER)
-    await inside.xattrs(volume).namespaces.keeper.create(made, {"kind": "cache", "admission": "all"}, None)
-    for number in range(EVICTED):
-        await volume.blocks.put(made.ino, b"evicted-%d" % number, memoryview(block), CALLER, 0o644)
-    await inside.journal(volume).commit()
-
-    (evictor,) = inside.space(volume).evictors
-    assert isinstance(evictor, Evictor)
-
-    async def evict() -> None:
-        assert await evictor.evict_some(EVICTED * SIZE)
-        await inside.journal(volume).commit()
-
-    return await by_files(evict())
 
 
 async def shared_trips() -> dict[str, Trip]:

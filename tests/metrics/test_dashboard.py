@@ -44,9 +44,9 @@ needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason
 def busy() -> Iterator[tuple[KvfuseMount, int]]:
     """A mount with traffic through every door, and the port of its metrics."""
     word, port = listen_word()
-    with temporary_mount([word, f"capacity={ROOM},kind=evicted-files,admission=all"]) as mount:
+    with temporary_mount([word, f"capacity={ROOM},kind=blocks,admission=all"]) as mount:
         for name, capacity in (("model-a", "16MiB"), ("model-b", "8MiB")):
-            made = run("namespace", "create", mount.point / name, "--kind", "evicted-files", "--capacity", capacity)
+            made = run("namespace", "create", mount.point / name, "--kind", "blocks", "--capacity", capacity)
             assert made.returncode == 0, made.stderr
         for folder in ("first", "model-a"):
             traffic(mount, folder)

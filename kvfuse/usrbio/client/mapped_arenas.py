@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import ARENA
+from kvfuse.native.blockforms import ARENA
 from kvfuse.usrbio.client.iov import address_of
 from kvfuse.usrbio.client.session import Bytes, Session
 

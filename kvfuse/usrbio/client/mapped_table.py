@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import fence
 from kvfuse.errors import EngineError
 from kvfuse.keys import KEY_SIZE_MAX, encode_keys, file_name, file_names
 from kvfuse.native import blockforms as forms
+from kvfuse.touchpage import fence
 
 native: Any
 try:

@@ -1,6 +1,6 @@
 """Blocks in shared memory, found and copied without the daemon.
 
-`kvfuse/blockindex` says why that is right for blocks that are files, `kvfuse/native/blocktable.h` for rows.
+`kvfuse/native/blocktable.h` says why that is right. Blocks that are files are got through rings alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import ABSENT, UNMAPPED, Numbers, Table
 from kvfuse.errors import Disconnected, EngineError
 from kvfuse.keys import encode_keys
 from kvfuse.native import blockforms as forms
@@ -24,13 +23,14 @@ from kvfuse.usrbio.client.client import Client
 from kvfuse.usrbio.client.files import Namespace
 from kvfuse.usrbio.client.iov import address_of
 from kvfuse.usrbio.client.mapped_arenas import MappedArenas
-from kvfuse.usrbio.client.mapped_table import MAGIC, MappedTable
+from kvfuse.usrbio.client.mapped_table import MappedTable
 from kvfuse.usrbio.client.session import Bytes, Session, close_all
 from kvfuse.usrbio.client.touch_notes import TouchNotes
 from kvfuse.usrbio.protocol.wire import Request
 
 Found = npt.NDArray[np.bool_]
 Addresses = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
 
 
 class Copying(Protocol):
@@ -41,74 +41,16 @@ class Copying(Protocol):
 
 
 Begin = Callable[[int, Bytes, int, int], Copying]
-NOT_HERE, NOWHERE = ABSENT, -ENOENT
+NOT_HERE, NOWHERE = forms.ABSENT, -ENOENT
 """results of blocks: the daemon has to be asked; there certainly is none"""
 TABLES_MAX = 4
 """one for each owner and mode of blocks in a folder"""
 LOOK_SECONDS = 5.0
-"""after which a client that misses blocks asks whether there is another index"""
+"""after which a client that misses blocks asks whether there is another table"""
 
 
-class Mapped(Protocol):
-    """An index, or a table, that is mapped with the arenas of its blocks."""
-
-    @property
-    def table(self) -> Table | MappedTable: ...
-    @property
-    def touches(self) -> TouchNotes: ...
-
-    def look_up(self, keys: Sequence[bytes | str]) -> Numbers:
-        """As `MappedTable.look_up`."""
-
-    def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
-        """The length of each block that was copied, `NOWHERE` for those that there certainly are not, `NOT_HERE` for
-        others."""
-
-    def get_one(self, key: bytes, target: Addresses, room: Numbers) -> int:
-        """As `get` of one, at less expense; `NOT_HERE` also where an arena has to be mapped first."""
-
-    def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers:
-        """As `get`, by copies that run beside this thread. Each is judged when it has ended."""
-
-
-class _MappedFiles:
-    """The index of blocks that are files, as far as they are resident."""
-
-    def __init__(self, table: Table, touches: TouchNotes, arenas: MappedArenas) -> None:
-        self.table = table
-        self.touches = touches
-        self._arenas = arenas
-
-    def look_up(self, keys: Sequence[bytes | str]) -> Numbers:
-        return self.table.look_up(encode_keys(keys))
-
-    def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
-        arenas = self._arenas
-        slots, results = self.table.get(keys, arenas.rows, targets, rooms)
-        if UNMAPPED in results and arenas.map(self.table.slots["arena"][slots[results == UNMAPPED]]):
-            slots, results = self.table.get(keys, arenas.rows, targets, rooms)
-        results[(results < 0) | (not self.table.holds())] = NOT_HERE
-        self.touches.touch(slots[results >= 0])
-        return results
-
-    def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers:
-        spots = self.table.look(keys)
-        self._arenas.map(self.table.slots["arena"][spots["slot"][spots["slot"] >= 0]])
-        results = _copy_spots(self.table, self._arenas, spots, spots["slot"] >= 0, rooms, begin)
-        self.touches.touch(spots["slot"][results >= 0])
-        return results
-
-    def get_one(self, key: bytes, target: Addresses, room: Numbers) -> int:
-        slots, results = self.table.get([key], self._arenas.rows, target, room)
-        size = int(results[0])
-        if size < 0 or not self.table.holds():
-            return NOT_HERE
-        self.touches.touch_one(int(slots[0]))
-        return size
-
-
-class _MappedRows:
-    """A table of blocks that are rows."""
+class _Mapped:
+    """A table that is mapped, with the arenas of its blocks."""
 
     def __init__(self, table: MappedTable, touches: TouchNotes, arenas: MappedArenas) -> None:
         self.table = table
@@ -119,6 +61,8 @@ class _MappedRows:
         return self.table.look_up(keys)
 
     def get(self, keys: Sequence[bytes], targets: Addresses, rooms: Numbers) -> Numbers:
+        """The length of each block that was copied, `NOWHERE` for those that there certainly are not, `NOT_HERE` for
+        others."""
         arenas, table = self._arenas, self.table
         rows, results = table.get(keys, arenas.rows, targets, rooms)
         if forms.NOT_MAPPED in results and arenas.map(table.rows["arena"][rows[results == forms.NOT_MAPPED]]):
@@ -140,6 +84,7 @@ class _MappedRows:
         return absent
 
     def get_one(self, key: bytes, target: Addresses, room: Numbers) -> int:
+        """As `get` of one, at less expense; `NOT_HERE` also where an arena has to be mapped first."""
         row, size = self.table.get_one(key, self._arenas.rows, target, room)
         if size < 0 or not self.table.holds():
             return NOT_HERE
@@ -147,6 +92,7 @@ class _MappedRows:
         return size
 
     def copy(self, keys: Sequence[bytes], rooms: Numbers, begin: Begin) -> Numbers:
+        """As `get`, by copies that run beside this thread. Each is judged when it has ended."""
         spots = self.table.look(keys)
         here = (spots["row"] >= 0) & (spots["arena"] != 0)
         self._arenas.map(spots["arena"][here])
@@ -157,7 +103,7 @@ class _MappedRows:
 
 
 def _copy_spots(
-    table: Table | MappedTable, arenas: MappedArenas, spots: npt.NDArray[np.void], here: Found, rooms: Numbers,
+    table: MappedTable, arenas: MappedArenas, spots: npt.NDArray[np.void], here: Found, rooms: Numbers,
     begin: Begin,
 ) -> Numbers:  # fmt: skip
     """Copy blocks from their spots, by copies that the caller begins: the length of each, `NOT_HERE` for others."""
@@ -177,8 +123,8 @@ def _copy_spots(
     return results
 
 
-def _open(session: Session, namespace: Namespace, number: int, former: Sequence[Mapped]) -> Mapped:
-    """Map an index or a table. ``former``: what is mapped already is not mapped again, as far as it is the same.
+def _open(session: Session, namespace: Namespace, number: int, former: Sequence[_Mapped]) -> _Mapped:
+    """Map a table. ``former``: what is mapped already is not mapped again, as far as it is the same.
 
     OSError: there is none. Disconnected, EngineError.
     """
@@ -188,13 +134,11 @@ def _open(session: Session, namespace: Namespace, number: int, former: Sequence[
         touches = TouchNotes(descriptors[1])
     finally:
         close_all(descriptors)
-    if memory[: len(MAGIC)].tobytes() != MAGIC:
-        return _MappedFiles(Table(memory), touches, MappedArenas(session))
     table, arenas = MappedTable(memory), MappedArenas(session)
     for other in former:
-        if isinstance(other, _MappedRows) and other.table.serial == table.serial:
+        if other.table.serial == table.serial:
             table, arenas = other.table, other._arenas
-    return _MappedRows(table, touches, arenas)
+    return _Mapped(table, touches, arenas)
 
 
 class ResidentBlocks:
@@ -206,7 +150,7 @@ class ResidentBlocks:
     def __init__(self, client: Client, namespace: Namespace) -> None:
         self._client = client
         self._namespace = namespace
-        self._mapped: tuple[Session | None, list[Mapped]] = None, []
+        self._mapped: tuple[Session | None, list[_Mapped]] = None, []
         """tables, and of which connection they are"""
         self._looked_at = 0.0
         self._turn = threading.Lock()
@@ -218,7 +162,7 @@ class ResidentBlocks:
         """Copy blocks to ``targets`` (addresses), where there is room for so many bytes.
 
         The length of each; `NOWHERE` for those that certainly are absent; `NOT_HERE` for those that the daemon has to
-        be asked for, whose room has any bytes then. None: there is no index.
+        be asked for, whose room has any bytes then. None: there is no table.
         """
         results: Numbers | None = None
         for mapped in self._present():
@@ -309,7 +253,7 @@ class ResidentBlocks:
         tables[0].touches.ask(encoded)
         return found
 
-    def _present(self) -> list[Mapped]:
+    def _present(self) -> list[_Mapped]:
         """The tables of the present connection; none where it has ended."""
         session, (mapped_of, tables) = self._client.session, self._mapped
         if session.has_ended:
@@ -330,12 +274,12 @@ class ResidentBlocks:
 
     def _map_soon(self, session: Session) -> None:
         if self._turn.acquire(blocking=False):  # else another thread does it
-            threading.Thread(target=self._map, args=(session,), name="kvfuse-index", daemon=True).start()
+            threading.Thread(target=self._map, args=(session,), name="kvfuse-tables", daemon=True).start()
 
     def _map(self, session: Session) -> None:
         """Map all tables. Who calls it has the turn."""
         try:
-            tables: list[Mapped] = []
+            tables: list[_Mapped] = []
             former = self._mapped[1] if self._mapped[0] is session else []
             try:
                 while len(tables) < TABLES_MAX and self._namespace.handle:

@@ -1,4 +1,4 @@
-"""The page where a client notes what it reads, and asks for, without the daemon: see `kvfuse/blockindex`."""
+"""The page where a client notes what it reads, and asks for, without the daemon: see `kvfuse/touchpage`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from mmap import mmap
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import ASKED_MAX, ASKED_OFFSET, ASKED_SIZE, HEADER_SIZE, TOUCHES_MAX, TOUCHES_SIZE, Numbers
+from kvfuse.touchpage import ASKED_MAX, ASKED_OFFSET, ASKED_SIZE, HEADER_SIZE, TOUCHES_MAX, TOUCHES_SIZE
+
+Numbers = npt.NDArray[np.int64]
 
 
 class TouchNotes:
-    """Of one index, or table; for any number of threads. ``descriptor`` stays the caller's."""
+    """Of one table; for any number of threads. ``descriptor`` stays the caller's."""
 
     def __init__(self, descriptor: int) -> None:
         touches = np.frombuffer(mmap(descriptor, TOUCHES_SIZE), np.uint8)

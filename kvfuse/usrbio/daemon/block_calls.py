@@ -237,12 +237,12 @@ class BlockCalls:
         assert namespace is not None
         directory = await self.admission.read_directory(namespace)
         if namespace.is_absent:
-            namespace.may_list, namespace.may_put, namespace.uses = False, False, None
+            namespace.may_list, namespace.may_put = False, False
             call.names = make_blind_names(len(call.names))
             return namespace
         namespace.may_list = namespace.has_token or self.peer.may_access(directory, 4)
         namespace.may_put = namespace.has_token or self.peer.may_access(directory, 3)
-        namespace.waits, namespace.uses = self.volume.blocks.terms(namespace.ino)
+        namespace.waits = self.volume.blocks.waits(namespace.ino)
         if not (namespace.has_token or self.peer.may_access(directory, 1)):
             namespace.blocks = None
         elif namespace.blocks is None or not namespace.blocks.is_current:

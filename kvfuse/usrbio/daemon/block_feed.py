@@ -39,15 +39,14 @@ class BlockFeed:
     """the former daemon sent this client news: it starts over"""
 
     async def check(self) -> None:
-        """PermissionDenied unless the peer may list the directory; InvalidArgument where it is in no cache; Stale."""
+        """PermissionDenied unless the peer may list the directory; InvalidArgument: its blocks are files; Stale."""
         directory = await self.admission.read_directory(self.namespace)
         if self.namespace.is_absent:
             raise errors.Stale(f"inode {self.namespace.ino} was removed")
         if not self.admission.may_access(self.namespace, directory, 5):
             raise errors.PermissionDenied("the mode of the directory does not allow the client's user to list it")
-        blocks = self.volume.blocks
-        if blocks.terms(directory.ino)[1] is None and await blocks.block_namespace(directory.ino) is None:
-            raise errors.InvalidArgument("the directory is in no cache: only blocks of caches are followed")
+        if await self.volume.blocks.block_namespace(directory.ino) is None:
+            raise errors.InvalidArgument("the directory is in no namespace of kind blocks: only these are followed")
 
     async def run(self) -> None:
         """Send news until the client disconnects, sends anything, or lost some."""

@@ -26,7 +26,6 @@ from kvfuse.usrbio.daemon.lines import Lines
 from kvfuse.usrbio.daemon.operations import OPERATIONS, UNMASKED, weigh
 from kvfuse.usrbio.daemon.penalty import MALFORMED
 from kvfuse.usrbio.daemon.put_finder import PUTS_SIZE, PutFinder
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.daemon.row_keys import RowKeys
 from kvfuse.usrbio.daemon.row_ops import RowOps
 from kvfuse.usrbio.daemon.write_finder import WriteFinder
@@ -51,14 +50,6 @@ def _measure(served: dict[Histogram, int], seconds: float) -> None:
         times.counts[bisect_left(times.bounds, seconds)] += count
         times.sum += count * seconds
     served.clear()
-
-
-def _note_uses(asked: dict[NamespaceHandle, list[bytes]]) -> None:
-    """Note the names with their caches, and clear them."""
-    for namespace, names in asked.items():
-        if namespace.uses is not None:
-            namespace.uses.note(namespace.ino, names)
-    asked.clear()
 
 
 class EntryServer:
@@ -237,11 +228,9 @@ class EntryServer:
             self._registered.start(calls)
 
     def _note(self, taken_at: float) -> None:
-        """Count what was served, and note what was asked for."""
+        """Count what was served."""
         if self._checks.served:
             _measure(self._checks.served, time.monotonic() - taken_at)
-        if self._checks.asked:
-            _note_uses(self._checks.asked)
 
     def _answer(self, entry: Entry, taken_at: float, calls: list[Call]) -> Completion | None:
         """The answer to an entry, or None: it is in ``calls``, or has no completion. Short."""

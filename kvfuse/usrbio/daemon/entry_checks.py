@@ -64,8 +64,6 @@ class EntryChecks:
         self._completions = ring.completions
         self._lines = lines
         self._weigh = weigh
-        self.asked: dict[NamespaceHandle, list[bytes]] = {}
-        """names of blocks of caches that the present batch asks for"""
         self.served: dict[Histogram, int] = {}
         """histogram -> reads and gets of the present batch"""
         self.is_lone = False
@@ -239,8 +237,6 @@ class EntryChecks:
         iov = self._find_iov(entry) if entry.length and device is None else None
         if iov is not None and not iov.writable:
             raise RefusedEntry(errno.EACCES)
-        if namespace.uses is not None:
-            self.asked.setdefault(namespace, []).append(name)
         if device is not None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), again=find_block)
             return self._read_to_device(call, device)

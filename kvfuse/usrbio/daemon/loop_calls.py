@@ -90,7 +90,7 @@ class Calls:
             files, self.nursery, self.share, lambda ino: self._drop(self.kernel.drop_content, ino)
         )
         self.admission = NamespaceAccess(self.volume, self.peer)
-        self.indexes = Indexes(self.volume, self.admission, self.nursery)
+        self.indexes = Indexes(self.volume, self.admission)
         blocks = self.blocks = BlockCalls(
             self.volume, self.admission, self._finish, files.read_here, devices.answer_found
         )

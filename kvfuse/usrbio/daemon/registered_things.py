@@ -23,7 +23,6 @@ from kvfuse.usrbio.protocol.wire import TTL_MAX, Access, PutHints
 from kvfuse.volume.api import ROW_TERMS, Binding, RowApi, RowTable, RowTerms
 from kvfuse.volume.measures.gates import Gates
 from kvfuse.volume.measures.measures import Measures
-from kvfuse.volume.measures.uses import Uses
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
 
@@ -138,8 +137,6 @@ class NamespaceHandle:
     """the peer may, as far as known, find out every name; else it must not see blocks that it did not name"""
     may_put: bool = True
     """the peer may, as far as known, make names in it; else a put is not copied before the event loop allowed it"""
-    uses: Uses | None = None
-    """if it is in a cache, as far as known: notes which of its blocks clients ask for"""
     measures: Measures = field(default_factory=Measures)
     """measures of the volume's namespace around it"""
     waits: bool = False

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from kvfuse.blockindex import fence
 from kvfuse.errors import NotFound
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core
+from kvfuse.touchpage import fence
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables, take_all
 from kvfuse.volume.tier.placement import Placement
 from kvfuse.volume.tier.revocable import RevocableMemory
@@ -57,6 +57,8 @@ class BlockArena:
         memory = mmap.mmap(piece.descriptor, os.fstat(piece.descriptor).st_size)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address = int(self.bytes.ctypes.data)
+        self.lent = 0
+        """bytes of the tier that it counts as"""
         placement.apply(memory, self.address)
 
     @property
@@ -109,7 +111,8 @@ class BlockArenas:
     def __init__(
         self, core: Core, tables: BlockTables, tier: SharedTier, keeper: Keeper, volume_id: bytes, least: int
     ) -> None:  # fmt: skip
-        """``least``: bytes that the store has where the tier is smaller."""
+        """``least``: bytes that the store has where the tier is smaller. Of these at most half of the tier count as
+        its: the rest is left to blocks of files."""
         self._core = core
         self._tables = tables
         self._tier = tier
@@ -157,16 +160,22 @@ class BlockArenas:
         is_least = self.size + self.arena_size <= self._least  # what the store has in any case
         if self.size + self.arena_size > self.capacity or len(self._places) >= ARENAS_MAX:
             return None
-        if not self._tier.lend(self.arena_size, always=is_least):
+        lent = self._share(self.arena_size) if is_least else self.arena_size
+        if not self._tier.lend(lent, always=is_least):
             return None
         if (number := self._tier.take_number()) is None:
-            self._tier.take_back(self.arena_size)
+            self._tier.take_back(lent)
             return None
         place = next(place for place in range(ARENAS_MAX) if place not in self._places)
         supply = self._tier.supply
         piece = supply.make("kvfuse-blocks", self.arena_size)
         arena = self._places[place] = BlockArena(place, number, piece, supply.placement)
+        arena.lent = lent
         return arena
+
+    def _share(self, size: int) -> int:
+        """How many bytes of the tier an arena counts as that the store has in any case."""
+        return max(0, min(size, self._tier.capacity // 2 - sum([arena.lent for arena in self._places.values()])))
 
     def make_first(self) -> None:
         """Make an arena at once, without its pages: the first put need not wait."""
@@ -190,7 +199,7 @@ class BlockArenas:
         del self.by_number[arena.number]
         self._keeper.drop(f"{ARENA_PREFIX}{arena.number}")
         arena.piece.take_back(0, arena.size)
-        self._tier.take_back(arena.size)
+        self._tier.take_back(arena.lent)
         return True
 
     def forget(self, table: int) -> tuple[int, int]:
@@ -273,7 +282,8 @@ class BlockArenas:
                 if arena is not None:
                     arena.piece.take_back(0, arena.size)
                 continue
-            self._tier.lend(arena.size, always=True)
+            arena.lent = self._share(arena.size) if self.size + arena.size <= self._least else arena.size
+            self._tier.lend(arena.lent, always=True)
             self._places[arena.place] = self.by_number[arena.number] = arena
             self._core.hold(arena.address, arena.bytes)
             self._core.add_arena(arena.place, arena.number, arena.address, arena.size, places[arena.serial])

@@ -1,6 +1,6 @@
 """Figures of one namespace of blocks: how often blocks were asked for and found, stored and removed, and why.
 
-They are those of `namespaces.cache.Cache`, from columns. A *key* is the first half of a name's fingerprint. One request
+A *key* is the first half of a name's fingerprint. One request
 of an engine often asks for a block twice, whether it is there, and then for its bytes: that is one use.
 """
 
@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from kvfuse.policy.estimate import HitEstimate
 from kvfuse.policy.seen import NEVER, SeenKeys
-from kvfuse.volume.measures.measures import AGE_BOUNDS, Histogram
-from kvfuse.volume.namespaces.cache import MISSES, REASONS, SegmentsTier
+from kvfuse.volume.measures.measures import AGE_BOUNDS, MISSES, REASONS, Histogram, SegmentsTier
 
 FOLLOWED_MAX, FOLLOWED_MIN = 1 << 12, 1 << 9
 """keys that the estimate of other capacities follows; fewer where these are used much"""

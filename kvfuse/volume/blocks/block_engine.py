@@ -42,9 +42,9 @@ from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
 from kvfuse.volume.blocks.write_behind import WriteBehind
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.measures.measures import SegmentsTier
 from kvfuse.volume.measures.speeds import Tier, worth_reading
 from kvfuse.volume.namespaces.accounts import UNBOUNDED
-from kvfuse.volume.namespaces.cache import SegmentsTier
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.space import RoomSource
@@ -81,6 +81,22 @@ ROOM_SECONDS = 10.0
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What the block store asks of the other hosts of a shared volume."""
+
+    ask: Callable[[int], bool]
+    """has those that have more blocks give slabs of so many bytes; False: nobody does"""
+    wait: RoomSource
+    """waits for these slabs"""
+    quotas: tuple[RoomSource, RoomSource]
+    """what takes more of a quota, and what waits for other hosts"""
+    hold_all: Callable[[set[int]], bool]
+    """all slabs with blocks of other hosts are held by these clients"""
+    holder_of: Callable[[int], int]
+    """the client that has a slab"""
 
 
 @dataclass
@@ -141,21 +157,13 @@ class BlockEngine:
         self._has_loaded = trio.Event()
         self._more_to_load = trio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
-        self.shown = ShownTables(self.tables, self.arenas, core.tier.residents, self.eviction)
+        self.shown = ShownTables(self.tables, self.arenas, core.tier.validity, core.dentries, self.eviction)
         self.with_files: set[int] = FileDirectories(self.shown)
         self.directories: dict[int, frozenset[bytes]] = {}
         """directory -> names in it that may mean directories; any thread may look"""
         self._is_closing = self._has_peers = False
-        self.ask_hosts: Callable[[int], bool] | None = None
-        self.await_hosts: RoomSource | None = None
-        """of a shared volume: have other hosts give slabs, and wait for these"""
-        self.quota_sources: Sequence[RoomSource] = ()
-        """of a shared volume: what takes more of a quota, and what waits for other hosts"""
+        self._hosts: Hosts | None = None
         self._no_slabs_until = -1.0
-        self.others_are: Callable[[set[int]], bool] = lambda clients: False
-        """all slabs with blocks of other hosts are held by these clients"""
-        self.holder_of: Callable[[int], int] = lambda slab: NOBODY
-        """the client that has a slab"""
         self.has_ended = False
         """its membership is over"""
         self._uses = -1
@@ -163,6 +171,13 @@ class BlockEngine:
         """directory -> names in it of files that become blocks"""
         self._restore()
         core.namespaces.accounts.blocks = self
+
+    def meet(self, hosts: Hosts) -> None:
+        """The other hosts of a shared volume: once, before `run`."""
+        self._hosts = hosts
+
+    def _holder_of(self, slab: int) -> int:
+        return self._hosts.holder_of(slab) if self._hosts is not None else NOBODY
 
     @property
     def _spare_slabs(self) -> int:
@@ -216,7 +231,7 @@ class BlockEngine:
             self.native.hear(one)
         self._forget_gone(directory, wanted, answers, whole)
         self._has_peers = bool(whole)
-        return self.others_are(whole)
+        return self._hosts is not None and self._hosts.hold_all(whole)
 
     def _forget_gone(
         self, directory: int, names: Sequence[bytes], answers: Sequence[Sequence[bytes]], whole: set[int]
@@ -229,7 +244,7 @@ class BlockEngine:
                 if row < 0 or sequence in told[name]:
                     continue
                 is_foreign = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
-                if is_foreign and self.holder_of(int(table.rows["slab"][row])) in whole:
+                if is_foreign and self._holder_of(int(table.rows["slab"][row])) in whole:
                     self.drop_entry(table, row, sequence)
 
     def _has_been_used(self) -> bool:
@@ -561,8 +576,8 @@ class BlockEngine:
             return
         if await self.slabs.lend(self._spare_slabs):
             return
-        if self.ask_hosts is not None:  # those that have more blocks give some of their slabs
-            self.ask_hosts(self._spare_slabs * self.core.geometry.slab_size)
+        if self._hosts is not None:  # those that have more blocks give some of their slabs
+            self._hosts.ask(self._spare_slabs * self.core.geometry.slab_size)
         if not is_late and self.eviction.make_room(size):
             return
         if is_late or not await self._await_hosts(give_up):
@@ -570,23 +585,24 @@ class BlockEngine:
 
     async def _await_hosts(self, deadline: float) -> bool:
         """Wait for slabs of other hosts. False: none are to come."""
-        if self.await_hosts is None or await self.await_hosts(deadline, None):
-            return self.await_hosts is not None
+        if self._hosts is None or await self._hosts.wait(deadline, None):
+            return self._hosts is not None
         is_soon = not self.core.is_alone() and trio.current_time() < deadline - ROOM_SECONDS + NEWS_SECONDS
         if is_soon:  # they may not have heard yet what others have
             await trio.sleep(NO_SLABS_SECONDS)
         return is_soon
 
     async def _find_quota(self, source: int, namespace: int, size: int, deadline: float) -> bool:
-        """Have other hosts of a shared volume leave more of a quota to this one. ``source``: of `quota_sources`."""
-        for number in self.core.namespaces.accounts.chain(namespace) if self.quota_sources else ():
+        """Have other hosts of a shared volume leave more of a quota to this one. ``source``: of `Hosts.quotas`."""
+        hosts = self._hosts
+        for number in self.core.namespaces.accounts.chain(namespace) if hosts is not None else ():
             account = self.core.namespaces.accounts.all[number]
             have, most = self.core.namespaces.accounts.use_here(number), account.most
             slot_size = self.core.slabs.classes.class_for(size) if size else 0
             lack = NamespaceUse(max(0, have.size + slot_size - most.size), max(0, have.files + 1 - most.files))
-            if account.bound is not None and any(lack):
+            if hosts is not None and account.bound is not None and any(lack):
                 account.lack = lack
-                return await self.quota_sources[source](deadline, number)
+                return await hosts.quotas[source](deadline, number)
         return False
 
     def evict(self, number: int, size: int) -> None:
@@ -1015,7 +1031,7 @@ class BlockEngine:
             can_write = not self.core.read_only
             if can_write and any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()
-            if self.quota_sources:
+            if self._hosts is not None:
                 await self._keep_to_parts()
             if self.tables.all:
                 while await self.arenas.keep_spares():

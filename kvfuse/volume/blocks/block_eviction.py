@@ -28,7 +28,7 @@ from kvfuse.volume.blocks.block_books import BlockBooks
 from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.namespaces.cache import LOOK_SECONDS, LOOKED_MAX, REASONS, SegmentsTier
+from kvfuse.volume.measures.measures import REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 
 STEP_SHARE = 0.005
@@ -36,6 +36,9 @@ STEP_SHARE = 0.005
 SCATTERED_SHARE = 0.03
 """of the volume: free slots beyond which whole slabs are emptied, where slots of another size are wanted"""
 NOTED_MAX = 1 << 14
+LOOK_SECONDS = 1.0
+"""within which a file is made whose name the kernel looked up for that"""
+LOOKED_MAX = 1 << 14
 ROWS_AHEAD = 1 << 14
 """rows that a policy knows before they are used, at least"""
 AHEAD_MAX = 1 << 31

@@ -165,14 +165,14 @@ class BlockSlabs:
         self.core.add_slabs(np.array(lent, np.uint32), int.from_bytes(token, "little"))
         return True
 
-    def give_back(self, count: int) -> int:
-        """Give up to so many free slabs back to the volume. How many they are."""
+    def give_back(self, count: int) -> list[int]:
+        """Give up to so many free slabs back to the volume."""
         slabs = self.core.take_slabs(count)
         for slab in slabs:  # of a host that goes on, some are not granted again yet
             if slab not in self.allocator.lent:
                 continue
             self.allocator.take_lent(slab)
-        return len(slabs)
+        return slabs
 
     # -- at a mount ------------------------------------------------------------------------------------
 

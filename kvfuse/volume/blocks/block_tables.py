@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import fence
 from kvfuse.errors import NoSpace
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core, begin_table
+from kvfuse.touchpage import fence
 from kvfuse.volume.api import RowReaders as Readers
 from kvfuse.volume.tier.revocable import RevocableMemory, Supply
 
@@ -36,7 +36,7 @@ TABLE_PREFIX = "blocks/table/"
 _FORM = 2
 _FACTS = struct.Struct("<I16sIQIQQ")
 """form, volume, place, namespace, epoch, serial, size"""
-STATE, VALID_UNTIL, COMPLETE = range(3)
+STATE, VALID_UNTIL, COMPLETE, NEIGHBOURS = range(4)
 """of `BlockTable.words`"""
 _SHOWN_OFFSET = forms.PAGE - 8
 

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from itertools import compress
 from stat import S_ISDIR, S_ISREG
 from time import perf_counter
 from typing import Any
@@ -19,8 +18,8 @@ import trio
 from kvfuse import errors
 from kvfuse.slab.allocator import Slot
 from kvfuse.volume.api import DIRECTORIES_MAX, NAME_MAX, ROOT_INODE, VIRTUAL_NAME, Binding, Caller
+from kvfuse.volume.blocks.ancestor_search import AncestorSearch
 from kvfuse.volume.blocks.outlook import Outlook
-from kvfuse.volume.blocks.own_search import OwnSearch
 from kvfuse.volume.blocks.promotion import Promotion
 from kvfuse.volume.blocks.ready_puts import BlockCounters, ReadyPuts
 from kvfuse.volume.commit.journal import Journal
@@ -31,13 +30,11 @@ from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.regime import regime_of
-from kvfuse.volume.measures.uses import Uses
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.pages import LEARN_ROWS
 from kvfuse.volume.names.plans import Plan
-from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.space import RoomFinder, RoomWait
@@ -78,7 +75,7 @@ class Blocks:
         self.counters = BlockCounters()
         self.outlook = Outlook(self.core)
         self.promotion = Promotion(self.core, self.reader, self.bind)
-        self.search = OwnSearch(self.core, self.lookup)
+        self.search = AncestorSearch(self.core, self.lookup)
         self.ready = ReadyPuts(self.core, self.journal, self.flusher, self.names, self.counters)
 
     def start(self) -> None:
@@ -123,25 +120,6 @@ class Blocks:
         node = self.core.nodes.get(directory)
         return regime_of(node, self.core.namespaces) if node is not None else NO_REGIME
 
-    # -- caches --------------------------------------------------------------------------------------
-
-    async def _admitting_cache(self, directory: int, name: bytes, size: int) -> Cache | None:
-        """The cache that a directory is in, and which admits the block. NotAdmitted, NotADirectory, Stale."""
-        namespace = (await self.lookup.find_directory(directory)).namespace
-        cache = self.core.caches.get(namespace)
-        if cache is not None and self.core.tier.residents.has_asked:  # for this block, maybe
-            self.core.take_uses(at_once=True)
-        if cache is not None and not cache.admits(directory, [name], self.core.has_spare_room(namespace, size))[0]:
-            raise errors.NotAdmitted(f"{name!r} is not stored: the cache is full of blocks that are worth more")
-        return cache
-
-    def _is_cleared(self, entry: bytes) -> bool:
-        """The stored entry means a file that was cleared; one with several names is taken for one that was."""
-        if not self.core.namespaces.cleared:
-            return False
-        record = schema.decode_entry(entry)
-        return isinstance(record, int) or self.core.is_cleared(record)
-
     def watching(self, directory: int) -> AbstractContextManager[Watch]:
         node = self.core.nodes.get(directory)
         return self.core.namespaces.news.watching(directory, node.namespace if node is not None else ROOT)
@@ -159,11 +137,7 @@ class Blocks:
         began = perf_counter()
         folder = await self.lookup.find_directory(directory)
         self.counters.asked += len(names)
-        if (cache := self.core.caches.get(folder.namespace)) is not None:
-            self.core.take_uses()  # of requests before this one
         found = await self._look(directory, names)
-        if cache is not None:
-            cache.asked(directory, names, self.core.tier_of, found)
         namespace = self.core.namespaces.all.get(folder.namespace)
         if namespace is not None and namespace.settings.recompute_rate and True in found:
             found = await self.outlook.worth(directory, names, found, namespace)
@@ -188,14 +162,13 @@ class Blocks:
                 await self.lookup.learning.read_page(directory, max(LEARN_ROWS, 4 * len(names)))
                 if epoch != pending.epoch:
                     continue
-                found = [row is not None and not self._is_cleared(row.value) for row in rows]
-                self.core.tier.residents.names_come(directory, list(compress(names, found)))
+                found = [row is not None for row in rows]
+                if True in found:
+                    self.core.dentries.names_come(directory)
             if changes := dentries.changes_in(directory):
                 for index, name in enumerate(names):
                     if (change := changes.get(name)) is not None:
-                        found[index] = change.node is not None and not self.core.is_cleared(change.node)
-            if going := dentries.vanishing.places:
-                found = [there and (directory, name) not in going for name, there in zip(names, found, strict=True)]
+                        found[index] = change.node is not None
             return found
 
     async def prefetch(
@@ -231,12 +204,9 @@ class Blocks:
         began = perf_counter()
         self._check(directory, name)
         content = data.buffer.data if isinstance(data, TierBlock) else data
-        cache = await self._admitting_cache(directory, name, len(content)) if self.core.caches else None
         plan, slots, gone = await self._prepare(directory, name, len(content), mode, caller)
         node, folder = self.names.replace(plan), plan.ends[0].directory
         self._stage(node, content, slots)
-        if cache is not None:
-            self.core.stored_in_cache(node)
         namespace = self.core.namespaces.all.get(node.namespace)
         is_wanted = namespace is None or namespace.settings.tiers in ("all", "dram")
         if is_wanted and isinstance(data, TierBlock) and data.read_class == read_class(node):
@@ -273,13 +243,6 @@ class Blocks:
     def waits(self, directory: int) -> bool:
         folder = self.core.nodes.get(directory)
         return folder is None or self.lookup.is_strict(folder)
-
-    def terms(self, directory: int) -> tuple[bool, Uses | None]:
-        folder = self.core.nodes.get(directory)
-        if folder is None:
-            return True, None
-        uses = self.core.namespaces.uses if folder.namespace in self.core.caches else None
-        return self.lookup.is_strict(folder), uses
 
     async def _prepare(
         self, directory: int, name: bytes, size: int, mode: int, caller: Caller

@@ -36,12 +36,9 @@ class Outlook:
     async def worth(
         self, directory: int, names: Sequence[bytes], found: list[bool], namespace: Namespace
     ) -> list[bool]:
-        """``found``, without those blocks that take longer to read than to compute: misses, for their cache."""
+        """``found``, without those blocks that take longer to read than to compute."""
         tiers, sizes = await self._places(directory, names, found)
         count = worth_reading(self.core.reads.speeds.arrivals(tiers, sizes), sizes, namespace.settings.recompute_rate)
-        if namespace.cache is not None and (slow := sum(found[count:])):
-            namespace.cache.counters["present"] -= slow
-            namespace.cache.counters["missed_slow"] += slow
         return found[:count] + [False] * (len(found) - count)
 
     async def _places(
@@ -76,4 +73,11 @@ class Outlook:
         chunk = node.chunks.get(0)
         if node.ino in self.core.tier or (chunk is not None and chunk.staged is not None):
             return Tier.DRAM
-        return Tier.DISK if self.core.is_on_disk(node) else Tier.REMOTE
+        return Tier.DISK if self._is_on_disk(node) else Tier.REMOTE
+
+    def _is_on_disk(self, node: Node) -> bool:
+        """The disk tier has the start of a file, as far as memory knows where that is."""
+        disk, chunk = self.core.disk, node.chunks.get(0)
+        if disk is None or chunk is None or not chunk.extents:
+            return False
+        return disk.has(chunk.extents[0].addr, chunk.extents[0].generation)

@@ -23,7 +23,6 @@ from kvfuse.volume.inodes.metadata_budget import FILE_WEIGHT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.namespaces.accounts import files_left
-from kvfuse.volume.namespaces.cache import stored_new
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.tier.shared_tier import ReadClass, TierBlock
 from kvfuse.volume.views import clock
@@ -88,13 +87,12 @@ class ReadyPuts:
         is_own = is_own and not self.core.inodes.is_withheld
         blocks = self.core.blocks
         is_own = is_own and not (blocks is not None and blocks.is_block_namespace(folder.namespace))
-        return is_plain and is_own and not self.core.namespaces.cleared and not self.names.lookup.is_strict(folder)
+        return is_plain and is_own and not self.names.lookup.is_strict(folder)
 
     def _ready(self, maker: _Maker, rows: Sequence[Row], sizes: Sequence[int]) -> list[int]:
         """Numbers of rows for which there is memory, and room for records, and whose legal names mean nothing."""
         names, folder, flusher = [name for name, _ in rows], maker.folder, self.flusher
         free = are_absent(self.core.dentries, folder.ino, names)
-        admitted = self._admitted(folder, names, sum(sizes)) if self.core.caches else free
         count_max = self._room(folder, names, maker.uid)
         staged = flusher.staged_bytes if not flusher.line.places else flusher.staging_size + 1
         found: list[int] = []
@@ -103,7 +101,7 @@ class ReadyPuts:
             if staged > flusher.staging_size or len(found) >= count_max:
                 break
             is_legal = len(name) <= NAME_MAX and name not in seen and b"/" not in name and b"\0" not in name
-            if free[number] and admitted[number] and is_legal and 0 < sizes[number] <= maker.chunk_size:
+            if free[number] and is_legal and 0 < sizes[number] <= maker.chunk_size:
                 found.append(number)
                 seen.add(name)
                 staged += sizes[number]
@@ -119,14 +117,6 @@ class ReadyPuts:
         while count and not core.metadata.fits(count * FILE_WEIGHT + sum(map(len, names[:count]))):
             count //= 2
         return count
-
-    def _admitted(self, folder: Node, names: Sequence[bytes], size: int) -> Sequence[bool]:
-        cache = self.core.caches.get(folder.namespace)
-        if cache is None:
-            return [True] * len(names)
-        if self.core.tier.residents.has_asked:  # for these blocks, maybe
-            self.core.take_uses(at_once=True)
-        return cache.admits(folder.ino, names, self.core.has_spare_room(folder.namespace, size))
 
 
 class _Maker:
@@ -152,14 +142,6 @@ class _Maker:
         self._pending.add_new(folder.ino, nodes)
         for node, (_, data), taken in zip(nodes, rows, slots, strict=True):
             self._stage(node, data, taken)
-        cache = core.caches.get(folder.namespace)
-        if cache is not None:
-            slab_size = core.geometry.slab_size
-            sizes = [sum([size for _, size, _ in taken]) for taken in slots]
-            stored_new(
-                cache, folder.ino, [name for name, _ in rows], sizes, [one[0].addr // slab_size for one in slots]
-            )
-            core.namespaces.changed.set()
         if core.namespaces.may_keep(folder.namespace, "dram"):  # where clients may find them
             readers = ReadClass(folder.ino, self.uid, self._gid, self._mode & 0o444)
             for node, (name, data) in zip(nodes, rows, strict=True):

@@ -22,16 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from kvfuse.blockindex import fence
 from kvfuse.errors import OperationError
 from kvfuse.keys import file_names
 from kvfuse.native.blockforms import name_columns
+from kvfuse.touchpage import fence
 from kvfuse.volume.api import FindAncestors
 from kvfuse.volume.blocks.block_arenas import BlockArenas
 from kvfuse.volume.blocks.block_eviction import BlockEviction
-from kvfuse.volume.blocks.block_tables import COMPLETE, VALID_UNTIL, BlockTable, BlockTables
-from kvfuse.volume.tier.resident_indexes import Residents
+from kvfuse.volume.blocks.block_tables import COMPLETE, NEIGHBOURS, VALID_UNTIL, BlockTable, BlockTables
+from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.tier.touches import TouchPage
+from kvfuse.volume.tier.validity import Validity
 
 SAMPLE_SECONDS = 0.05
 """between looks at what clients read by themselves"""
@@ -69,11 +70,13 @@ class ShownTables:
 
     tables: BlockTables
     arenas: BlockArenas
-    residents: Residents
+    validity: Validity
+    dentries: Dentries
     eviction: BlockEviction
     """hears what is read"""
     noted: int = 0
     """reads and questions that were ever noted"""
+    _have_neighbours: bool = False
     _touches: deque[RowTouches] = field(default_factory=deque)
     _opened: trio.Event = field(default_factory=trio.Event)
     _looked_at: dict[int, bool] = field(default_factory=dict)
@@ -88,7 +91,8 @@ class ShownTables:
         daemon anyway, so nothing is kept from it.
         """
         self._note_shown(table, ancestors, is_unlimited=is_unlimited)
-        table.words[VALID_UNTIL] = self.residents.valid_until
+        table.words[VALID_UNTIL] = self.validity.until
+        table.words[NEIGHBOURS] = self._have_neighbours
         touches = RowTouches(table)
         self._touches.append(touches)
         self._opened.set()
@@ -146,10 +150,16 @@ class ShownTables:
     # -- until when --------------------------------------------------------------------------------------
 
     def live_on(self) -> None:
-        """Tables hold for as long as the indexes of files do."""
-        until = self.residents.valid_until
+        """Tables hold for a while more."""
+        until = self.validity.until
         for table in self.tables.all.values():
             table.words[VALID_UNTIL] = until
+
+    def tell_of_neighbours(self, are_there: bool) -> None:
+        """Other hosts can be asked for blocks now, or none can."""
+        self._have_neighbours = are_there
+        for table in self.tables.all.values():
+            table.words[NEIGHBOURS] = are_there
 
     def expire(self) -> None:
         """Clients ask again, whoever the next daemon is."""
@@ -161,7 +171,7 @@ class ShownTables:
     def begin_look(self, directory: int) -> None:
         """Somebody is about to look whether a name of a directory means a file."""
         self._looked_at[directory] = False
-        self.residents.watch_names(directory, lambda: self.names_come(directory))
+        self.dentries.watch_names(directory, lambda: self.names_come(directory))
 
     def end_look(self, directory: int, *, has_files: bool, knows_all: bool) -> bool:
         """``has_files``: what was found. ``knows_all``: heads of all slabs were read."""

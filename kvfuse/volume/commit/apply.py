@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,7 @@ class BatchBuilder:
         """
         pending = self.pending
         batch = Batch(late=pending.find_late(flushed))
-        count = len(pending.dirty) + len(pending.loose.changes) + len(pending.vanishing)
+        count = len(pending.dirty) + len(pending.loose.changes)
         may_fit = count <= self._limits.commit_operations_max
         draft = self.planner.draft_all(batch.late) if may_fit else None
         if draft is None or not draft.has_room(NOTHING, self._limits):
@@ -86,8 +85,6 @@ class BatchBuilder:
         if batch.too_large:
             self.core.dead += dead  # sent in several commits: no slot may be free before the last
         else:
-            batch.vanished = [slot for _, slots in draft.vanished.values() for slot in slots]
-            self.core.slabs.release(batch.vanished)
             batch.freed = self.core.sharing.release(dead, {slot.addr for slot in fresh}) if dead else []
         if self.core.disk is not None:
             self._drop_copies(self.core.disk, dead, batch)
@@ -99,17 +96,11 @@ class BatchBuilder:
         """Drop copies in the disk tier of bytes that no file has any more. If the commit fails, they are read again."""
         for extent in (*dead, *batch.unborn):
             disk.drop(extent.addr, extent.length)
-        for slot in batch.vanished:
-            disk.drop(slot.addr, slot.size)
 
     def _count_uses(self, draft: Draft, batch: Batch, fresh: list[Slot]) -> None:
         """Count how the commit changes the use of namespaces."""
         files = self._terms.count_files(draft, batch)
-        for namespace, count in Counter([namespace for namespace, _ in draft.vanished.values() if namespace]).items():
-            files[namespace] -= count
-            batch.files_gone[namespace] = batch.files_gone.get(namespace, 0) + count
-        freed = [*[extent.slot for extent in batch.freed], *batch.vanished]
-        batch.uses = changes_of(fresh, freed, files)
+        batch.uses = changes_of(fresh, [extent.slot for extent in batch.freed], files)
 
     def _take_changes(self, draft: Draft, batch: Batch) -> list[Extent]:
         """Remove the draft's changes from ``pending``. Returns extents of no inode that it frees."""
@@ -119,9 +110,6 @@ class BatchBuilder:
         for change in draft.names:
             change.sent = True
             del pending.names[change]
-        for key in draft.vanished:
-            _, slots = pending.vanishing.pop(key)
-            pending.vanishing_size -= sum([size for _, size, _ in slots])
         for node in draft.nodes:
             node.changed = bool(node.staged_count and node.nlink)
             if not node.changed:
@@ -235,11 +223,6 @@ class Settling:
                 self.core.nodes.note_saved(node)
         for note in self._terms.before_settle:
             note(batch)
-        if draft.vanished:
-            places = [(directory, name) for directory, _, name in map(schema.split_entry_key, draft.vanished)]
-            for place in places:
-                self.core.dentries.note_stored(*place, is_stored=False)
-            self.core.dentries.vanishing.remove(places)
         settle_all(self.core.dentries, draft.names, batch.version, batch.untouched)
         for place in draft.vacated:
             if (later := self.core.dentries.get(*place).change) is not None:
@@ -257,17 +240,15 @@ class Settling:
         if batch is None:
             return
         async with self._freeing:
-            if batch.freed or batch.unborn or batch.vanished:
+            if batch.freed or batch.unborn:
                 slots = [extent.slot for extent in (*batch.freed, *batch.unborn)]
                 try:
-                    await self._headers.mark_free(slots + batch.vanished)
+                    await self._headers.mark_free(slots)
                 except EngineError:
                     batch.is_unsure = True
                     raise
                 self._retire_slots(self.core.slabs.reclaim, batch.freed, batch)
                 self._retire_slots(self.core.slabs.cancel, batch.unborn, batch)
-                reclaim: Give = self.core.slabs.reclaim
-                self.core.reads.retire(self.core.grace.later(reclaim) if batch.is_unsure else reclaim, batch.vanished)
             self.batch = None
 
     def _retire_slots(self, give: Give, extents: list[Extent], batch: Batch) -> None:

@@ -8,10 +8,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.committer import RESERVED_BYTES, RESERVED_OPERATIONS, USE_RECORD_SIZE, WriteSet
 from kvfuse.volume.commit.late import Late
-from kvfuse.volume.commit.pending import Vanishing
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.metadata_budget import growth
@@ -56,8 +54,6 @@ class Draft:
     extra: dict[bytes, bytes | None] = field(default_factory=dict)
     dead: list[Extent] = field(default_factory=list)
     """extents that belong to no inode any more"""
-    vanished: dict[bytes, Vanishing] = field(default_factory=dict)
-    """files that are removed in bulk"""
     puts: dict[bytes, bytes] = field(default_factory=dict)
     deletes: set[bytes] = field(default_factory=set)
     expect: dict[bytes, int] = field(default_factory=dict)
@@ -114,7 +110,6 @@ class Draft:
         self.times += other.times
         self.extra.update(other.extra)
         self.dead += other.dead
-        self.vanished.update(other.vanished)
         self.puts.update(other.puts)
         self.deletes |= other.deletes
         self.expect.update(other.expect)
@@ -153,8 +148,6 @@ class Batch(WriteSet):
 
     freed: list[Extent] = field(default_factory=list)
     unborn: list[Extent] = field(default_factory=list)
-    vanished: list[Slot] = field(default_factory=list)
-    """slots of files that are removed in bulk"""
     late: Late = field(default_factory=set)
     """changed inodes that it leaves out: their bytes are not in slots, or it has no room for them"""
     left_serial: int | None = None

@@ -69,9 +69,6 @@ class Conflicts:
                 self.refusals.note_freed_elsewhere(schema.key_inode(key))
             elif key[:1] == b"x":
                 self.pending.loose.note_attribute(key, row)
-            elif key[:1] == schema.CLEARED_PREFIX:
-                value, version = row if row is not None else (None, ABSENT)
-                self.core.namespaces.cleared.hear(schema.key_inode(key), value, version)
         return True
 
     def _take_back(self, batch: Batch) -> None:
@@ -178,17 +175,6 @@ class Conflicts:
                 if node.namespace != directory.namespace:
                     self.pending.counters.lost_names += 1
                     self._drop_change(ino, name, change)
-
-    async def drop_cleared(self) -> None:
-        """Before a commit is built: drop files of namespaces that were cleared meanwhile, if they are not stored yet.
-
-        Nothing waits here, so no clear is heard of until the commit is built, which expects all clears to be known.
-        """
-        for changes in list(self.core.dentries.changes.values()) if self.core.namespaces.cleared else ():
-            for change in list(changes.values()):
-                node = change.node
-                if node is not None and not node.version and self.core.is_cleared(node):
-                    self._drop_change(change.parent, change.name, change)
 
     def _find_contested(self) -> list[bytes]:
         claims: dict[tuple[int, bytes], int] = {}

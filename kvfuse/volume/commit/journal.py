@@ -225,7 +225,7 @@ class Journal:
         given_up += [chunk.extents for chunk in chunks]
         staged_size = sum([chunk.staged.capacity for chunk in chunks if chunk.staged is not None])
         slot_size = sum([extent.slot_size for extents in given_up for extent in extents])
-        return slot_size + self.pending.vanishing_size + self.flusher.dropped_size + staged_size
+        return slot_size + self.flusher.dropped_size + staged_size
 
     @property
     def is_committing(self) -> bool:

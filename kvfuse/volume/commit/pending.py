@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvfuse.slab.allocator import Slot
 from kvfuse.volume.commit.late import Aside, Late, Ties, is_held, settlers
 from kvfuse.volume.commit.loose import LooseRecords
 from kvfuse.volume.inodes.dentries import NameChange, put_new
@@ -50,7 +49,6 @@ class JournalCounters:
     """inodes changed here and by another host, whose changes were merged"""
 
 
-Vanishing = tuple[int, tuple[Slot, ...]]
 """A file that is removed in bulk: its namespace and its slots. There may be very many: no class."""
 
 
@@ -131,10 +129,6 @@ class Pending:
         self.aside = Aside[NameChange]()
         self.gone: dict[Node, int] = {}
         """inode without names whose slots or records are to be freed -> serial number of the removal"""
-        self.vanishing: dict[bytes, Vanishing] = {}
-        """key of a name's record -> the file that is removed with it"""
-        self.vanishing_size = 0
-        """bytes of the slots of these"""
         self.times: dict[Node, None] = {}
         """directories with changed times"""
         self.ties = Ties()
@@ -196,16 +190,6 @@ class Pending:
                 self.serial += 1
                 self.gone[node] = self.serial
         self.load.work.set()
-
-    def vanish(self, key: bytes, place: tuple[int, bytes], namespace: int, slots: tuple[Slot, ...]) -> None:
-        """Remove a file of one name, (directory, name), whose record of ``key`` has its inode and all its extents.
-
-        No handle may have it, and no change of it may be pending. One host only.
-        """
-        self.dentries.vanish(place)
-        self.vanishing[key] = namespace, slots
-        self.vanishing_size += sum([size for _, size, _ in slots])
-        self.core.file_count -= 1
 
     def set_name(
         self,
@@ -272,7 +256,7 @@ class Pending:
     @property
     def has_removals(self) -> bool:
         """The next commit may remove files from the store."""
-        return bool(self.gone or self.names or self.vanishing)
+        return bool(self.gone or self.names)
 
     def list_givers(self) -> list[Node]:
         """Changed inodes with slots to free, or with files that their commit removes."""
@@ -317,10 +301,6 @@ class Pending:
     def list_changed_inline(self, *, aside: bool) -> list[Node]:
         """Changed inodes whose records are in their names. ``aside``: include those that are aside."""
         return [node for node in (*self.dirty, *(self.aside.nodes if aside else ())) if not node.own_record]
-
-    def distrust_reads(self) -> None:
-        """Note that everything read from the store by now may be stale."""
-        self.epoch += 1
 
     def forget_change(self, parent: int, name: bytes) -> None:
         """Drop the pending change of a name."""

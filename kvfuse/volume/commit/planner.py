@@ -7,11 +7,11 @@ names that were added to it or removed, an inode and all its names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from kvfuse.volume.commit.batch import Batch, Draft, Unit
 from kvfuse.volume.commit.late import Late, is_held, is_late, settlers
-from kvfuse.volume.commit.pending import Pending, Vanishing
+from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.commit.terms import Terms
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.dentries import NameChange
@@ -54,15 +54,7 @@ class Planner:
             self._draft_dead(draft, draft.dead)
         if draft.extra:
             self._draft_extra(draft)
-        if pending.vanishing:
-            self._draft_vanishing(draft, pending.vanishing)
         return self._terms.complete(draft)
-
-    def _draft_vanishing(self, draft: Draft, vanishing: Mapping[bytes, Vanishing]) -> None:
-        draft.vanished.update(vanishing)
-        draft.deletes.update(vanishing)
-        draft.namespaces.update([namespace for namespace, _ in vanishing.values()])
-        draft.slabs.update([slot.addr // self._slab_size for _, slots in vanishing.values() for slot in slots])
 
     def _draft_node(self, draft: Draft, node: Node, *, bequeaths: bool = False) -> None:
         draft.nodes.append(node)
@@ -215,10 +207,6 @@ class Planner:
                 piece = Draft()
                 self._draft_times(piece, directory)
                 yield piece
-        for key, file in self.pending.vanishing.items():
-            piece = Draft()
-            self._draft_vanishing(piece, {key: file})
-            yield piece
         for key, value in self._list_ready_extra(late).items():
             if key not in draft.extra and key not in paired:
                 piece = Draft(extra={key: value})

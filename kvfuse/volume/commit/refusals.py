@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,11 +32,6 @@ class ToFree:
     def __init__(self) -> None:
         self.waiting: deque[tuple[float, int]] = deque()
         """(time of the removal, inode number), in trio's time"""
-        self.size = 0
-        """bytes of slots that evicted files are about to give up"""
-        self._sizes: dict[int, tuple[int, int]] = {}
-        """inode -> its part of them, and its namespace"""
-        self._in_namespaces: Counter[int] = Counter()
         self._work = trio.Event()
 
     def add(self, ino: int) -> None:
@@ -44,22 +39,6 @@ class ToFree:
         self.waiting.append((trio.current_time(), ino))
         if len(self.waiting) == 1:
             self.hurry()
-
-    def expect_size(self, ino: int, size: int, namespace: int) -> None:
-        """Note that an inode, added just now, gives up so many bytes of slots here."""
-        self._sizes[ino] = size, namespace
-        self.size += size
-        self._in_namespaces[namespace] += size
-
-    def note_checked(self, ino: int) -> None:
-        """Note that its slots are being freed, or stay, as a client has the file open."""
-        size, namespace = self._sizes.pop(ino, (0, 0))
-        self.size -= size
-        self._in_namespaces[namespace] -= size
-
-    def count_size_in(self, namespaces: Iterable[int]) -> int:
-        """Bytes of ``size`` that are charged to one of these."""
-        return sum([self._in_namespaces[one] for one in namespaces])
 
     def hurry(self) -> None:
         """Have the waiting inodes checked now."""

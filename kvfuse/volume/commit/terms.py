@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.commit.batch import Batch, Draft, Taken
 from kvfuse.volume.commit.committer import Sequence
 from kvfuse.volume.commit.conflicts import Conflicts
@@ -94,7 +93,7 @@ class SharedTerms:
         keys, left = (schema.sequence_key(client), schema.files_key(client)), core.left
         sequence = Sequence(keys[0], core.segments.identity(), keys[1], left.sequence_version, left.counts)
         conflicts = Conflicts(pending, refusals)
-        before_build = conflicts.resolve_doubled_names, conflicts.drop_outside_borders, conflicts.drop_cleared
+        before_build = conflicts.resolve_doubled_names, conflicts.drop_outside_borders
         before = before_build, (self.note_state,), (self.settle,)
         self.terms = Terms(
             refusals, sequence, self.complete, _count_shared_files, self.bequeath, *before, conflicts.recall
@@ -117,8 +116,6 @@ class SharedTerms:
             directory = self.core.dentries.folders.get(change.parent)
             if change.node is not None and directory is not None and directory.version:
                 self._expect_folder(draft, directory)
-            if change.node is not None and not change.node.is_directory:
-                self._expect_uncleared(draft, change.node.namespace)
         for directory in draft.times:
             self._expect_times(draft, directory)
         for key in draft.extra:
@@ -134,11 +131,6 @@ class SharedTerms:
             draft.in_namespaces.made[node.namespace] += 1
         if node.version:
             draft.before[key] = inode_weight(len(key), len(node.target))
-
-    def _expect_uncleared(self, draft: Draft, namespace: int) -> None:
-        """Expect a namespace's clear record as this host knows it: else a file that gets a name might be cleared."""
-        versions = self.core.namespaces.cleared.versions
-        draft.expect[schema.cleared_key(namespace)] = versions.get(namespace, ABSENT)
 
     def _expect_orphan(self, draft: Draft, node: Node) -> None:
         """Expect the orphan record by which the inode was found, so that only one client frees it."""

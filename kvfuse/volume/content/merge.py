@@ -18,7 +18,6 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.content.reader import Reader
-from kvfuse.volume.content.refresh import publishing_changes
 from kvfuse.volume.content.writer import Staging
 from kvfuse.volume.inodes.chunk import FRESH, Chunk, blocks_of
 from kvfuse.volume.inodes.core import Core, put_directory
@@ -99,7 +98,6 @@ class Merger:
         taken = {field: getattr(record, field) for field in fields if getattr(node, field) == getattr(base, field)}
         if any(taken.get(field, getattr(node, field)) != getattr(node, field) for field in ("mode", "uid", "gid")):
             self.core.readers_change(node)
-        publishing_changes(self.core, node, taken.get("flags", node.flags))
         for field, value in taken.items():
             setattr(node, field, value)
         node.flags |= record.flags & (schema.FLAG_XATTRS | schema.FLAG_CHUNK_RECORDS)  # records that only a flag names

@@ -79,7 +79,6 @@ class Refresher:
             node.mtime, node.ctime = record.mtime, record.ctime
             if base is None or _content_of(base) != _content_of(record):
                 self._replace_content(node, record)
-        publishing_changes(self.core, node, record.flags)
         node.mode, node.uid, node.gid, node.nlink = record.mode, record.uid, record.gid, record.nlink
         node.flags, node.chunk_size, node.target = record.flags, record.chunk_size, record.target
         if node.namespace != record.namespace:
@@ -131,12 +130,6 @@ def _put_at(core: Core, node: Node, record: schema.InodeRecord, place: tuple[int
             node.name = name
     elif name:
         node.parent, node.name = place
-
-
-def publishing_changes(core: Core, node: Node, flags: int) -> None:
-    """Before an inode gets these flags. Where a directory becomes strict, no client knows by itself what is absent."""
-    if (node.flags ^ flags) & schema.PUBLISH_FLAGS:
-        core.tier.residents.end([node.ino])
 
 
 def is_quiet(node: Node) -> bool:

@@ -104,7 +104,7 @@ class Coherence:
                     await self._watch()
                 except EngineError as error:
                     log.warning("the watch of other hosts' changes broke, it is begun anew: %s", error)
-                self.core.tier.residents.doubt_names()
+                self.core.dentries.names_come()
                 self.lookup.is_watched = False
                 await trio.sleep(RETRY_SECONDS * random.uniform(0.5, 1.0))
 
@@ -157,17 +157,13 @@ class Coherence:
         core = self.core
         parent, _, name = schema.split_entry_key(change.key)
         if change.value is not None:
-            core.tier.residents.names_come(parent, [name])
+            core.dentries.names_come(parent)
         core.dentries.note_stored(parent, name, change.value is not None)
-        if change.value is None and core.namespaces.cleared:
-            self.namespaces.clearing.heard_removal()
         entry = schema.decode_entry(change.value) if change.value is not None else None
         if is_own:
             if isinstance(entry, schema.InodeRecord):
                 self._is_ours(entry.ino, change.version)
             return
-        if core.caches:
-            core.changed_elsewhere(parent, name, entry)
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
         dentry = core.dentries.get(parent, name)
         if change.version > dentry.version:
@@ -195,7 +191,7 @@ class Coherence:
         node = self.core.nodes.get(ino)
         if node is not None and node.is_directory:
             self.core.dentries.directory_removed(ino)
-            self.core.tier.retire([ino])
+            self.core.end_reads([ino])
             self.journal.pending.loose.withdraw_attributes(node)
             node.nlink = 0
             self.core.nodes.drop(node)
@@ -218,7 +214,7 @@ class Coherence:
         if node is None and own:  # perhaps a directory that is in use here, or one above
             changed, is_directory = core.namespaces.gates.ancestors.change(record.ino), S_ISDIR(record.mode)
             if changed or is_directory:
-                core.tier.retire(changed, left_too=is_directory)
+                core.end_reads(changed, left_too=is_directory)
         elif node is None:
             core.nodes.handover.is_at(record.ino, parent, name)
 
@@ -362,9 +358,9 @@ class Coherence:
         core = self.core
         core.dentries.clear()
         ancestors = core.namespaces.gates.ancestors
-        core.tier.retire((), left_too=True)
+        core.end_reads((), left_too=True)
         for ino in [ino for ino in ancestors.inodes() if core.nodes.get(ino) is None]:
-            core.tier.retire(ancestors.change(ino))  # nobody knows what it was
+            core.end_reads(ancestors.change(ino))  # nobody knows what it was
         kept = [node for node in core.nodes if node.handles or not is_quiet(node) or node.is_directory]
         for node in [node for node in core.nodes if not node.busy and not node.is_directory]:
             node.end_map()

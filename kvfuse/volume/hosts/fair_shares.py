@@ -13,7 +13,6 @@ import trio
 
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.namespaces.cache import blocks_by_slab
 
 OWED_SECONDS = 8.0
 """So long somebody waits for slabs of others, after the last one came: they look for what they may give every few."""
@@ -52,9 +51,8 @@ class Shares:
         freeing = {self.core.geometry.slab_of(extent.addr) for extent in self.core.dead}
         given = []
         left = self.surplus
-        cached = blocks_by_slab(self.core.caches.values())  # eviction makes room by whole slabs, where it is wanted
         for slab, free in sorted(self._partly_free.items(), key=lambda item: item[1], reverse=True):
-            if free <= left and free >= before.get(slab, free + 1) and slab not in freeing and slab not in cached:
+            if free <= left and free >= before.get(slab, free + 1) and slab not in freeing:
                 given.append(slab)
                 left -= free
         return given

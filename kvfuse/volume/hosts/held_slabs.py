@@ -26,7 +26,7 @@ import trio
 
 from kvfuse.errors import Corrupt, VolumeError
 from kvfuse.remote.records.api import ABSENT, Change
-from kvfuse.slab.image import LENT, SlabState
+from kvfuse.slab.image import SlabState
 from kvfuse.volume.hosts.freed_slots import FreedSlots, JournalPart
 from kvfuse.volume.hosts.slab_view import Seen, SlabView
 from kvfuse.volume.inodes.core import Core
@@ -183,8 +183,6 @@ class HeldSlabs:
         else:
             self.grant_count += 1
             self.granted()
-            if state.slot_size > LENT:
-                self.core.namespaces.add_slab(state.slab)
 
     async def give_back(self, slabs: Sequence[int]) -> None:
         """Slabs in which this client allocates no more are nobody's. After an EngineError: to be tried again."""

@@ -1,16 +1,7 @@
-"""Reports of hosts to each other: which blocks of others they used, and how much room they lack or could give.
+"""Reports of hosts to each other: how much room they lack, and how much they could give.
 
-A block is on the books of the host that holds the slab of its first slot (`eviction.shared_eviction`), and uses of it
-by other hosts keep it there. Each host puts one record of its own every few seconds (``a``, under its lease), if it
-used such blocks: their keys, in the order of use, each request's by themselves, as policies learn chains from that.
-Each host hears of it by a watch, and tells its caches of those keys that are on its books.
-
-Keys, and no bits of slots: a bit cannot say in which order the blocks of a chain were used; `exists` asks for names
-whose slots nobody has looked up; and a host would need a table from slots to names for it. Nothing has to arrive:
-whoever misses a report evicts in a slightly worse order.
-
-The record also says how much room the host lacks (see `giving`), and how many bytes of blocks its caches have, where
-that changed much. So nothing is written where nothing is used and no cache grows.
+Each host puts one record of its own (``a``, under its lease) when it lacks room (see `giving`), or when the bytes of
+its blocks changed much. The others hear of it by a watch. So nothing is written where no store of blocks grows.
 """
 
 from __future__ import annotations
@@ -24,7 +15,6 @@ from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Change, RecordStore
 from kvfuse.volume.hosts.fair_shares import Shares
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.namespaces.cache import used_elsewhere
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import Member
@@ -47,12 +37,8 @@ log = logging.getLogger(__name__)
 class ReportCounters:
     sent: int = 0
     """reports"""
-    sent_keys: int = 0
     heard: int = 0
     """reports of other hosts"""
-    heard_keys: int = 0
-    own_keys: int = 0
-    """of those that were heard: on the books of this host"""
     asked: int = 0
     """reports that asked for room"""
     given_slabs: int = 0
@@ -70,8 +56,6 @@ class Reports:
     counters: ReportCounters = field(default_factory=ReportCounters)
 
     def __post_init__(self) -> None:
-        self._elsewhere = self.core.namespaces.elsewhere
-        self._elsewhere.is_there = self.core.is_there
         self.others: dict[int, schema.HostReport] = {}
         """client -> its last report"""
         self.is_asked = trio.Event()
@@ -83,13 +67,12 @@ class Reports:
         """what the last report said of our caches"""
 
     def statistics(self) -> dict[str, int]:
-        return {**asdict(self.counters), "dropped_keys": self._elsewhere.dropped}
+        return asdict(self.counters)
 
     @property
     def evictable(self) -> int:
-        """Bytes of blocks that the caches of this host have on their books, and its block store has."""
-        rows = self.core.blocks.use(ROOT)[0] if self.core.blocks is not None else 0
-        return rows + sum([cache.policy.size for cache in self.core.caches.values()])
+        """Bytes of slots of the blocks that this host's store has."""
+        return self.core.blocks.use(ROOT)[0] if self.core.blocks is not None else 0
 
     # -- lacking room ----------------------------------------------------------------------------------
 
@@ -132,23 +115,19 @@ class Reports:
 
     async def _report(self) -> None:
         """What was used since the last one. Lost, where the store does not answer."""
-        if self.core.caches:
-            self.core.take_uses()
-        chains, own, wanted = self._elsewhere.take(), self.evictable, self._wanted
+        own, wanted = self.evictable, self._wanted
         self._wanted, self.shares.asked = 0, wanted > 0
-        if not (chains or wanted or self._is_news(own)) or self.core.is_alone():
+        if not (wanted or self._is_news(own)) or self.core.is_alone():
             return
-        uses = tuple([(namespace, schema.encode_u64s(keys)) for namespace, keys in chains])
-        report = schema.encode_report(schema.HostReport(uses, wanted, own))
+        report = schema.encode_report(schema.HostReport(wanted, own))
         try:
             await self.records.commit({schema.report_key(self.member.client): report}, lease=self.member.lease)
         except EngineError as error:
-            log.info("uses of other hosts' blocks are not reported: %s", error)
+            log.info("what this host lacks is not reported: %s", error)
             return
         self._told = own
         self.counters.sent += 1
         self.counters.asked += wanted > 0
-        self.counters.sent_keys += sum([len(keys) for _, keys in chains])
 
     # -- hearing ---------------------------------------------------------------------------------------
 
@@ -173,18 +152,9 @@ class Reports:
         elif client != self.member.client:
             try:
                 report = self.others[client] = schema.decode_report(change.value)
-                uses = [(namespace, schema.decode_u64s(keys)) for namespace, keys in report.uses if is_new]
             except schema.Malformed as error:
                 log.warning("a report of another host cannot be read: %s", error)
                 return
             self.counters.heard += is_new
-            self._take(uses)
             if report.wanted and is_new:
                 self.is_asked.set()
-
-    def _take(self, uses: list[tuple[int, list[int]]]) -> None:
-        for namespace, keys in uses:
-            self.counters.heard_keys += len(keys)
-            cache = self.core.caches.get(namespace)
-            if cache is not None:
-                self.counters.own_keys += used_elsewhere(cache, keys)

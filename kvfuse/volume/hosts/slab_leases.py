@@ -47,14 +47,9 @@ class SlabLeases:
         core: Core,
         journal: JournalPart,
         free_later: Callable[[int], None] = lambda ino: None,
-        resting_size: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``free_later``: called with inodes that this client is to free now.
-
-        ``resting_size``: bytes of slots here that removed files give up after a grace.
-        """
+        """``free_later``: called with inodes that this client is to free now."""
         self.core = core
-        self._resting_size = resting_size
         self.journal = journal
         self.view = SlabView(core.records, core.geometry, self._noticed)
         self.freed = FreedSlots(core, journal)
@@ -99,8 +94,7 @@ class SlabLeases:
         """What this client holds, and an equal part of what nobody does."""
         slabs, held_size = self.core.slabs, self.core.slabs.slab_count * self.core.geometry.slab_size
         unheld = max(self.view.unheld_free_bytes, 0) // max(len(self.view.members), 1)
-        used = held_size - slabs.free_bytes - slabs.pending_bytes - self._resting_size()
-        return CacheShare(held_size + unheld, max(used, 0))
+        return CacheShare(held_size + unheld, max(held_size - slabs.free_bytes - slabs.pending_bytes, 0))
 
     def _is_alone(self) -> bool:
         return self.view.ready.is_set() and self.view.members == {self.core.client}
@@ -211,7 +205,6 @@ class SlabLeases:
             given = [slab for slab in slabs if self.core.slabs.may_withdraw(slab)]
             for slab in given:
                 self.core.slabs.withdraw(slab)
-            self.core.namespaces.slabs_left(given)
             self.shares.given.update(given)
             await self.held.give_back_unused()
         return len(given)

@@ -120,19 +120,14 @@ class SlabSupply:
         return sorted(filter(free.__getitem__, free), key=free.__getitem__, reverse=True)[:PARTIAL_MAX]
 
     async def take_used(self, heir: Callable[[int], int]) -> None:
-        """Take slabs of nobody that are in use, where there are caches: first ``heir`` of each does, later all do."""
+        """Take slabs of nobody that have blocks: first ``heir`` of each does, later all do."""
         now = trio.current_time()
-        has_blocks = any(found.settings.is_blocks for found in self.core.namespaces.all.values())
-        if not (self.core.caches or has_blocks) or now < self._looked_used + USED_SECONDS:
+        if self.core.blocks is None or now < self._looked_used + USED_SECONDS:
             return
         self._looked_used = now
         rest, given = GIVEN_SECONDS + self.core.grace.seconds, self.view.given
         used = {
-            slab
-            for slab in self.view.unheld()
-            if self.view.use(slab).slots_used
-            and (self.core.caches or slab in self.view.lent)
-            and now > given.get(slab, -math.inf) + rest
+            slab for slab in self.view.unheld() if slab in self.view.lent and now > given.get(slab, -math.inf) + rest
         }
         wanted = [slab for slab in sorted(used) if slab in self._used or heir(slab) == self.core.client]
         self._used = used.difference(wanted)
@@ -156,6 +151,6 @@ class SlabSupply:
         given = idle[len(idle) - max(surplus, 0) :]
         if has_surplus and not self.held.journal.is_committing:
             given += self.shares.to_give()
-        used = [slab for slab in given if self.core.slabs.withdraw(slab).slot_size]
-        self.core.namespaces.slabs_left(used)
+        for slab in given:
+            self.core.slabs.withdraw(slab)
         await self.held.give_back_unused()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvfuse.volume.namespaces.cache import SegmentsTier
+from kvfuse.volume.measures.measures import SegmentsTier
 
 
 class BlockStoreView(Protocol):

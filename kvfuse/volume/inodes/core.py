@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import stat
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,19 +33,15 @@ from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.sharing import Alone, Shared
 from kvfuse.volume.measures.demand import Demand
 from kvfuse.volume.measures.speeds import Speeds
-from kvfuse.volume.namespaces.cache import Cache
 from kvfuse.volume.namespaces.namespace_registry import Namespaces
 from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.store.kept_membership import NOTHING, KeptMembership
 from kvfuse.volume.store.numbers import NumberRange
-from kvfuse.volume.store.schema import InodeRecord
 from kvfuse.volume.tier.shared_tier import SharedTier
 from kvfuse.volume.views.health import Health
 from kvfuse.volume.views.neighbours import Neighbours
 
 PATH_DEPTH_MAX = 256
-USES_AT_ONCE = 64
-"""Reads of which the caches hear together, in half a millisecond: one by one they take twice as long."""
 
 
 class ReadEpochs:
@@ -121,7 +116,7 @@ class ReadEpochs:
 
 
 class CacheShare(NamedTuple):
-    """What of the volume this host's caches may fill."""
+    """What of the volume this host's blocks may fill."""
 
     size: int
     """bytes of slots"""
@@ -199,9 +194,6 @@ class Core:
         log = self.unstored_log
         self.unstored = KeptUnstored(log, self.nodes, self.dentries, self.places) if log is not None else None
         self.nodes.unstored = self.unstored
-        self._share_residents()
-        self.caches = self.namespaces.caches
-        """namespace -> books of those that are caches; empty where no file is ever evicted"""
         self.slabs.ledger = self.namespaces.accounts
         self.namespaces.accounts.use_of_all = lambda: NamespaceUse(self.slabs.used_bytes, self.file_count - 1)
         self.shared = self.records.limits.shared
@@ -229,15 +221,7 @@ class Core:
         self.reads.connect(former.reads.neighbours)
         self.tier = self.nodes.tier = former.tier
         self.tier.retire(None)  # any file may have changed, and who may use its directory
-        self._share_residents()
         former.tier = SharedTier(0)
-
-    def _share_residents(self) -> None:
-        """Let whoever changes what names mean, and what people may do, tell clients that look for themselves."""
-        residents = self.tier.residents
-        residents.end()
-        self.dentries.residents = residents
-        self.namespaces.gates.on_change = residents.end
 
     # -- places in the segments ----------------------------------------------------------------------
 
@@ -286,117 +270,8 @@ class Core:
         """Chunk size, in bytes, of files that are made in ``directory``."""
         return min(directory.chunk_size or self.chunk_size, self.geometry.slab_size)
 
-    # -- caches --------------------------------------------------------------------------------------
-
-    def is_cleared(self, file: Node | InodeRecord) -> bool:
-        """The inode was in a namespace when that was cleared, and is no directory."""
-        return file.ino < self.namespaces.cleared.get(file.namespace, 0) and not stat.S_ISDIR(file.mode)
-
-    def stored_in_cache(self, node: Node, directory: int = 0, name: bytes = b"") -> None:
-        """Nobody writes the file any more: from now on it may be evicted. A file with several names has several blocks.
-
-        ``directory``, ``name``: which of its names; if not given, the last one that it was found by.
-        """
-        self._tell_cache(Cache.stored, node, directory or node.parent, name or node.name)
-
-    def closed_in_cache(self, node: Node) -> None:
-        """The last writer of the file closed it: soon it may be evicted."""
-        self._tell_cache(Cache.closed, node, node.parent, node.name)
-
-    def _tell_cache(
-        self, news: Callable[[Cache, int, bytes, int, int], None], node: Node, parent: int, name: bytes
-    ) -> None:
-        """With the bytes of its slots and the first one's slab, unless the file is on another host's books."""
-        cache = self.caches.get(node.namespace)
-        if cache is not None and node.nlink:
-            size, addr = node.slots()
-            slab = max(addr, 0) // self.geometry.slab_size
-            if not self.shared or addr < 0 or self.slabs.holds(slab):
-                news(cache, parent, name, size, slab)
-                self.namespaces.changed.set()
-
-    def changed_elsewhere(self, directory: int, name: bytes, entry: InodeRecord | int | None) -> None:
-        """Another host changed what a name means. ``entry``: the inode, or its number; None: nothing any more.
-
-        So files of our books leave them, or are there under another name.
-        """
-        if isinstance(entry, InodeRecord) and stat.S_ISREG(entry.mode) and not self.is_cleared(entry):
-            cache, slab = self.caches.get(entry.namespace), self.first_slab(entry)
-            if cache is not None and slab is not None and self.slabs.holds(slab):
-                cache.stored(directory, name, sum([one.length for chunk in entry.chunks for one in chunk]), slab)
-                return
-        for cache in self.caches.values():
-            cache.gone(directory, name, is_told=False)
-
-    def first_slab(self, record: InodeRecord) -> int | None:
-        """The slab of a file's first slot; None where it has none, or a chunk record has it."""
-        return next((one.addr // self.geometry.slab_size for chunk in record.chunks for one in chunk), None)
-
-    def looked_in_cache(self, node: Node, name: bytes, *, is_there: bool) -> None:
-        """The kernel looked up a file, or a name that a directory does not have."""
-        cache = self.caches.get(node.namespace)
-        if cache is not None:
-            if is_there:
-                self.tell_uses()
-            cache.looked(node.parent if is_there else node.ino, name, self.tier_of, is_there=is_there)
-
-    def opened_in_cache(self, node: Node) -> None:
-        """The kernel opened a file, to read it."""
-        uses = self.namespaces.uses
-        uses.note(node.parent, (node.name,), node.namespace)
-        if len(uses) >= USES_AT_ONCE:
-            self.tell_uses()
-
-    def tell_uses(self) -> None:
-        """Tell the caches which blocks were read through files and by ring threads: before they hear other news."""
-        for directory, names, namespace in self.namespaces.uses.take():
-            cache = self._cache_in(directory) if namespace is None else self.caches.get(namespace)
-            if cache is not None:
-                cache.read(directory, names, self.tier_of)
-
-    def take_uses(self, *, at_once: bool = False) -> None:
-        """`tell_uses`, and what clients read, or asked for, by themselves; ``at_once``: up to now."""
-        self.tell_uses()
-        self.tier.residents.sample(at_once=at_once)
-        for directory, names, is_read in self.tier.residents.take_uses():
-            if (cache := self._cache_in(directory)) is not None:
-                (cache.read if is_read else cache.asked)(directory, names, self.tier_of)
-
-    def _cache_in(self, directory: int) -> Cache | None:
-        """The books of a directory's namespace, as far as memory knows which that is."""
-        node = self.nodes.get(directory)
-        return self.caches.get(node.namespace) if node is not None else None
-
-    def is_there(self, directory: int, name: bytes) -> bool:
-        """The name is known to mean something."""
-        dentry = self.dentries.get(directory, name)
-        return dentry.ino != 0 if dentry.change is None else dentry.change.node is not None
-
-    def tier_of(self, directory: int, name: bytes) -> str:
-        """Which tier of this host has the file of a name, as far as the name is known: "dram", "disk", or ""."""
-        dentry = self.dentries.get(directory, name)
-        node = dentry.change.node if dentry.change is not None else None
-        ino = dentry.ino if node is None else node.ino
-        if ino in self.tier:
-            return "dram"
-        found = self.nodes.peek(ino) if self.disk is not None else None
-        return "disk" if found is not None and self.is_on_disk(found) else ""
-
-    def is_on_disk(self, node: Node) -> bool:
-        """The disk tier has the start of a file, as far as memory knows where that is."""
-        chunk = node.chunks.get(0)
-        if self.disk is None or chunk is None or not chunk.extents:
-            return False
-        return self.disk.has(chunk.extents[0].addr, chunk.extents[0].generation)
-
-    def has_spare_room(self, namespace: int, size: int) -> bool:
-        """So many bytes can be stored in a namespace, and the caches do not have to give up anything for them."""
-        part = self.part()
-        has_room = part.used + size <= part.size * self.namespaces.low_water
-        return has_room and self.namespaces.accounts.has_spare_room(namespace, size)
-
     def part(self) -> CacheShare:
-        """The part of the volume that this host's caches may fill: all of it, where it is the only host."""
+        """The part of the volume that this host's blocks may fill: all of it, where it is the only host."""
         if self.shared_part is not None:
             return self.shared_part()
         size, slabs = self.geometry.data_size, self.slabs
@@ -410,10 +285,16 @@ class Core:
         self.dentries.unbind(node.ino)
         node.forget_copy()
         if node.is_directory:
-            directories = [node.ino, *self.namespaces.gates.ancestors.change(node.ino)]
-            self.tier.retire(directories, left_too=True)
-            if self.blocks is not None:
-                self.blocks.readers_change(directories)
+            self.end_reads([node.ino, *self.namespaces.gates.ancestors.change(node.ino)], left_too=True)
+
+    def end_reads(self, directories: Sequence[int], *, left_too: bool = False) -> None:
+        """Before other people may use these directories than until now: what clients have mapped ends.
+
+        ``left_too``: also what a former daemon showed, of which it is not known which directories are above it.
+        """
+        self.tier.retire(directories, left_too=left_too)
+        if self.blocks is not None and (directories or left_too):
+            self.blocks.readers_change(directories)
 
     def path_of(self, node: Node) -> bytes:
         """The path below the root, as far as the directories above are in memory; for messages and rebuilds."""

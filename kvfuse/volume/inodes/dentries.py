@@ -14,7 +14,7 @@ bindings end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice
 from types import MappingProxyType
@@ -25,9 +25,7 @@ from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.api import Binding
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.stored_names import StoredNames
-from kvfuse.volume.inodes.vanishing import VanishingNames
 from kvfuse.volume.store import schema
-from kvfuse.volume.tier.resident_indexes import Residents
 from kvfuse.volume.views.content_map import ContentMap
 
 NAMES_MAX = 32_768
@@ -102,7 +100,6 @@ class Dentries:
         """counts changes of entries: while it is the same, no name has changed"""
         self.folders: dict[int, Node] = {}
         """directory with such changes -> its node, which stays in memory"""
-        self.vanishing = VanishingNames()
         self._names: dict[tuple[int, bytes], Dentry] = {}
         """(directory, name) -> entry, the oldest first"""
         self._room = names_max
@@ -110,8 +107,8 @@ class Dentries:
         self._directories: dict[int, StoredNames] = {}
         self._reading: dict[int, set[bytes]] = {}
         """directory of which a page is being read -> names that changed meanwhile: their rows may be stale"""
-        self.residents = Residents(lambda ino: None)
-        """clients find blocks there by their names"""
+        self._watches: dict[int, Callable[[], None]] = {}
+        """directory -> what hears of the next name there"""
         self._bound: dict[int, set[Binding]] = {}
         """inode -> bindings of its names, and of the names in it"""
 
@@ -146,13 +143,24 @@ class Dentries:
             dentry = self._names[parent, name] = Dentry()
         elif dentry.binding is not None and dentry.binding.ino != ino:
             self._unbind(dentry)
-        if parent in self.residents.by_directory:
-            self.residents.name_changes(parent, name, ino)
+        if ino and parent in self._watches:
+            self._watches.pop(parent)()
         dentry.ino, dentry.version, dentry.record = ino, version, None
         self.noted += 1
         if self._reading and parent in self._reading:
             self._reading[parent].add(name)
         return dentry
+
+    def watch_names(self, directory: int, hear: Callable[[], None]) -> None:
+        """Call ``hear`` before a name of the directory means an inode, once."""
+        self._watches[directory] = hear
+
+    def names_come(self, directory: int | None = None) -> None:
+        """Names of a directory (None: of any) may mean something from now on: another host has made them, or may
+        have. Before anything here believes it."""
+        for heard in [directory] if directory is not None else list(self._watches):
+            if heard in self._watches:
+                self._watches.pop(heard)()
 
     def forget(self, parent: int, name: bytes) -> None:
         """Forget the stored state of a name. A pending change stays."""
@@ -162,7 +170,6 @@ class Dentries:
     def clear(self) -> None:
         """Forget the stored state of all names. Pending changes stay."""
         self.unbind_all()
-        self.residents.end()
         self._directories.clear()
         self._names = {place: dentry for place, dentry in self._names.items() if dentry.change is not None}
         for dentry in self._names.values():
@@ -176,13 +183,6 @@ class Dentries:
             self._unbind(dentry)
             del self._names[place]
         self._room = max(self.names_max, len(self._names) + self.names_max // 8)
-
-    def vanish(self, place: tuple[int, bytes]) -> None:
-        """A commit is about to delete the record of a name without a pending change, and its inode."""
-        if place in self._names:
-            self.forget(*place)
-        self.noted += 1
-        self.vanishing.add(place)
 
     # -- changes that are not in the store yet -------------------------------------------------------
 
@@ -325,22 +325,17 @@ def are_absent(dentries: Dentries, parent: int, names: Sequence[bytes]) -> list[
     directory = dentries._directories.get(parent)
     if directory is None or not directory.complete:
         return [False] * len(names)
-    known, going, absent = dentries._names, dentries.vanishing.places, []
+    known, absent = dentries._names, []
     for name, is_stored in zip(names, directory.contain(names), strict=True):
         dentry = None if is_stored else known.get((parent, name), UNKNOWN)
-        absent.append(dentry is not None and not (dentry.ino or dentry.change) and (parent, name) not in going)
+        absent.append(dentry is not None and not (dentry.ino or dentry.change))
     return absent
-
-
-def all_places(dentries: Dentries) -> list[tuple[int, bytes]]:
-    """(directory, name) of all entries."""
-    return list(dentries._names)
 
 
 def put_new(dentries: Dentries, parent: int, changes: Sequence[NameChange]) -> None:
     """Apply changes to names that mean nothing and have no change: `put_change` of each."""
     known, of_folder = dentries._names, dentries.changes.setdefault(parent, {})
-    is_plain = parent not in dentries.residents.by_directory and parent not in dentries._reading
+    is_plain = parent not in dentries._watches and parent not in dentries._reading
     if not is_plain or len(known) + len(changes) > dentries._room:
         for change in changes:
             dentries.put_change(change)

@@ -166,20 +166,16 @@ class Doubt:
         """For `settled`."""
         return self.ranges, set(self._inodes)
 
-    def settled(self, doubted: tuple[list[range], set[int]], *, are_kept: bool) -> bool:
-        """What was in doubt by then was written again, and is vouched for. False: more is by now.
-
-        ``are_kept``: not all of it was; the rest stays in doubt.
-        """
+    def settled(self, doubted: tuple[list[range], set[int]]) -> bool:
+        """What was in doubt by then was written again, and is vouched for. False: more is by now."""
         words, is_all = self._words, self.ranges == doubted[0] and self._inodes <= doubted[1]
         if is_all:
             self.arose = trio.Event()
-        if not are_kept:
-            left = [one for one in self.ranges if one not in doubted[0]]
-            for number, one in enumerate(left):
-                words[_FIRST + 2 * number], words[_FIRST + 2 * number + 1] = one.start, one.stop
-            words[_COUNT] = len(left)
-            self._inodes -= doubted[1]
+        left = [one for one in self.ranges if one not in doubted[0]]
+        for number, one in enumerate(left):
+            words[_FIRST + 2 * number], words[_FIRST + 2 * number + 1] = one.start, one.stop
+        words[_COUNT] = len(left)
+        self._inodes -= doubted[1]
         return is_all
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,12 @@ REQUEST_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(-5, 1) for d
 """seconds that requests take: 10 microseconds to 3 s"""
 AGE_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(6) for digit in (1, 3))
 """seconds between two events of a block: 1 s to 3.5 days"""
+REASONS = "room", "expired", "cleared"
+"""why a block went"""
+MISSES = ("room", "evicted"), ("expired", "expired"), ("cleared", "cleared"), ("slow", "slow")
+"""why a block was not there that had been -> what a request for it is called"""
+SegmentsTier = Literal["disk", "remote"]
+"""the tier of blocks that the segments alone have: ``disk`` where one host has the volume"""
 OPERATIONS = "read", "write", "get", "put", "exists"
 """of files, and of blocks by key"""
 LATELY_SECONDS = 0.25

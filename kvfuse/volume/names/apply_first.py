@@ -7,7 +7,7 @@ between. It locks no name and no directory: no caller waits for another caller's
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvfuse import errors
@@ -15,7 +15,7 @@ from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core, put_directory
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.nameless import Nameless
 from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, tell_decision
 from kvfuse.volume.slots.space import RoomFinder
@@ -32,8 +32,6 @@ class ApplyFirst:
     space: RoomFinder
     lookup: Lookup
     nameless: Nameless
-    unlink_cleared: Callable[[NamePlace], Awaitable[None]] | None = None
-    """shared volume only: unlinks, in the store, a cleared file with several names"""
 
     async def carry_out(
         self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
@@ -60,8 +58,6 @@ class ApplyFirst:
                 found = await self.lookup.find_name(place.parent, place.name)
                 meets_directory |= found.node is not None and found.node.is_directory
                 ends.append(End(directory, place.name, found))
-            if self.core.namespaces.cleared and await self._remove_cleared(ends):
-                continue
             if meets_directory and len(ends) > 1:
                 await self._look_up_above(places, ends)
             plan = planning(*ends)
@@ -74,25 +70,6 @@ class ApplyFirst:
         await self.journal.commit(*nodes)
 
     # -- before --------------------------------------------------------------------------------------
-
-    async def _remove_cleared(self, ends: Sequence[End]) -> bool:
-        """Remove cleared files that still have one of these names. True: the caller looks the names up again."""
-        for end in ends:
-            node = end.found.cleared
-            if node is None:
-                continue
-            tied = self.journal.find_tied([node])
-            if self.unlink_cleared is not None and node.own_record:
-                await self.unlink_cleared(NamePlace(end.directory.ino, end.name, is_entered=False))
-            elif self.nameless.needs_loading(node):
-                await self.nameless.load(node)
-            elif tied is not None:
-                await self.journal.commit(*tied)
-            elif self.lookup.is_valid(end.directory.ino, end.name, end.found):
-                found = Found(node, end.found.stored, end.found.change, end.found.epoch, end.found.version)
-                self.apply(Plan((End(end.directory, end.name, found),), (None,), node, unlinked=node))
-            return True
-        return False
 
     async def _look_up_above(self, places: Sequence[NamePlace], ends: list[End]) -> None:
         """Look up the directories above a directory into which another one is moved."""
@@ -112,16 +89,10 @@ class ApplyFirst:
         """The plan can be applied without a wait."""
         if plan.removed is not None or (plan.unlinked is not None and self.nameless.needs_loading(plan.unlinked)):
             return False
-        if self.core.namespaces.cleared and self._is_late(plan):
-            return False
         tied = self.journal.find_tied([end.found.node for end in plan.ends])
         if (plan.node.namespace or self.core.namespaces.accounts.root_blocks) and self._is_full(plan):
             return False
         return tied is None and self.core.metadata.fits(plan.weight)
-
-    def _is_late(self, plan: Plan) -> bool:
-        """The plan makes an inode whose number is below a clear bound that this host knows."""
-        return plan.made is not None and self.core.is_cleared(plan.made)
 
     def _is_full(self, plan: Plan) -> bool:
         """The plan adds a file to a namespace that may have no more."""
@@ -133,9 +104,6 @@ class ApplyFirst:
     async def _wait_for_needs(self, plan: Plan) -> bool:
         """Wait for the plan's needs. False: its ends have not changed meanwhile."""
         ends, removed = plan.ends, plan.removed
-        if self.core.namespaces.cleared and self._is_late(plan):
-            await self.core.inodes.reach(self.core.namespaces.cleared[plan.node.namespace])
-            return True
         lost = plan.unlinked or removed
         if lost is not None and self.nameless.needs_loading(lost):
             await self.nameless.load(lost)
@@ -201,23 +169,6 @@ class ApplyFirst:
             self._note_places(plan)
         if plan.weight:
             self.core.metadata.reserve(plan.node, plan.weight)
-        if self.core.caches:
-            self.tell_caches(plan)
-
-    def tell_caches(self, plan: Plan) -> None:
-        """Report names that lost their file, and renamed or linked files, to the caches of namespaces."""
-        self.core.tell_uses()
-        for end, meant in zip(plan.ends, plan.means, strict=True):
-            was, directory = end.found.node, end.directory
-            cache = self.core.caches.get(directory.namespace)
-            if cache is None:
-                continue
-            if was is not None and was.is_file and not self.core.is_cleared(was):  # else the clear reported it
-                cache.gone(directory.ino, end.name)
-            if meant is not None:
-                cache.named(directory.ino, end.name)
-                if meant is not plan.made and meant.is_file and not meant.writers:
-                    self.core.stored_in_cache(meant, directory.ino, end.name)
 
     def _add_node(self, node: Node) -> None:
         """Add a new inode."""

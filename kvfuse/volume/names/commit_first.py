@@ -27,22 +27,18 @@ from functools import partial
 import trio
 
 from kvfuse import errors
-from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.apply_first import ApplyFirst
-from kvfuse.volume.names.bulk_removal import BulkRemoval
-from kvfuse.volume.names.cleared_files import ClearedFiles
 from kvfuse.volume.names.lookup import Found
 from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.names.path_beliefs import Moved, outlive_beliefs
-from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, plan_unlink_cleared, tell_decision
+from kvfuse.volume.names.plans import End, Fits, NamePlace, Plan, Planning, never, tell_decision
 from kvfuse.volume.names.shared_lookup import SharedLookup, check_name, expected_names_max
 from kvfuse.volume.slots.space import RoomFinder
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.sealed import get_marked
 from kvfuse.volume.views import clock
 
 ATTEMPTS_MAX = 100
@@ -64,11 +60,6 @@ class CommitFirst:
     space: RoomFinder
     lookup: SharedLookup
     later: ApplyFirst
-
-    def __post_init__(self) -> None:
-        self.later.unlink_cleared = self.unlink_cleared
-        removal = BulkRemoval(self.core, self.journal, self.lookup.refresher.news, self.later.touch_entries)
-        self.cleared = ClearedFiles(self.core, removal, self.unlink_cleared)
 
     async def carry_out(
         self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
@@ -137,8 +128,6 @@ class CommitFirst:
         self, places: Sequence[NamePlace], planning: Planning, node: Node | None, *, is_fresh: bool
     ) -> tuple[Plan, PlanDraft]:
         """Draft a change. ``is_fresh``: read all that it depends on from the store."""
-        if is_fresh:
-            await self._read_clears(places)
         draft = self._begin_draft()
         if node is not None:
             await self._commit_pending(node)
@@ -146,11 +135,7 @@ class CommitFirst:
                 await self.lookup.refresher.renew(node)
         ends = await self._look_up(places, draft, is_fresh)
         plan = planning(*ends)
-        if plan.made is not None and self.core.is_cleared(plan.made):
-            draft.is_stale = True  # its number is too small by now
-            await self.core.inodes.reach(self.core.namespaces.cleared.bounds[plan.made.namespace])
-            return plan, draft
-        gone = plan.unlinked or plan.ends[-1].found.cleared
+        gone = plan.unlinked
         if gone is not None and (is_fresh or gone.committing):  # its removal takes its other changes along
             await self._commit_pending(gone)
         if plan.means and any(end.found.node is not None for end in ends):
@@ -229,27 +214,13 @@ class CommitFirst:
             found = None if is_fresh else self.lookup.find_known(parent, name)
             if found is None and not is_fresh:
                 return Found(None, False, None, self.journal.pending.epoch)
-            if found is None or ((found.node or found.cleared) is not None and not found.version):
+            if found is None or (found.node is not None and not found.version):
                 found = await self.lookup.find_shared(parent, name, is_fresh=True)
             if found.change is None:
                 return found
 
     def _begin_draft(self) -> PlanDraft:
-        return PlanDraft(self.core.client, self.core.namespaces.cleared.versions)
-
-    async def _read_clears(self, places: Sequence[NamePlace]) -> None:
-        """Read whether the namespaces of these places were cleared: the watch may be late. EngineError."""
-        directories = [self.core.nodes.get(place.parent) for place in places]
-        numbers = sorted({directory.namespace for directory in directories if directory is not None})
-        rows = await get_marked(self.core.records, [schema.cleared_key(number) for number in numbers])
-        for number, row in zip(numbers, rows, strict=True):
-            value, version = row if row is not None else (None, ABSENT)
-            self.core.namespaces.cleared.hear(number, value, version)
-
-    async def unlink_cleared(self, place: NamePlace) -> None:
-        """Remove a name from a file that was cleared, if it still has it. EngineError."""
-        with suppress(errors.NotFound, errors.Stale, errors.NotADirectory):
-            await self._retry_until_committed([place], plan_unlink_cleared, None)
+        return PlanDraft(self.core.client)
 
     # -- removing directories ------------------------------------------------------------------------
 
@@ -271,8 +242,6 @@ class CommitFirst:
             if any(change.node is not None for change in changes.values()):
                 break
             await self.journal.commit(*self.journal.pending.find_changed_in(directory.ino))
-        if directory.namespace in self.core.namespaces.cleared:
-            await self.cleared.remove_in(directory.ino)
         if not await self.lookup.is_empty(directory.ino):
             raise errors.NotEmpty(f"directory {directory.name!r} is not empty")
 
@@ -344,8 +313,6 @@ class CommitFirst:
             self._apply_name(parent, name, meant, version, is_made=made is not None)
         for node in draft.removed:
             self._note_removed(node)
-        if core.caches:
-            self.later.tell_caches(plan)
 
     def _apply_name(self, parent: int, name: bytes, node: Node | None, version: int, *, is_made: bool) -> None:
         core = self.core

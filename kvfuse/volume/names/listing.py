@@ -40,11 +40,6 @@ class Listing:
         A name whose record is damaged is left out (the log names it), so that its neighbours can be listed.
         """
         await self.lookup.find_directory(self.ino)
-        with self.core.dentries.vanishing.noting() as vanished:
-            return await self._read_pages(after, limit, vanished)
-
-    async def _read_pages(self, after: int, limit: int, vanished: set[tuple[int, bytes]]) -> list[DirEntry]:
-        """``vanished``: names that are evicted meanwhile, though rows that were read before have them."""
         entries: list[DirEntry] = []
         while len(entries) < limit:
             epoch = self.pending.epoch
@@ -57,8 +52,6 @@ class Listing:
             last = schema.split_entry_key(last_key(rows, damaged))[1] if more else (1 << 63) - 1
             page: dict[bytes, Meant] = {}
             for row in rows:
-                if (self.ino, schema.split_entry_key(row.key)[2]) in self.core.dentries.vanishing.places:
-                    continue
                 try:
                     page[schema.split_entry_key(row.key)[2]] = schema.decode_entry(row.value), row.version
                 except schema.Malformed as error:
@@ -67,7 +60,6 @@ class Listing:
                 if after < schema.name_hash(name) <= last:
                     page[name] = change.node, 0
             entries += await self._make_entries(page)
-            entries = [entry for entry in entries if (self.ino, entry.name) not in vanished]
             if not more:
                 break
             after = last
@@ -84,7 +76,7 @@ class Listing:
                     node = (await self.lookup.find_name(self.ino, name)).node
             except errors.Corrupt:
                 continue
-            if node is not None and node.nlink and not (self.core.namespaces.cleared and self.core.is_cleared(node)):
+            if node is not None and node.nlink:
                 entries.append(DirEntry(name, cookie, node))
         return entries
 
@@ -111,7 +103,7 @@ class Listing:
                 return node  # memory or the record has its place, and both may be newer than the row
         elif self.core.nodes.get(entry.ino) is not None:
             return self.lookup.take_record(entry, version, (self.ino, name), own=False)
-        elif self._epoch != self.pending.epoch or (self.ino, name) in self.core.dentries.vanishing.places:
+        elif self._epoch != self.pending.epoch:
             return None  # the row may be out of date
         else:  # memory keeps it only once the kernel has it (`Lookup.count_lookup`)
             node = self.lookup.refresher.chunks.restore_chunks(Node.from_record(entry), entry)

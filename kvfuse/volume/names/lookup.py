@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import msgspec
-import trio
 
 from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE
@@ -29,8 +28,6 @@ from kvfuse.volume.store import schema
 
 DOTS = b".", b".."
 """names that each directory has, and the store does not"""
-SWEEP_SECONDS = 10.0
-"""How long a call that removes a directory waits for the next cleared files to be removed."""
 
 
 class Found(msgspec.Struct, frozen=True, eq=False):
@@ -45,8 +42,6 @@ class Found(msgspec.Struct, frozen=True, eq=False):
     """the journal's epoch at the lookup"""
     version: int = 0
     """in a shared volume: version of the name's stored record; 0: there is none"""
-    cleared: Node | None = None
-    """the inode that has the name, if it is cleared: its number is below the namespace's clear bound"""
 
 
 @dataclass
@@ -90,8 +85,6 @@ class Lookup(ABC):
             node = self.core.nodes.get(ino)
             if node is not None or epoch != self.journal.pending.epoch:
                 continue
-            if place in self.core.dentries.vanishing.places:
-                raise errors.Stale(f"inode {ino} was removed")
             if own is not None:
                 node = self.take_record(schema.decode_inode(own.value), own.version, known or (0, b""), own=True)
                 if times is not None:
@@ -131,8 +124,6 @@ class Lookup(ABC):
 
     def is_valid(self, parent: int, name: bytes, found: Found) -> bool:
         """The result of `find_name` is still valid, although the caller has waited since."""
-        if (parent, name) in self.core.dentries.vanishing.places:
-            return False
         change = self.core.dentries.get(parent, name).change
         return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
@@ -148,13 +139,8 @@ class Lookup(ABC):
             if any(change.node is not None for change in changes.values()):
                 return False
             names = [schema.split_entry_key(row.key)[2] for row in rows]
-            vanishing = self.core.dentries.vanishing
-            if any(name not in changes and (ino, name) not in vanishing.places for name in names):
+            if any(name not in changes for name in names):
                 return False
-            if going := [(ino, name) for name in names if (ino, name) in vanishing.places]:
-                self.journal.pending.load.hurry()
-                await vanishing.wait_for(going[0])  # its record may not outlive the directory's
-                continue
             if len(rows) < 64:
                 return True
             after = rows[-1].key
@@ -199,21 +185,11 @@ class OwnLookup(Lookup):
         return False
 
     async def find_current(self, ino: int) -> Node:
-        node = self.core.nodes.get(ino) or await self.find_node(ino)
-        if self.core.namespaces.cleared:
-            check_uncleared(self.core, node)
-        return node
+        return self.core.nodes.get(ino) or await self.find_node(ino)
 
     find_current_directory = Lookup.find_directory
 
     async def is_empty(self, ino: int) -> bool:
-        cleared, directory = self.core.namespaces.cleared, self.core.nodes.get(ino)
-        # Removing a directory would leave its cleared files behind.
-        while cleared and (directory is None or directory.namespace in cleared):
-            with trio.move_on_after(SWEEP_SECONDS) as scope:
-                await cleared.swept.wait()
-            if scope.cancelled_caught:
-                raise errors.EngineTimeout("what was cleared is being removed, and the record store does not answer")
         if self.core.blocks is not None and await self.core.blocks.has_names(ino):
             return False
         return await super().is_empty(ino)
@@ -232,20 +208,15 @@ class OwnLookup(Lookup):
             raise errors.NameTooLong(f"a name of {len(name)} bytes: at most {NAME_MAX} are allowed")
         core = self.core
         while True:
-            if (parent, name) in core.dentries.vanishing.places:
-                self.journal.pending.load.hurry()
-                await core.dentries.vanishing.wait_for((parent, name))
             epoch = self.journal.pending.epoch
             dentry = core.dentries.find(parent, name)
             if dentry is not None:
                 if (change := dentry.change) is not None:
-                    found = Found(change.node, change.stored, change, epoch)
-                    return hide_cleared(core, found) if core.namespaces.cleared else found
+                    return Found(change.node, change.stored, change, epoch)
                 if dentry is ABSENT:
                     return Found(None, False, None, epoch)
                 if (node := core.nodes.get(dentry.ino)) is not None:
-                    found = Found(node, True, None, epoch)
-                    return hide_cleared(core, found) if core.namespaces.cleared else found
+                    return Found(node, True, None, epoch)
             record = (await core.records.get([schema.entry_key(parent, name)]))[0]
             if record is None:
                 await self.learning.read_page(parent)
@@ -263,14 +234,12 @@ class OwnLookup(Lookup):
                     continue
             node.parent, node.name = parent, name
             core.dentries.note(parent, name, node.ino)
-            found = Found(node, True, None, epoch)
-            return hide_cleared(core, found) if core.namespaces.cleared else found
+            return Found(node, True, None, epoch)
 
     def _has_changed(self, parent: int, name: bytes, epoch: int) -> bool:
         """The store's answer about a name, read in ``epoch``, is stale."""
         dentries = self.core.dentries
-        is_changing = dentries.get(parent, name).change is not None or (parent, name) in dentries.vanishing.places
-        return is_changing or epoch != self.journal.pending.epoch
+        return dentries.get(parent, name).change is not None or epoch != self.journal.pending.epoch
 
     find_for_kernel = find_name
 
@@ -279,17 +248,3 @@ class OwnLookup(Lookup):
 
     def forget(self, ino: int) -> None:
         pass
-
-
-def hide_cleared(core: Core, found: Found) -> Found:
-    """``found``; as absent, if it is a cleared file."""
-    node = found.node
-    if node is None or not core.is_cleared(node):
-        return found
-    return Found(None, found.stored, found.change, found.epoch, found.version, cleared=node)
-
-
-def check_uncleared(core: Core, node: Node) -> None:
-    """Stale for a cleared file, unless a handle has it open."""
-    if core.namespaces.cleared and not node.handles and core.is_cleared(node):
-        raise errors.Stale(f"inode {node.ino} was cleared with its namespace")

@@ -68,12 +68,11 @@ class InodeChange:
 class PlanDraft:
     """The records of one plan. Each attempt makes its own, before it looks anything up.
 
-    ``client``: the remover, in orphan records. ``cleared``: `Cleared.versions` at that time.
+    ``client``: the remover, in orphan records.
     """
 
-    def __init__(self, client: int, cleared: Mapping[int, int]) -> None:
+    def __init__(self, client: int) -> None:
         self.client = client
-        self._cleared = dict(cleared)
         self.inodes: dict[int, InodeChange] = {}
         self.names: list[tuple[int, bytes, Node | None]] = []
         """(directory, name, its new inode)"""
@@ -130,8 +129,6 @@ class PlanDraft:
         elif lost is not None:
             self._remove_name(lost, now)
         for end, node in changed:
-            if end.found.cleared is not None:
-                self._remove_name(end.found.cleared, now)
             self._set_name(end, node)
             if node is not None and node is not made:
                 self.change_inode(node).set_fields(ctime=now)
@@ -178,8 +175,6 @@ class PlanDraft:
             self._deletes.add(key)
             self.names.append((parent, name, None))
             return
-        if not node.is_directory:  # a file that was cleared since its lookup gets no name
-            self._expect_key(schema.cleared_key(node.namespace), self._cleared.get(node.namespace, ABSENT))
         self._deletes.discard(key)
         change = self.change_inode(node)
         change.parent, change.name = parent, name

@@ -152,7 +152,6 @@ class Removed:
         held = {schema.split_open_key(key)[0] for key in await all_keys(self.core.records, b"h")}
         rows = await get_sound(self.core.records, [schema.orphan_key(ino) for ino in inos]) if inos else []
         for ino, row in zip(inos, rows, strict=True):
-            self._removed.note_checked(ino)
             known = self.core.nodes.get(ino)
             is_open = known is not None and known.handles > 0
             if ino in held or is_open or ino in self.core.nodes.handover.still_open:

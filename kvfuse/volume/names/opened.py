@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvfuse import errors
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.lookup import Lookup, check_uncleared
+from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.names.path_beliefs import Moved, PathStep
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.store import schema
@@ -44,7 +44,6 @@ class SharedOpened(Opened):
         except errors.Stale:
             if (removed := await self._find_removed(ino)) is None:
                 raise
-            check_uncleared(self.lookups.core, removed)
             return removed
 
     async def _find_removed(self, ino: int) -> Node | None:

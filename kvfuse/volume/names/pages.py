@@ -56,8 +56,6 @@ class Learning:
 
         A caller that misses a name while a page is being read waits for that page, and gets its error.
         """
-        if self._has_cleared(directory):
-            return  # some of the stored names may mean cleared files
         page = self._pages.get(directory)
         if page is not None:
             await page.done.wait()
@@ -84,10 +82,6 @@ class Learning:
             del self._pages[directory]
             page.done.set()
 
-    def _has_cleared(self, directory: int) -> bool:
-        node, cleared = self.core.nodes.peek(directory), self.core.namespaces.cleared
-        return bool(cleared) and (node is None or node.namespace in cleared)
-
 
 @dataclass
 class Shelf:
@@ -107,7 +101,7 @@ class Shelf:
         The watch may not have delivered some of these names yet.
         """
         names = [schema.split_entry_key(row.key)[2] for row in rows]
-        self.core.tier.residents.names_come(directory, names)
+        self.core.dentries.names_come(directory)
         for name, row in zip(names, rows, strict=True):
             if name not in changed:
                 self.core.dentries.shelve(directory, name, Versioned(row.value, row.version))

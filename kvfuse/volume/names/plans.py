@@ -137,14 +137,6 @@ def plan_unlink(end: End) -> Plan:
     return Plan((end,), (None,), node, unlinked=node)
 
 
-def plan_unlink_cleared(end: End) -> Plan:
-    """The name loses its file that was cleared. NotFound: it has none."""
-    node = end.found.cleared
-    if node is None:
-        raise errors.NotFound(f"{end.name!r} in directory {end.directory.ino} was not cleared")
-    return Plan((end,), (None,), node)
-
-
 def plan_rmdir(end: End) -> Plan:
     """Plan the removal of a directory. NotFound, NotADirectory."""
     node = _get_existing(end)

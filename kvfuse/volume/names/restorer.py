@@ -167,9 +167,6 @@ class Restorer:
         nodes = {ino: node for ino in left.nodes if (node := await self._restore_node(ino)) is not None}
         await self._restore_names(nodes)
         await self._restore_rest()
-        for node in nodes.values() if self.core.caches else ():
-            if node.is_file and node.nlink:
-                self.core.stored_in_cache(node)
         if nodes or left.names:
             log.warning(
                 "restored changes that the last daemon had not stored: %d inodes, %d names", len(nodes), len(left.names)

@@ -6,7 +6,6 @@ ones. An fsync does so with its file before it commits; a background task does t
 are lost: each handle that has the file open for writing gets the error once, as on Linux; a descriptor whose fsync
 failed has had it.
 
-The background task skips files of caches: no caller was promised that they persist.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Rewriter:
         async def rewrite(node: Node | None) -> bool:
             nonlocal refusal
             try:
-                if is_wanted := node is not None and node.nlink > 0 and node.namespace not in self.core.caches:
+                if is_wanted := node is not None and node.nlink > 0:
                     await self.rewrite_file(node)
             except errors.NoSpace as error:  # other files are not to wait for this one's room
                 refusal = error
@@ -143,7 +142,7 @@ class Rewriter:
         await self.journal.sync()
         if refusal is not None:
             raise refusal
-        if doubt.settled(doubted, are_kept=bool(self.core.caches)):
+        if doubt.settled(doubted):
             self.core.health.worked(SYNC)
             self.core.segments.drop_cache()
             log.warning("bytes of %d files that a failed sync left in doubt were written again, and are synced", inodes)

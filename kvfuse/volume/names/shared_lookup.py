@@ -8,7 +8,7 @@ checks these (`path_beliefs`). While the store does not answer, lookups use the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,12 +16,11 @@ from typing import NamedTuple
 import trio
 
 from kvfuse import errors
-from kvfuse.remote.records.api import RecordLimits, Versioned
+from kvfuse.remote.records.api import RecordLimits
 from kvfuse.volume.api import NAME_MAX
-from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.names.lookup import Found, Lookup, check_uncleared, hide_cleared
+from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
 from kvfuse.volume.names.path_beliefs import Paths, PathStep
 from kvfuse.volume.names.synced import Synced
@@ -113,16 +112,12 @@ class SharedLookup(Lookup):
         doubt = self.paths.find_doubt(ino)
         if doubt is not None:
             await self._check_doubt(doubt)
-        node = await self.find_node(ino)
-        if self.core.namespaces.cleared:
-            check_uncleared(self.core, node)
-        return node
+        return await self.find_node(ino)
 
     async def _check_doubt(self, doubt: PathStep) -> None:
         """Bring a file up to the store, if the store answers. NotCaughtUp; Moved: the name means another file."""
         links = [doubt, *self.paths.list_above(doubt.parent)]
         keys = [link.key for link in links] + [schema.inode_key(doubt.ino), schema.times_key(doubt.ino)]
-        keys += _list_clear_keys(self.core, doubt.parent)
         asked_at = trio.current_time()
         try:
             rows = dict(zip(keys, await self.core.records.get(keys), strict=True))
@@ -130,7 +125,6 @@ class SharedLookup(Lookup):
             raise
         except errors.EngineError:
             return  # memory answers all the same, and the next call checks
-        _note_clears(self.core, rows)
         try:
             self.paths.check(links, rows, asked_at)
         except errors.Stale:
@@ -221,10 +215,6 @@ class SharedLookup(Lookup):
 
     def find_known(self, parent: int, name: bytes) -> Found | None:
         """The inode of the name from the dentry table; None: the caller has to read the store."""
-        found = self._find_in_table(parent, name)
-        return hide_cleared(self.core, found) if found is not None and self.core.namespaces.cleared else found
-
-    def _find_in_table(self, parent: int, name: bytes) -> Found | None:
         dentry, epoch = self.core.dentries.find(parent, name), self.journal.pending.epoch
         if dentry is None:
             return None
@@ -251,7 +241,7 @@ class SharedLookup(Lookup):
             if found is not None and (found.change or not is_fresh):
                 return found
             if not is_fresh and (node := self.shelf.take_record(parent, name)) is not None:
-                return hide_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, node.version))
+                return Found(node, True, None, self.journal.pending.epoch, node.version)
             try:
                 if may_learn and self.shelf.is_worth_reading(parent):
                     may_learn = False
@@ -278,10 +268,8 @@ class SharedLookup(Lookup):
         keys = [key, *[link.key for link in above]]
         if guess:
             keys += [schema.inode_key(guess), schema.times_key(guess)]
-        keys += _list_clear_keys(self.core, parent) if self.must_ask(parent) else ()
         asked_at = trio.current_time()
         rows = dict(zip(keys, await self.records.get(keys), strict=True))
-        _note_clears(self.core, rows)
         entry = rows[key]
         record = schema.decode_entry(entry.value) if entry is not None else None
         meant = record.ino if isinstance(record, schema.InodeRecord) else record or guess
@@ -319,20 +307,7 @@ class SharedLookup(Lookup):
             if dentry.change is not None or dentry.ino != node.ino:
                 return None
         version = version if node.own_record else node.version
-        return hide_cleared(self.core, Found(node, True, None, self.journal.pending.epoch, version))
-
-
-def _list_clear_keys(core: Core, directory: int) -> list[bytes]:
-    """Keys of the records that say whether files of a directory were cleared."""
-    node = core.nodes.get(directory)
-    return [schema.cleared_key(node.namespace)] if node is not None and node.namespace in core.caches else []
-
-
-def _note_clears(core: Core, rows: Mapping[bytes, Versioned | None]) -> None:
-    """Apply these records of clears: the watch may not have delivered them yet."""
-    for key, row in rows.items():
-        if key[:1] == schema.CLEARED_PREFIX and row is not None:
-            core.namespaces.cleared.hear(schema.key_inode(key), row.value, row.version)
+        return Found(node, True, None, self.journal.pending.epoch, version)
 
 
 def check_name(name: bytes) -> None:

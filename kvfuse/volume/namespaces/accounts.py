@@ -249,11 +249,6 @@ class Accounts:
         limits = [getattr(account.settings, quota) for account in self._chain(number)]
         return min([limit for limit in limits if limit], default=0)
 
-    def has_spare_room(self, owner: int, size: int) -> bool:
-        """With a file of so many bytes more, a namespace and those that it is in are below their low water marks."""
-        accounts = [*self._chain(owner), *([self.root] if self.root_blocks else [])]
-        return all(account.excess(account.settings.low_water, size, 1) <= 0 for account in accounts)
-
     def is_within(self, number: int, namespace: int) -> bool:
         """A namespace is this one, or in it."""
         return namespace == ROOT or any(account.number == namespace for account in self._chain(number))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import trio
+import msgspec
 
 from kvfuse.volume.measures.gates import Gates
 from kvfuse.volume.measures.limiter import Limiter
 from kvfuse.volume.measures.measures import Measures
-from kvfuse.volume.measures.uses import Uses, UsesElsewhere
 from kvfuse.volume.namespaces.accounts import Accounts
-from kvfuse.volume.namespaces.cache import Cache, forget_slabs
-from kvfuse.volume.namespaces.clears import Cleared
 from kvfuse.volume.namespaces.settings import ROOT, Settings
 from kvfuse.volume.views.news import News
 
@@ -30,17 +27,14 @@ class Namespace:
     """in effect"""
     stored: Settings
     """the same without what the options of this mount say"""
-    cache: Cache | None = None
-    """its books, where it is one"""
 
 
 class Namespaces:
-    """The namespaces that the volume has. For the event loop alone, but for ``uses`` and each of ``measures``."""
+    """The namespaces that the volume has. For the event loop alone, but for each of ``measures``."""
 
     def __init__(
         self,
         settings: Mapping[int, Settings],
-        clock: Callable[[], float],
         above: Mapping[int, int] | None = None,
         *,
         overrides: Mapping[str, Any] | None = None,
@@ -50,44 +44,28 @@ class Namespaces:
         ``overrides``: settings of the root that hold for this mount alone. InvalidArgument, if they do not go together
         with those that are stored.
         """
-        self._clock = clock
         self.overrides = overrides or {}
         self.all: dict[int, Namespace] = {}
-        self.caches: dict[int, Cache] = {}
-        """number -> books of those that are caches: what hot paths look at"""
         readers: dict[Measures, float] = {}
         self.measures: defaultdict[int, Measures] = defaultdict(partial(Measures, readers))
         """number -> what is measured of it"""
         self.gates = Gates()
         self.news = News()
-        self.uses = Uses()
-        self.elsewhere = UsesElsewhere()
-        self.changed = trio.Event()
-        """set when a block was stored, or a namespace changed: there may be something to evict"""
-        self.cleared = Cleared()
-        self.new_slabs: set[int] = set()
-        """slabs with files that came from another host: the caches' books do not have their blocks yet"""
         self.accounts = Accounts()
         self._moved_borders: set[int] = set()
         for number, found in {ROOT: Settings(), **settings}.items():
             self.put(number, found, (above or {}).get(number, ROOT))
 
     def put(self, number: int, stored: Settings, above: int | None = None) -> Namespace:
-        """Add a namespace, or change its settings. A cache that gets another policy begins with empty books.
+        """Add a namespace, or change its settings.
 
         ``above``: the namespace that it is in, that of its folder's directory; None: as before.
         """
+        if stored.kind == "cache":  # what of it was not converted stays an ordinary file
+            stored = msgspec.structs.replace(stored, kind="blocks")
         settings = stored.changed(self.overrides) if number == ROOT else stored
-        former = self.all.get(number)
-        cache = former.cache if former is not None and _same_books(former.settings, settings) else None
-        if settings.is_cache and cache is None:
-            cache = Cache(settings, self._clock, self.news, number, self.elsewhere)
-        found = self.all[number] = Namespace(number, settings, stored, cache)
+        found = self.all[number] = Namespace(number, settings, stored)
         self.gates.put(number, above, settings.token, settings.descriptor)
-        self.caches.pop(number, None)
-        if cache is not None:
-            self.caches[number] = cache
-            self.changed.set()
         if number == ROOT:
             self.accounts.put_root(settings)
         else:
@@ -130,37 +108,6 @@ class Namespaces:
         found = self.all.get(number)
         return found is None or found.settings.tiers in ("all", tier)
 
-    def clear(self, number: int, bound: int) -> None:
-        """All files of a cache with inode numbers below ``bound`` are gone from here on."""
-        self.cleared[number] = bound
-        self.gates.ask_again()
-        if (cache := self.caches.get(number)) is not None:
-            cache.clear()
-        self.news.clear(number)
-        self.changed.set()
-
-    def add_slab(self, slab: int) -> None:
-        """This host holds a slab from now on, with files in it."""
-        if self.caches:
-            self.new_slabs.add(slab)
-            self.changed.set()
-
-    def slabs_left(self, slabs: Collection[int]) -> None:
-        """This host holds these slabs no more."""
-        self.new_slabs.difference_update(slabs)
-        for cache in self.caches.values() if slabs else ():
-            forget_slabs(cache, slabs)
-
-    @property
-    def high_water(self) -> float:
-        """Share of the volume from which the caches give up blocks."""
-        return min([self.all[number].settings.high_water for number in self.caches], default=1.0)
-
-    @property
-    def low_water(self) -> float:
-        """Share of the volume that is used then."""
-        return min([self.all[number].settings.low_water for number in self.caches], default=1.0)
-
     def moves_border(self, directory: int) -> None:
         """Another host made an empty directory a namespace, or ended that."""
         self._moved_borders.add(directory)
@@ -178,8 +125,6 @@ class Namespaces:
         ``at_once``: what removed files of it still have counts nowhere.
         """
         self.all.pop(number, None)
-        self.cleared.pop(number, None)
-        self.caches.pop(number, None)
         if (measures := self.measures.pop(number, None)) is not None:
             measures.readers.pop(measures, None)
         self.accounts.limiters.pop(number, None)
@@ -188,7 +133,3 @@ class Namespaces:
             self.accounts.drop(number)
         else:
             self.accounts.remove(number)
-
-
-def _same_books(former: Settings, new: Settings) -> bool:
-    return (former.kind, former.eviction, former.admission) == (new.kind, new.eviction, new.admission)

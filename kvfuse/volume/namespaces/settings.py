@@ -3,7 +3,7 @@
 A *namespace* is a folder with one policy for itself and what is below it, but for namespaces in it. It has the number
 of its folder's inode; the root's, which every volume has, is ``ROOT``. A namespace of kind "files" never loses a file;
 blocks of one of kind "blocks" are rows of the block store, and go when their room is needed, in the order of its
-policy; its files that are no blocks stay. Of kind "cache", where hosts share the volume, files are evicted.
+policy; its files that are no blocks stay.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ROOT = 0
 """the number of the root's namespace"""
 EPOCHS = 1 << 32
 
-Kind = Literal["files", "cache", "blocks", "evicted-files"]
-"""evicted-files: as cache is, on one host, too; for tests of its parts alone"""
+Kind = Literal["files", "blocks", "cache"]
+"""cache: of volumes of before, whose blocks were files"""
 Tiers = Literal["all", "dram", "disk", "remote"]
 Compression = Literal["none", "zstd"]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -80,10 +80,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """what its blocks are (`descriptors`); "": anything"""
     epoch: Size = 0
     """32 bits, of its blocks: those of another epoch are none any more. Nobody sets it"""
-
-    @property
-    def is_cache(self) -> bool:
-        return self.kind in ("cache", "evicted-files")
 
     @property
     def is_blocks(self) -> bool:

@@ -18,15 +18,15 @@ from kvfuse.volume.store.sealed import ScanPages
 
 async def convert_caches(
     options: Options, held: HeldVolume, *, goes_on: bool = False
-) -> tuple[Options, HeldVolume, Converted | None]:
+) -> tuple[HeldVolume, Converted | None]:
     """Make caches of before namespaces of blocks, and the root, if ``options`` say so. None: there was nothing to do.
 
-    Before the volume is served, with the options and the superblock that it has then. ``goes_on``: a former daemon
-    served it, and the kernel knows its files: they stay, and are evicted, until the next mount. ConfigError: the root
-    has blocks, and the options want files. VolumeError, EngineError: the next mount goes on.
+    Before the volume is served, with the superblock that it has then. ``goes_on``: a former daemon served it, and the
+    kernel knows its files: they stay files until the next mount. ConfigError: the root has blocks, and the options want
+    files. VolumeError, EngineError: the next mount goes on.
     """
     if options.mount.read_only or options.is_shared:
-        return options, held, None
+        return held, None
     wanted = options.namespace.kind
     found = dict[int, Settings]()
     async for rows, _ in ScanPages(held.records, schema.NAMESPACE_PREFIX):
@@ -38,10 +38,8 @@ async def convert_caches(
     if wanted == "blocks" and root.kind == "files":
         found[ROOT] = msgspec.structs.replace(root, kind="cache")
     caches = {number: settings for number, settings in found.items() if settings.kind == "cache"}
-    if not caches:
-        return options, held, None
-    if goes_on and not any(settings.epoch for settings in caches.values()):
-        return _as_before(options), held, None
+    if not caches or (goes_on and not any(settings.epoch for settings in caches.values())):
+        return held, None
     begun = {number: settings if settings.epoch else settings.begun() for number, settings in caches.items()}
     if held.store_superblock is not None and not held.superblock.features & FEATURE_LENT:
         features = held.superblock.features | FEATURE_LENT
@@ -50,11 +48,4 @@ async def convert_caches(
         await held.store_superblock(held.superblock)
     records = {schema.namespace_key(number): encode_settings(settings) for number, settings in begun.items()}
     await held.records.commit(records, durable=True)
-    return options, held, await Conversion(held.superblock, held.records, held.segments, begun).run()
-
-
-def _as_before(options: Options) -> Options:
-    """Options that make the root a cache of files, if they made it one of blocks."""
-    if options.namespace.kind != "blocks":
-        return options
-    return msgspec.structs.replace(options, namespace=msgspec.structs.replace(options.namespace, kind="cache"))
+    return held, await Conversion(held.superblock, held.records, held.segments, begun).run()

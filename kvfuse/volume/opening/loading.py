@@ -136,8 +136,8 @@ async def _load_values(
         began = perf_counter()
         await _adopt(tier, find_left(keeper, placement), records, namespaces, began, is_alone, is_ours=is_ours)
         await trio.sleep(seconds_to_wait(keeper))
-        tier.residents.alive = Alive(keeper)
-        tier.residents.live_on()
+        tier.validity.alive = Alive(keeper)
+        tier.validity.live_on()
     if is_alone:
         await _read_uses(records, namespaces)
     used = {geometry.locate_head(state.slab)[0] for state in states}
@@ -201,14 +201,7 @@ async def _read_namespaces(records: RecordStore, overrides: Mapping[str, Any]) -
     """All namespaces. InvalidArgument of ``overrides``."""
     settings = await _read_settings(records)
     above = await _read_above(records, list(settings))
-    namespaces = Namespaces(settings, trio.lowlevel.current_clock().current_time, above, overrides=overrides)
-    async for rows, _ in ScanPages(records, schema.CLEARED_PREFIX):
-        for row in rows:
-            number, (bound, is_swept) = schema.key_inode(row.key), schema.decode_cleared(row.value)
-            namespaces.cleared.bounds[number], namespaces.cleared.versions[number] = bound, row.version
-            if not is_swept:
-                namespaces.cleared[number] = bound
-    return namespaces
+    return Namespaces(settings, above, overrides=overrides)
 
 
 async def _read_uses(records: RecordStore, namespaces: Namespaces) -> None:

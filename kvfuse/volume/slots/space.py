@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import trio
 
 from kvfuse.errors import EngineTimeout, QuotaExceeded
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.namespaces.settings import ROOT
 
 ROOM_SECONDS = 3.0
 """How long, beside a grace, a call goes on asking for room while others take what becomes free."""
-CACHE_ROOM_SECONDS = 30.0
-"""The same where caches have files to give: there is room then, and it takes only luck to get it. Callers through
-rings have deadlines of their own."""
+EVICTION_SECONDS = 30.0
+"""The same where blocks go for it: there is room then, and it takes only luck to get it. Callers through rings have
+deadlines of their own."""
 ROOM_ROUNDS_MIN = 8
 """Rounds in which a call asks for room without regard to time: two for each step from a removed file to free slots.
 A loaded store answers each call within its deadline, but all of them together perhaps not within ``ROOM_SECONDS``.
 """
 UNLUCKY_ROUNDS = 2
-"""Rounds in which others took what became free, after which a call has caches give up files first."""
+"""Rounds in which others took what became free, after which a call has blocks go first."""
 
 
 class RoomSource(Protocol):
@@ -41,19 +42,6 @@ class RoomSource(Protocol):
         Waits for files and hosts that are about to give up room until ``deadline`` (trio's time) at the latest;
         engines have deadlines of their own. EngineError ends the wait of the call that asks.
         """
-
-
-class FileEvictor(Protocol):
-    """Gives up files of caches, when it is asked and ahead of it."""
-
-    async def make_room(self, deadline: float, namespace: int | None, /) -> bool:
-        """A `RoomSource`."""
-
-    async def run(self) -> None:
-        """Keep some room free, until cancelled or `stop`."""
-
-    async def stop(self) -> None:
-        """Give up nothing any more. Returns when nothing is under way."""
 
 
 @dataclass
@@ -82,26 +70,27 @@ class RoomFinder:
     """sources of room for records of names, inodes and attributes"""
     store_changes: Callable[[], Awaitable[None]]
     """commits all pending changes, and so frees the room of the records that they delete"""
-    evictors: list[FileEvictor] = field(default_factory=list)
-    """those that give up files of caches, for slots and records: they are asked last, but by unlucky calls"""
+    evictors: Sequence[RoomSource] = ()
+    """those for which blocks go: asked last, but by unlucky calls"""
     elsewhere: Sequence[RoomSource] = ()
     """of slots that other hosts are about to give up: these are asked after all others, and it takes a grace more"""
+
+    def connect(self, evictor: RoomSource) -> None:
+        """One more for which blocks go."""
+        self.evictors = [*self.evictors, evictor]
 
     async def wait_for_room(self, wait: RoomWait | None, namespace: int | None = None) -> RoomWait | None:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
 
         ``wait``: None at first. ``namespace``: see `RoomSource`; its files count as room, too. Returns None if no
-        source has room, or the caller's time is over. EngineError: an engine does not answer. EngineTimeout: its time
-        is over where caches have files to give, so that there is room by and by.
-        """
+        source has room, or the caller's time is over. EngineError: an engine does not answer. EngineTimeout: XX"""
         wait = wait or self._begin_wait()
-        evictors = [evictor.make_room for evictor in self.evictors]
         is_unlucky = wait.round_count >= UNLUCKY_ROUNDS
-        sources = [*evictors, *self.sources] if is_unlucky else [*self.sources, *evictors]
+        sources = [*self.evictors, *self.sources] if is_unlucky else [*self.sources, *self.evictors]
         if not await _ask([*sources, *self.elsewhere], wait, namespace):
-            if wait.is_over and self.core.caches and self.evictors:
+            if wait.is_over and self._evicts:
                 raise EngineTimeout(
-                    f"others took all room that became free in {wait.seconds:g} s: the cache is too small"
+                    f"others took all room that became free in {wait.seconds:g} s: the volume is too small"
                 )
             return None
         await self.core.reads.passed()
@@ -129,7 +118,7 @@ class RoomFinder:
         wait = self._begin_wait()
         await self.store_changes()
         while not metadata.fits(size):
-            if not await _ask([*self.record_sources, *[evictor.make_room for evictor in self.evictors]], wait):
+            if not await _ask(self.record_sources, wait):
                 raise metadata.refusal(what)
             await self.store_changes()
         return True
@@ -141,9 +130,13 @@ class RoomFinder:
 
     def _begin_wait(self) -> RoomWait:
         rounds = 1 + bool(self.elsewhere)
-        seconds = CACHE_ROOM_SECONDS if self.core.caches and self.evictors else ROOM_SECONDS
-        seconds = rounds * (self.core.grace.seconds + seconds)
+        seconds = rounds * (self.core.grace.seconds + (EVICTION_SECONDS if self._evicts else ROOM_SECONDS))
         return RoomWait(trio.current_time() + seconds, seconds)
+
+    @property
+    def _evicts(self) -> bool:
+        """There are blocks that go for room."""
+        return bool(self.evictors) and self.core.blocks is not None and self.core.blocks.use(ROOT)[1] > 0
 
 
 async def _ask(sources: Sequence[RoomSource], wait: RoomWait, namespace: int | None = None) -> bool:

@@ -196,12 +196,10 @@ class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
 class HostReport(msgspec.Struct, array_like=True, frozen=True):
     """What a client tells the others now and then."""
 
-    uses: tuple[tuple[int, bytes], ...] = ()
-    """(namespace, u64 keys of the blocks that one request used): see `namespaces.cache.block_key`"""
     wanted: int = 0
     """bytes of room that it lacks"""
     evictable: int = 0
-    """bytes of its caches' blocks, about"""
+    """bytes of its blocks, about"""
 
 
 FLAG_XATTRS = 1
@@ -373,10 +371,6 @@ def decode_freed(value: bytes) -> tuple[bool, int]:
     has_rested = value.startswith(RESTED_SLOT)
     rest = value[len(RESTED_SLOT) :] if has_rested else value
     return has_rested, int(_U64.unpack(rest)[0]) if rest else 0
-
-
-def encode_cleared(bound: int, *, is_swept: bool = False) -> bytes:
-    return _U64.pack(bound) + (SWEPT if is_swept else b"")
 
 
 @_checked

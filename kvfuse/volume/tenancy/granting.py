@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from kvfuse.errors import EngineError, OperationError, Unsupported
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.eviction.evictor import Evictor
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.namespaces.grants import DEPARTED, TAKEN_SHARE, Grants, encode_grants
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
@@ -56,7 +55,6 @@ class Granting:
     core: Core
     journal: Journal
     news: NamespaceNews
-    evictor: Evictor
     has_orphans: Callable[[], bool] = lambda: False
     """slabs have blocks of the block store, and no client that is alive holds them"""
 
@@ -159,8 +157,7 @@ class Granting:
 
     def _may_come(self, namespace: int) -> bool:
         """Others have blocks of caches there, and gave some lately."""
-        is_cache = any(self._accounts.is_within(number, namespace) for number in self.core.caches)
-        is_cache |= any(self._is_block_namespace(one) for one in self._inner(namespace))
+        is_cache = any(self._is_block_namespace(one) for one in self._inner(namespace))
         parts = self._book.heard[namespace].parts.items() if namespace in self._book.heard else ()
         has_blocks = any(count > 0 for count in self._accounts.use_of_hosts(namespace))
         has_blocks |= any(part.size > 0 for client, part in parts if client not in (self._client, DEPARTED))
@@ -209,31 +206,17 @@ class Granting:
         grants = self._book.heard.get(number, Grants())
         wanted = grants.wanted_by_others(self._client)
         if any(wanted):
-            await self._evict(number, wanted)
+            self._evict(number, wanted)
         return any(wanted)
 
     def _entered(self, grants: Grants, use: NamespaceUse) -> Grants | None:
         return grants.entered(self._client, use) if self._client in grants.awaited else None
 
-    async def _evict(self, number: int, wanted: NamespaceUse) -> None:
-        """Evict this client's part of what others lack, but for what is about to be free here."""
-        if not self.core.read_only and self.core.blocks is not None:
-            self._evict_blocks(number, wanted)
-        caches = [cache for one, cache in self.core.caches.items() if self._accounts.is_within(one, number)]
-        size, count = sum([one.policy.size for one in caches]), sum([len(one.policy) for one in caches])
-        if not size or self.core.read_only:
-            return
-        elsewhere = sum([max(use.size, 0) for use in self._book.stored_uses(number).values()])
-        lack = max(wanted.size, -(-wanted.files * size // max(count, 1)))
-        mine = -(-lack * size // (size + elsewhere)) - self.journal.refusals.to_free.count_size_in(self._inner(number))
-        if mine > 0:
-            await self.evictor.evict_some(mine, number)
-
-    def _evict_blocks(self, number: int, wanted: NamespaceUse) -> None:
-        """As `_evict`, of blocks of the block store."""
+    def _evict(self, number: int, wanted: NamespaceUse) -> None:
+        """Evict this client's part of what others lack."""
         blocks = self.core.blocks
         size, count = blocks.use(number) if blocks is not None else (0, 0)
-        if blocks is None or not size or not any(self._is_block_namespace(one) for one in self._inner(number)):
+        if self.core.read_only or blocks is None or not size:
             return
         grants = self._book.heard.get(number, Grants())
         others = [max(part.size, 0) for one, part in grants.parts.items() if one not in (self._client, DEPARTED)]

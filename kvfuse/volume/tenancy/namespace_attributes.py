@@ -78,18 +78,12 @@ class NamespaceAttributes:
                 self.keeper.advance(node, _decoded(value), caller)
             elif name == NAMESPACE:
                 change = self.keeper.create if number_of(node) is None else self.keeper.change
-                await change(node, self._meant(parse_settings(value)), caller)
+                await change(node, _meant(parse_settings(value)), caller)
             elif name in SINGLE:
-                await self.keeper.change(node, self._meant({SINGLE[name]: _decoded(value)}), caller)
+                await self.keeper.change(node, _meant({SINGLE[name]: _decoded(value)}), caller)
             else:
                 known = ", ".join(SINGLE.values())
                 raise errors.InvalidArgument(f"no setting of a namespace is called {name!r}; it has {known}")
-
-    def _meant(self, changes: dict[str, str]) -> dict[str, str]:
-        """The changes as they are stored."""
-        is_shared = self.keeper.names.core.records.limits.shared
-        kind = {"kind": meant_kind(changes["kind"], is_shared=is_shared)} if "kind" in changes else {}
-        return _with_lock({**changes, **kind})
 
     async def remove(self, node: Node, name: bytes, caller: Caller | None) -> None:
         with self._noting(node):
@@ -126,6 +120,12 @@ def parse_settings(value: bytes) -> dict[str, str]:
             raise errors.InvalidArgument(f"settings are written NAME=VALUE, with spaces between them; not {shown}")
         changes[name] = text
     return changes
+
+
+def _meant(changes: dict[str, str]) -> dict[str, str]:
+    """The changes as they are stored."""
+    kind = {"kind": meant_kind(changes["kind"])} if "kind" in changes else {}
+    return _with_lock({**changes, **kind})
 
 
 def _with_lock(changes: dict[str, str]) -> dict[str, str]:

@@ -16,7 +16,6 @@ from kvfuse import errors
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.eviction.shared_clearing import SharedClearing
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.names.folders import Folders, end_access, has_other_token
 from kvfuse.volume.names.lookup import Lookup
@@ -25,7 +24,7 @@ from kvfuse.volume.namespaces.settings import ROOT, Settings, decode_settings
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.sealed import ScanPages, get_sound
 
-KINDS = (schema.NAMESPACE_PREFIX, schema.CLEARED_PREFIX, schema.USE_PREFIX, schema.GRANTS_PREFIX)
+KINDS = (schema.NAMESPACE_PREFIX, schema.USE_PREFIX, schema.GRANTS_PREFIX)
 """prefixes of the records that are followed; settings before what belongs to their namespaces"""
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ class NamespaceNews:
     journal: Journal
     lookup: Lookup
     folders: Folders
-    clearing: SharedClearing
 
     def __post_init__(self) -> None:
         self.grants = GrantBook(self.core.namespaces.accounts, self.core.client)
@@ -53,13 +51,11 @@ class NamespaceNews:
         """set, and made anew, after each change"""
 
     async def run(self) -> None:
-        """Find the folders of namespaces that others make, and see to clears, until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.clearing.run)
-            while True:
-                await self.folders.find_all()
-                await self._has_unfound.wait()
-                self._has_unfound = trio.Event()
+        """Find the folders of namespaces that others make, until cancelled."""
+        while True:
+            await self.folders.find_all()
+            await self._has_unfound.wait()
+            self._has_unfound = trio.Event()
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -130,8 +126,6 @@ class NamespaceNews:
             self.versions[key] = version
         if key[:1] == schema.NAMESPACE_PREFIX:
             self._take_settings(schema.key_inode(key), value, above)
-        elif key[:1] == schema.CLEARED_PREFIX:
-            self.clearing.hear(schema.key_inode(key), value, version)
         elif key[:1] == schema.USE_PREFIX:
             self._take_use(key, value)
         else:

@@ -24,8 +24,6 @@ from kvfuse.volume.names.folders import close_mode, end_access, end_namespace, h
 from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.namespaces.settings import ROOT, Settings, encode_settings
 from kvfuse.volume.store import schema
-from kvfuse.volume.store.numbers import SharedNumberRange
-from kvfuse.volume.store.sealed import get_sound
 from kvfuse.volume.store.transaction import Transaction
 from kvfuse.volume.tenancy.granting import Granting, first_grants
 from kvfuse.volume.tenancy.namespace_news import NamespaceNews
@@ -55,15 +53,8 @@ class NamespaceRecords(ABC):
         """Make an empty directory a namespace. NotEmpty, Stale; Exists: another host has done so just now."""
 
     @abstractmethod
-    async def change(self, node: Node, decide: Decide, is_cleared: Callable[[], bool]) -> None:
-        """Change the settings of a namespace, by its folder. Stale.
-
-        ``is_cleared``: after ``decide`` it says whether the cache is cleared in the same step.
-        """
-
-    @abstractmethod
-    async def clear(self, node: Node, number: int) -> None:
-        """Files that a cache has by now are there for nobody any more."""
+    async def change(self, node: Node, decide: Decide) -> None:
+        """Change the settings of a namespace, by its folder. Stale."""
 
     @abstractmethod
     async def delete(self, node: Node) -> None:
@@ -84,12 +75,10 @@ class OwnNamespaceRecords(NamespaceRecords):
         self._put(node, node.ino, settings, above)
         await self.names.journal.commit(node, durable=True)
 
-    async def change(self, node: Node, decide: Decide, is_cleared: Callable[[], bool]) -> None:
+    async def change(self, node: Node, decide: Decide) -> None:
         above = await self._above(node)
         settings = decide(above)
         check_there(node)
-        if is_cleared():
-            self._clear(node, number_of(node) or ROOT)
         self._put(node, number_of(node) or ROOT, settings, above)
         await self.names.journal.commit(node, durable=True)
 
@@ -103,18 +92,6 @@ class OwnNamespaceRecords(NamespaceRecords):
         end_namespace(self.names.core, node)
         self._touch(node)
         await self.names.journal.commit(node, durable=True)
-
-    async def clear(self, node: Node, number: int) -> None:
-        self._clear(node, number)
-        await self.names.journal.commit(node, durable=True)
-
-    def _clear(self, node: Node, number: int) -> None:
-        core = self.names.core
-        bound = core.inodes.upcoming
-        node.extra[schema.cleared_key(number)] = schema.encode_u64(bound)
-        core.namespaces.clear(number, bound)
-        core.dentries.clear()
-        self._touch(node)
 
     def _touch(self, node: Node) -> None:
         """The folder's record is put with the next commit, with what else goes with it."""
@@ -165,8 +142,6 @@ class _Change:
     """the namespace that it is in"""
     is_closing: bool = False
     """the folder gets a token"""
-    numbers: range | None = None
-    """the range of inode numbers that this host takes with it"""
 
 
 @dataclass
@@ -195,7 +170,7 @@ class SharedNamespaceRecords(NamespaceRecords):
 
         await self._carry_out(node, plan)
 
-    async def change(self, node: Node, decide: Decide, is_cleared: Callable[[], bool]) -> None:
+    async def change(self, node: Node, decide: Decide) -> None:
         async def plan(version: int) -> _Change:
             number = number_of(node)
             if number is None:
@@ -208,8 +183,6 @@ class SharedNamespaceRecords(NamespaceRecords):
             change.records.update(records)
             change.draft.expect_all(expect)
             change.draft.is_stale |= not is_kept
-            if is_cleared():
-                await self._clear(change, number)
             return change
 
         try:
@@ -217,21 +190,6 @@ class SharedNamespaceRecords(NamespaceRecords):
         except errors.OperationError:
             await self.granting.restore(node.namespace)
             raise
-        if is_cleared():
-            await self._tell_kernel(number_of(node) or ROOT)
-
-    async def clear(self, node: Node, number: int) -> None:
-        """As of `NamespaceRecords`. A file that another host is storing may go, too: see `eviction.shared_clearing`."""
-
-        async def plan(version: int) -> _Change:
-            if number not in self.names.core.caches:
-                raise errors.InvalidArgument("this namespace is no cache, and loses no file: remove its files")
-            change = _Change(self._draft(node, node.namespace), {}, ROOT)
-            await self._clear(change, number)
-            return change
-
-        await self._carry_out(node, plan)
-        await self._tell_kernel(number)
 
     async def delete(self, node: Node) -> None:
         number, accounts = node.ino, self.names.core.namespaces.accounts
@@ -296,28 +254,8 @@ class SharedNamespaceRecords(NamespaceRecords):
             folder.set_fields(mode=close_mode(folder.record.mode))
         return change
 
-    async def _clear(self, change: _Change, number: int) -> None:
-        """Clear a cache in the same step, and take the next range of inode numbers: what is made here then is newer."""
-        (row,) = await get_sound(self.names.core.records, [schema.COUNTER_INODE])
-        if row is None:
-            raise errors.EngineError("the counter of inodes is gone: 'kvfuse fsck --repair' counts anew")
-        bound = schema.decode_u64(row.value)
-        change.numbers = range(bound, bound + schema.COUNTER_RANGE)
-        change.records[schema.cleared_key(number)] = schema.encode_cleared(bound)
-        change.draft.expect_all({schema.COUNTER_INODE: row.version})
-        change.draft.store({schema.COUNTER_INODE: schema.encode_u64(change.numbers.stop)})
-
-    async def _tell_kernel(self, number: int) -> None:
-        """Have the kernel of this host forget what the root had: of a folder's name the keeper tells it.
-
-        It may wait for an answer of ours first.
-        """
-        if number == ROOT:
-            with trio.move_on_after(TELL_SECONDS):
-                await self.news.clearing.told()
-
     def _draft(self, node: Node, namespace: int) -> PlanDraft:
-        draft = PlanDraft(self.names.core.client, self.names.core.namespaces.cleared.versions)
+        draft = PlanDraft(self.names.core.client)
         change = draft.change_inode(node)
         change.set_fields(namespace=namespace, flags=change.record.flags & ~schema.FLAG_LEAVING)
         return draft
@@ -326,9 +264,6 @@ class SharedNamespaceRecords(NamespaceRecords):
         for folder in change.draft.inodes.values() if change.is_closing else ():
             folder.node.mode = close_mode(folder.node.mode)
             self.names.lookup.refresher.news.attributes(folder.node.ino)
-        numbers = self.names.core.inodes
-        if change.numbers is not None and isinstance(numbers, SharedNumberRange):
-            numbers.add(change.numbers)
         for key, value in change.records.items():
             self.news.stored(key, value, version, change.above)
 

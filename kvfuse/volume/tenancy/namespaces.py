@@ -116,7 +116,7 @@ class NamespaceEditor:
             return settings.cleared() if is_cleared and former.is_blocks else settings
 
         async with self._turn, self._clearing_blocks(number, lambda: is_cleared or begins):
-            await self.records.change(node, decide, lambda: is_cleared and number in self.names.core.caches)
+            await self.records.change(node, decide)
         if is_cleared:
             await self._forget_in_kernel(node)
         else:
@@ -138,9 +138,6 @@ class NamespaceEditor:
         if former.is_blocks and core.blocks is not None and not is_cleared:
             count = core.blocks.use(number)[1]
             remedy = f"'kvfuse namespace set PATH kind={settings.kind} --clear' clears them"
-        elif former.is_cache:
-            count = core.namespaces.accounts.use(number).files
-            remedy = "'kvfuse namespace clear PATH' goes first"
         if count:
             change = f"from kind={former.kind} to kind={settings.kind}"
             raise errors.NotEmpty(f"it, or a namespace in it, has {count} blocks, which do not go {change}: {remedy}")
@@ -175,16 +172,12 @@ class NamespaceEditor:
             raise errors.NoAttribute("the folder is no namespace, but in one")
         if not self._may_lose(number):
             raise errors.InvalidArgument("this namespace is no cache, and loses no file: remove its files")
-        if number not in self.names.core.caches:
-            await self._change(node, number, {CLEAR: ""})
-            return
-        await self.records.clear(node, number)
-        await self._forget_in_kernel(node)
+        await self._change(node, number, {CLEAR: ""})
 
     def _may_lose(self, number: int) -> bool:
-        """The namespace is one of blocks, or a cache."""
+        """The namespace is one of blocks."""
         blocks = self.names.core.blocks
-        return number in self.names.core.caches or (blocks is not None and blocks.is_block_namespace(number))
+        return blocks is not None and blocks.is_block_namespace(number)
 
     async def _forget_in_kernel(self, folder: Node) -> None:
         """Have the kernel forget what it knows below a folder. Of the root, the sweep does so."""
@@ -201,19 +194,13 @@ class NamespaceEditor:
 
         NotPermitted; InvalidArgument: it is no cache, or that is no time.
         """
-        number, core = self._check_allowed(node, caller), self.names.core
-        if number is None or not self._may_lose(number):
-            raise errors.InvalidArgument("only a cache has a clock")
+        number, blocks = self._check_allowed(node, caller), self.names.core.blocks
+        if number is None or blocks is None or not self._may_lose(number):
+            raise errors.InvalidArgument("only a namespace of blocks has a clock")
         try:
-            ahead = msgspec.convert(seconds, Seconds, strict=False)
+            blocks.advance(number, msgspec.convert(seconds, Seconds, strict=False))
         except msgspec.ValidationError:
             raise errors.InvalidArgument(f"a clock advances by seconds, 0 to 1e9, not {seconds!r}") from None
-        if (cache := core.caches.get(number)) is not None:
-            core.take_uses(at_once=True)
-            cache.clock.advance(ahead)
-        elif core.blocks is not None:
-            core.blocks.advance(number, ahead)
-        core.namespaces.changed.set()
 
     # -- what is allowed -----------------------------------------------------------------------------
 

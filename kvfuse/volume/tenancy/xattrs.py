@@ -13,7 +13,6 @@ from kvfuse import errors
 from kvfuse.slab.layout import PAGE_SIZE
 from kvfuse.volume.api import Caller
 from kvfuse.volume.commit.journal import Journal
-from kvfuse.volume.content.refresh import publishing_changes
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, Stored, weight
 from kvfuse.volume.inodes.node import Node
@@ -65,7 +64,6 @@ def _clear_publish(core: Core, node: Node) -> None:
 
 def _put_publish(core: Core, node: Node, flag: int) -> None:
     flags = node.flags & ~schema.PUBLISH_FLAGS | flag
-    publishing_changes(core, node, flags)
     node.flags = flags
 
 

@@ -109,12 +109,6 @@ class ArenaRows:
         words[first + 4] = 0
         words[first] = kept_at
 
-    def show_as(self, slot: int, other: ArenaRows, other_slot: int) -> None:
-        """The same as a row of another arena: the block was copied."""
-        words, first, of_other = self._words, (slot + 1) * _WORDS, (other_slot + 1) * _WORDS
-        for place in reversed(range(_WORDS)):
-            words[first + place] = other._words[of_other + place]
-
     def add_packed(self, slot: int, token: int, checksum: int) -> None:
         """One chunk more of the file is in a slot. Until all are, ``packed`` is that of no record."""
         words, first = self._words, (slot + 1) * _WORDS

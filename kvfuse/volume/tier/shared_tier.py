@@ -34,9 +34,9 @@ from kvfuse.volume.tier.arena_rows import packed_token
 from kvfuse.volume.tier.arenas import ReadClass, TierBlock
 from kvfuse.volume.tier.kept_arenas import ArenaRestoration, KeptArena, MayAdopt, drop_left
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
-from kvfuse.volume.tier.resident_indexes import Shown
 from kvfuse.volume.tier.revocable import Supply
 from kvfuse.volume.tier.tier_books import TierBooks
+from kvfuse.volume.tier.validity import Validity
 
 FREED_IN_TURN = 32 << 20
 """bytes of an arena that has ended, which go in one pass of the event loop: 10 ms"""
@@ -92,7 +92,7 @@ class SharedTier:
         """inode -> its block; for looks without the lock"""
         self.left = books.left
         """inode -> what the daemon before this one left as its block, and nobody has compared with its record yet"""
-        self.residents = books.residents
+        self.validity = Validity()
         self.others: OtherArenas | None = None
 
     # -- blocks --------------------------------------------------------------------------------------
@@ -180,7 +180,6 @@ class SharedTier:
     def renamed(self, ino: int) -> None:
         """The file has another name in its directory: clients do not find it by that, nor by the former one."""
         with self._lock:
-            self.residents.hide(ino)
             if (block := self.kept.get(ino)) is not None:
                 block.name = b""
 
@@ -194,7 +193,6 @@ class SharedTier:
         """
         pool = self._pool
         directories = set(directories) if directories is not None else None
-        self.residents.end(directories)
         with self._lock:
             for key, kind in list(pool.kinds.items()):
                 is_doubtful = left_too and kind.is_left and kind.ancestors is None
@@ -214,18 +212,6 @@ class SharedTier:
 
     def _hear(self) -> None:
         self.on_news()
-
-    def blocks_of(self, readers: ReadClass) -> list[Shown]:
-        """(name, inode, block) of the blocks of a read class; a name may mean something else by now."""
-        with self._lock:
-            kinds = [kind for (_, own), kind in self._pool.kinds.items() if own == readers]
-            inos = [ino for kind in kinds for ino in kind.kept if ino in self.kept]
-            return [(self.kept[ino].name, ino, self.kept[ino]) for ino in inos]
-
-    def read_classes(self) -> dict[int, ReadClass]:
-        """Arena -> whose blocks it has."""
-        with self._lock:
-            return {number: arena.kind.read_class for number, arena in self._pool.arenas.items()}
 
     def readers_of(self, arena: int) -> tuple[ReadClass, bool] | None:
         """Whose blocks an arena has, and whether it was retired; None: there is no such arena."""

@@ -13,7 +13,6 @@ from kvfuse.checksum import extent_checksum, granule_checksums
 from kvfuse.policy.hot import Recent
 from kvfuse.volume.tier.arena_pool import ARENAS_MAX, ArenaPool
 from kvfuse.volume.tier.arenas import Arena, ArenaKind, LeftBlock, LeftBlocks, TierBlock
-from kvfuse.volume.tier.resident_indexes import Residents
 
 EVICTIONS_MAX = 16
 """Blocks that make room in one call: those that somebody still holds free nothing yet."""
@@ -46,12 +45,6 @@ class TierBooks:
         self.pins: dict[tuple[Arena, int], TierBlock] = {}
         """of slots without blocks, while not all are known"""
 
-        def note_use(ino: int) -> None:
-            if (block := self.kept.get(ino)) is not None:
-                block.note_use()
-
-        self.residents = Residents(note_use, pool.supply)
-
     def __len__(self) -> int:
         return len(self.kept) + len(self.left)
 
@@ -66,7 +59,6 @@ class TierBooks:
             return
         self.kept[ino] = block
         block.name = name
-        self.residents.show(name, ino, block)
         is_proven = arena.kind.kept.add(ino, block)
         self.kept_bytes += block.size
         arena.kept_count += 1
@@ -84,13 +76,11 @@ class TierBooks:
         self.kept[ino] = block
         block.name, block.uses = name, left.uses
         block.home.kind.kept.replace(ino, block)
-        self.residents.show(name, ino, block)
         return True
 
     def forget(self, ino: int) -> None:
         block = self.kept.pop(ino, None)
         if block is not None:
-            self.residents.hide(ino)
             self._leave(ino, block.home, block.slot, block.size)
         elif (left := self.left.pop(ino, None)) is not None:
             self._leave(ino, left.home, left.slot, left.size)
@@ -120,7 +110,6 @@ class TierBooks:
 
     def make_room(self, kind: ArenaKind) -> tuple[Arena, int] | None:
         """Evict what is used least: blocks of this kind, or a whole arena of another one."""
-        self.residents.sample()
         pool, evictions_left = self.pool, EVICTIONS_MAX
         while evictions_left:
             ino = kind.kept.next_to_go()

@@ -1,4 +1,4 @@
-"""What clients read by themselves, as they note it: a page of shared memory for each of their indexes."""
+"""What clients read by themselves, as they note it: a page of shared memory for each of their tables."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.blockindex import (
+from kvfuse.remote.libc import punch_hole
+from kvfuse.touchpage import (
     ASKED_MAX,
     ASKED_OFFSET,
     ASKED_SIZE,
     HEADER_SIZE,
     TOUCHES_MAX,
     TOUCHES_SIZE,
-    Numbers,
 )
-from kvfuse.remote.libc import punch_hole
-from kvfuse.volume.tier.block_index import BlockIndex
+
+Numbers = npt.NDArray[np.int64]
 
 PAGE_SLOTS = 1024
 """slots and keys alike, of one page, that are looked at in one go; what clients write beyond is not seen"""
 
 
 class TouchPage:
-    """A page that one client writes: the slots of an index whose blocks it read. A hint: it may write anything."""
+    """A page that one client writes: the rows of a table that it read. A hint: it may write anything."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("kvfuse-touches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -73,11 +73,3 @@ class TouchPage:
         new, self._seen[which] = min((count - self._seen[which]) % (1 << 64), PAGE_SLOTS), count
         first = (count - new) % places_max  # the count is the client's: any number
         return (first + np.arange(new)) % places_max
-
-
-class Touches(TouchPage):
-    """Of an index of files in the shared-memory tier."""
-
-    def __init__(self, index: BlockIndex) -> None:
-        super().__init__()
-        self.index = index

@@ -28,7 +28,7 @@ BLOCK = 64 << 10
 
 @pytest.fixture(scope="module")
 def mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(["capacity=64MiB,kind=evicted-files,admission=all,allow_other"]) as mount:
+    with temporary_mount(["capacity=64MiB,kind=blocks,admission=all,allow_other"]) as mount:
         yield mount
 
 
@@ -68,7 +68,7 @@ def test_evicted_blocks_are_told(mount: KvfuseMount, folder: Path) -> None:
 
 def test_a_cleared_namespace_is_told_at_once(mount: KvfuseMount) -> None:
     path = mount.point / "cleared"
-    assert kvfuse("namespace", "create", path, "--kind", "evicted-files", "--admission", "all").returncode == 0
+    assert kvfuse("namespace", "create", path, "--kind", "blocks", "--admission", "all").returncode == 0
     with BlockStore(mount.point, path.name) as store:
         store.put_many([f"{number}" for number in range(300)], [b"x"] * 300)
         with Followed(path) as followed:
@@ -160,7 +160,7 @@ def test_what_is_no_cache_is_not_followed() -> None:
 
 
 def test_a_follower_ends_with_its_daemon() -> None:
-    with temporary_mount(["capacity=64MiB,kind=evicted-files"]) as other:
+    with temporary_mount(["capacity=64MiB,kind=blocks"]) as other:
         followed = Followed(other.point)
         with followed:
             other.unmount()

@@ -30,7 +30,10 @@ ASK_PID = "import sys; from kvfuse.usrbio.client import connect; print(connect(s
 
 @pytest.fixture
 def mount() -> Iterator[KvfuseMount]:
+    """With folders whose blocks are files: of others a client knows itself that they are absent."""
     with temporary_mount() as mount:
+        for name in ("late", "said", "memory", "taken", "ended", "closed"):
+            (mount.point / name).mkdir()
         yield mount
 
 
@@ -38,6 +41,8 @@ def mount() -> Iterator[KvfuseMount]:
 def held() -> Iterator[KvfuseMount]:
     """A mount that outlives its daemons."""
     with temporary_mount(("outlive=true",)) as mount:
+        for name in ("late", "said", "memory", "taken", "ended", "closed"):
+            (mount.point / name).mkdir()
         yield mount
 
 

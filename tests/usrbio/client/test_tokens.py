@@ -30,9 +30,7 @@ SETTINGS = "user.kvfuse.namespace"
 
 @pytest.fixture(scope="module")
 def mount() -> Iterator[KvfuseMount]:
-    with temporary_mount(
-        ["capacity=96MiB,kind=evicted-files,admission=all,allow_other,cache.tier_size=16MiB"]
-    ) as mount:
+    with temporary_mount(["capacity=96MiB,kind=blocks,admission=all,allow_other,cache.tier_size=16MiB"]) as mount:
         yield mount
 
 
@@ -41,7 +39,7 @@ def tenant(mount: KvfuseMount, tmp_path: Path) -> Path:
     """The namespace of user OWNER, with a token and a block "a"."""
     path = mount.point / tmp_path.name
     path.mkdir()
-    os.setxattr(path, SETTINGS, b"kind=evicted-files")
+    os.setxattr(path, SETTINGS, b"kind=blocks")
     os.chown(path, OWNER, OWNER)
     set_token(path, TOKEN)
     with BlockStore(mount.point, path) as store:
@@ -204,8 +202,8 @@ def test_the_nearest_token_above_holds(mount: KvfuseMount, tenant: Path) -> None
     inner, own, plain = tenant / "inner", tenant / "own", tenant / "plain"
     for path in (inner, own, plain):
         path.mkdir()
-    os.setxattr(inner, SETTINGS, b"kind=evicted-files")
-    os.setxattr(own, SETTINGS, f"kind=evicted-files token={OTHER}".encode())
+    os.setxattr(inner, SETTINGS, b"kind=blocks")
+    os.setxattr(own, SETTINGS, f"kind=blocks token={OTHER}".encode())
     expected = {(inner, TOKEN): True, (own, OTHER): True, (plain, TOKEN): True}
     for path in (inner, own, plain):
         with opened(path, os.O_RDONLY) as descriptor:
@@ -256,10 +254,10 @@ def test_tokens_come_from_where_the_client_says(
 
 
 def test_a_client_shows_its_token_again_after_a_remount() -> None:
-    with temporary_mount(["capacity=64MiB,kind=evicted-files,allow_other"]) as mount:
+    with temporary_mount(["capacity=64MiB,kind=blocks,allow_other"]) as mount:
         folder = mount.point / "tenant"
         folder.mkdir()
-        os.setxattr(folder, SETTINGS, f"kind=evicted-files token={TOKEN}".encode())
+        os.setxattr(folder, SETTINGS, f"kind=blocks token={TOKEN}".encode())
         with as_user():
             store = store_of(folder, TOKEN)
         with store:

@@ -38,6 +38,7 @@ def mount() -> Iterator[KvfuseMount]:
         wait_for_rings(mount)
         folder = mount.point / "folder"
         folder.mkdir()
+        os.setxattr(folder, "user.kvfuse.namespace", b"kind=blocks")
         folder.chmod(0o777)
         yield mount
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import inside
 import pytest
 import trio
 from namespace_lab import make_namespace
@@ -69,7 +70,7 @@ async def test_files_and_blocks_share_a_quota(disk: Disk, options: Options, quot
     limits = {"capacity": "4MiB"} if quota == "capacity" else {"blocks": "40"}
     async with opened(disk, options) as volume:
         directory = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks", admission="all", **limits)
-        engine, accounts = engine_of(volume), volume.parts.core.namespaces.accounts
+        engine, accounts = engine_of(volume), inside.namespaces(volume).accounts
         table = engine.table(directory, directory, 0, 0, 0o644)
         is_over = False
 

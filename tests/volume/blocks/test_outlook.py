@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inside
-import msgspec
 import pytest
 from block_calls import CHUNK, put
 from volume_lab import MIB, Disk, lab_options, opened
 
 from kvfuse.options.config import Options
-from kvfuse.options.options import NamespaceOptions
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.measures.speeds import Speed, Speeds, Tier
 from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
@@ -70,15 +68,3 @@ async def test_what_is_computed_sooner_is_absent(disk: Disk, options: Options) -
         assert await volume.blocks.exists(ROOT_INODE, NAMES) == [True, True, False, False, False]
         tiers, _ = await volume.blocks.costs(ROOT_INODE, NAMES)
         assert tiers.tolist() == [Tier.DRAM, Tier.DRAM, Tier.NONE, Tier.NONE, Tier.NONE]
-
-
-async def test_slow_blocks_are_misses_of_the_cache(disk: Disk, options: Options) -> None:
-    options = msgspec.structs.replace(options, namespace=NamespaceOptions(kind="cache"))
-    async with opened(disk, options) as volume:
-        await _filled(volume)
-        await volume.inodes.set_xattr(ROOT_INODE, NAMESPACE, b"token_size=50000 recompute_speed=10000000")
-        inside.tier(volume).retire(None)
-        assert await volume.blocks.exists(ROOT_INODE, NAMES) == [False] * 5
-        (row,) = volume.stats()["namespaces"]
-        assert row["cache"]["misses"]["slow"] == 4
-        assert row["cache"]["present"] == 0

@@ -125,7 +125,7 @@ async def test_a_clear_ends_the_blocks_of_all_hosts(disk: Disk, options: Options
         assert await one.get(b"two") == b"2"
         assert await two.get(b"one") == b"1"
         node = await inside.lookups(one.volume).find_node(one.folder)
-        await one.volume.parts.xattrs.namespaces.keeper.clear(node, None)
+        await inside.xattrs(one.volume).namespaces.keeper.clear(node, None)
         assert await one.get(b"one") is None
         assert await one.get(b"two") is None
 
@@ -243,7 +243,7 @@ async def test_a_host_that_lost_its_lease_goes_on_with_what_others_adopted(
         chaos[0].stalled.set()
 
         async def is_another() -> bool:
-            return inside.client(one.volume) != client and one.volume.parts.life is not None
+            return inside.client(one.volume) != client and inside.life(one.volume) is not None
 
         await eventually(is_another, seconds=60)
         assert former.find(one.folder, b"1") is None

@@ -10,7 +10,6 @@ import os
 import random
 import stat
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import inside
@@ -26,7 +25,7 @@ from kvfuse.volume.api import RENAME_EXCHANGE, ROOT_INODE, Attributes, Changes
 from kvfuse.volume.namespaces.namespace_registry import Namespace
 from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
+from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
 CHUNK = 64 << 10
@@ -58,9 +57,9 @@ class Walk:
             self.check()
 
     async def step(self) -> None:
-        rare = [self.link, self.requota, self.begin, self.end, self.wipe]
+        rare = [self.link, self.requota, self.begin, self.end]
         actions = [self.put, self.write, self.delete, self.rename, self.cut, self.hold, *rare]
-        action = self.rng.choices(actions, [8, 8, 6, 4, 3, 2, 1, 1, 1, 1, 1])[0]
+        action = self.rng.choices(actions, [8, 8, 6, 4, 3, 2, 1, 1, 1, 1])[0]
         try:
             await action(self.rng.choice(self.folders))
             self.events[action.__name__] += 1
@@ -170,17 +169,13 @@ class Walk:
         await change_namespace(self.volume, number, **self.settings())
 
     def settings(self) -> dict[str, object]:
-        kind, eviction = self.rng.choice(["files", "cache"]), self.rng.choice(["lru", "fifo", "s3fifo"])
         quotas = {"capacity": self.rng.choice(CAPACITIES), "blocks": self.rng.choice(COUNTS)}
-        return {"kind": kind, "eviction": eviction, "admission": "all", **quotas}
+        return {"eviction": self.rng.choice(["lru", "fifo", "s3fifo"]), **quotas}
 
     def allow(self, number: int) -> None:
         """The quotas of a namespace change: it may go on having what it has."""
         if number:
             self.last[number] = self.audit.allowed[number] = inside.namespaces(self.volume).accounts.use(number)
-
-    async def wipe(self, folder: int) -> None:
-        await self.volume.inodes.set_xattr(self.rng.choice(self.namespaces), CLEAR, b"1")
 
     async def begin(self, folder: int) -> None:
         """A namespace, in any of those that were there from the start."""
@@ -205,14 +200,10 @@ class Walk:
     async def empty(self, folder: int) -> None:
         for entry in await self.volume.tree.list_directory(folder, 0, 1000):
             if stat.S_ISREG(entry.attributes.mode):
-                with suppress(NotFound):  # it may be evicted meanwhile
-                    await self.volume.tree.unlink(folder, entry.name)
+                await self.volume.tree.unlink(folder, entry.name)
 
     async def clear(self) -> None:
-        """Room returns when everything went: what was cleared goes by itself."""
-        with trio.fail_after(60):
-            while inside.namespaces(self.volume).cleared:  # noqa: ASYNC110
-                await trio.sleep(0.1)
+        """Room returns when everything went."""
         self.forget()
         for folder in self.folders:
             await self.empty(folder)
@@ -227,8 +218,7 @@ class Walk:
 async def make_walk(volume: Volume, audit: UseAudit, rng: random.Random) -> Walk:
     outer = await make_namespace(volume, ROOT_INODE, b"outer", capacity=MIB, blocks=20)
     middle = await make_namespace(volume, outer, b"middle", capacity=8 * CHUNK)
-    kind = rng.choice(["files", "cache"])
-    inner = await make_namespace(volume, middle, b"inner", blocks=6, kind=kind, eviction="lru", admission="all")
+    inner = await make_namespace(volume, middle, b"inner", blocks=6)
     beside = await make_namespace(volume, outer, b"beside", capacity=4 * CHUNK, blocks=4)
     folder = (await volume.tree.make_directory(inner, b"folder", 0o755, CALLER)).ino
     await volume.sync()

@@ -232,8 +232,9 @@ async def test_what_is_said_of_a_namespace_has_its_use_and_capacity(volume: Volu
     await put(volume, inner, b"a", MIB)
     await volume.sync()
     rows = {row["number"]: (row["used"], row["capacity"]) for row in volume.stats()["namespaces"]}
-    used, size = {"bytes": MIB, "files": 1}, inside.core(volume).geometry.data_size
-    assert rows == {0: ({"bytes": MIB, "files": 4}, size), outer: (used, 4 * MIB), inner: (used, 4 * MIB)}
+    none = {"blocks": 0, "block_bytes": 0}
+    used, size = {"bytes": MIB, "files": 1, **none}, inside.core(volume).geometry.data_size
+    assert rows == {0: ({"bytes": MIB, "files": 4, **none}, size), outer: (used, 4 * MIB), inner: (used, 4 * MIB)}
     await change_namespace(volume, outer, capacity=MIB // 2)
     assert volume.stats()["namespaces"][2]["capacity"] == MIB // 2
 

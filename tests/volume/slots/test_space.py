@@ -7,17 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import inside
-import msgspec
 import pytest
 import trio
 import trio.testing
 from volume_lab import Chaos, Disk, lab_options, opened
 
 from kvfuse.errors import EngineError, EngineTimeout, NoSpace
-from kvfuse.options.options import NamespaceOptions
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.slots.space import (
-    CACHE_ROOM_SECONDS,
+    EVICTION_SECONDS,
     ROOM_ROUNDS_MIN,
     ROOM_SECONDS,
     UNLUCKY_ROUNDS,
@@ -100,40 +98,27 @@ async def test_a_call_gives_up_when_others_take_all_that_becomes_free(
     assert all(0 <= deadline <= ROOM_SECONDS for deadline in asked.deadlines[ROOM_ROUNDS_MIN:])
 
 
-async def test_a_call_from_which_others_took_what_became_free_has_caches_evict(core: Core) -> None:
+async def test_a_call_from_which_others_took_what_became_free_has_blocks_go(core: Core) -> None:
     """What is removed and rewritten all the time gave up room in each round, and others were always faster."""
     asked = Asked()
-
-    class Cache:
-        make_room = staticmethod(asked.source("cache", lambda: True))
-
-        async def run(self) -> None:
-            pass
-
-    space = RoomFinder(core, [asked.source("given up", lambda: True)], [], nothing, [Cache()])
+    evictors = [asked.source("blocks", lambda: True)]
+    space = RoomFinder(core, [asked.source("given up", lambda: True)], [], nothing, evictors)
     wait = None
     for _ in range(UNLUCKY_ROUNDS + 2):
         wait = await space.wait_for_room(wait)
-    assert asked.names == ["given up"] * UNLUCKY_ROUNDS + ["cache"] * 2
+    assert asked.names == ["given up"] * UNLUCKY_ROUNDS + ["blocks"] * 2
 
 
-async def test_a_call_goes_on_for_longer_where_caches_give(autojump_clock: trio.testing.MockClock) -> None:
-    options = msgspec.structs.replace(lab_options(), namespace=NamespaceOptions(kind="cache"))
+async def test_a_call_goes_on_for_longer_where_blocks_go(core: Core, autojump_clock: trio.testing.MockClock) -> None:
     asked = Asked(seconds=0.1)
-
-    class Cache:
-        make_room = staticmethod(asked.source("cache", lambda: True))
-
-        async def run(self) -> None:
-            pass
-
-    async with opened(Disk.format(options), options, Chaos(random.Random(0))) as volume:
-        space = RoomFinder(inside.core(volume), [], [], nothing, evictors=[Cache()])
-        began, wait = trio.current_time(), await space.wait_for_room(None)
-        with pytest.raises(EngineTimeout, match="the cache is too small"):
-            while wait is not None:
-                wait = await space.wait_for_room(wait)
-        assert trio.current_time() - began == pytest.approx(CACHE_ROOM_SECONDS, abs=0.5)
+    assert core.blocks is not None
+    core.blocks.use = lambda number: (1, 1)  # type: ignore[method-assign]
+    space = RoomFinder(core, [], [], nothing, [asked.source("blocks", lambda: True)])
+    began, wait = trio.current_time(), await space.wait_for_room(None)
+    with pytest.raises(EngineTimeout, match="the volume is too small"):
+        while wait is not None:
+            wait = await space.wait_for_room(wait)
+    assert trio.current_time() - began == pytest.approx(EVICTION_SECONDS, abs=0.5)
 
 
 async def test_an_engine_that_fails_ends_the_wait(core: Core) -> None:

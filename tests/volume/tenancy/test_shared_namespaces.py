@@ -19,7 +19,7 @@ from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.store import schema
-from kvfuse.volume.tenancy.namespace_attributes import CLEAR, NAMESPACE
+from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
 Clock = trio.testing.MockClock  # tests name it themselves: only then their time jumps
@@ -37,13 +37,13 @@ def settings_of(volume: Volume, number: int) -> Settings | None:
 
 async def test_what_one_host_does_to_namespaces_the_others_hear(rng: random.Random, autojump_clock: Clock) -> None:
     async with hosts(rng, 2) as (one, other):
-        outer = await make_namespace(one, ROOT_INODE, b"outer", kind="cache", eviction="lru")
-        await until(lambda: settings_of(other, outer) == Settings(kind="cache", eviction="lru"))
+        outer = await make_namespace(one, ROOT_INODE, b"outer", eviction="lru")
+        await until(lambda: settings_of(other, outer) == Settings(eviction="lru"))
         inner = await make_namespace(other, outer, b"inner", ttl=5)
         await until(lambda: settings_of(one, inner) == Settings(ttl=5))
         assert inside.namespaces(one).accounts.is_within(inner, outer)
         await change_namespace(other, outer, ttl=9)
-        await until(lambda: settings_of(one, outer) == Settings(kind="cache", eviction="lru", ttl=9))
+        await until(lambda: settings_of(one, outer) == Settings(eviction="lru", ttl=9))
         assert b"ttl=9" in await one.inodes.get_xattr(outer, NAMESPACE)
         await one.inodes.remove_xattr(inner, NAMESPACE)
         await until(lambda: settings_of(other, inner) is None)
@@ -115,10 +115,9 @@ async def test_nothing_is_left_of_a_namespace_with_quotas(
     options = lab_options()
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng) as (one, other):
-        space = await make_namespace(one, ROOT_INODE, b"space", kind="cache", capacity=4 * MIB, blocks=10)
+        space = await make_namespace(one, ROOT_INODE, b"space", kind="blocks", capacity=4 * MIB, blocks=10)
         await put(other, b"file", bytes(50_000), space)
-        await other.inodes.set_xattr(space, CLEAR, b"now")
-        await until(lambda: not inside.namespaces(other).cleared and not inside.namespaces(one).cleared)
+        await other.tree.unlink(space, b"file")
         await quiet(one, other)
         if removes:
             await one.tree.remove_directory(ROOT_INODE, b"space")
@@ -186,7 +185,7 @@ async def test_one_of_two_hosts_pins_what_the_blocks_are(rng: random.Random, aut
     """They say so at the same time: one is refused with the words of the other."""
     chaos = [Chaos(random.Random(rng.random()), delay=1.0) for number in range(2)]
     async with hosts(rng, 2, chaos) as volumes:
-        ino = await make_namespace(volumes[0], ROOT_INODE, b"cache", kind="cache")
+        ino = await make_namespace(volumes[0], ROOT_INODE, b"cache", kind="blocks")
         await until(lambda: settings_of(volumes[1], ino) is not None)
         answers: list[str] = []
 
@@ -207,7 +206,7 @@ async def test_one_of_two_hosts_pins_what_the_blocks_are(rng: random.Random, aut
 
 async def test_a_token_closes_a_namespace_on_every_host(rng: random.Random, autojump_clock: Clock) -> None:
     async with hosts(rng, 2) as (one, other):
-        folder = await make_namespace(one, ROOT_INODE, b"secret", kind="cache")
+        folder = await make_namespace(one, ROOT_INODE, b"secret", kind="blocks")
         await until(lambda: settings_of(other, folder) is not None)
         epoch = inside.namespaces(other).gates.epoch
         await change_namespace(one, folder, token="0123456789abcdef", bandwidth="1MiB")

@@ -105,21 +105,16 @@ async def work(quotas: Quotas, host: Volume, rng: random.Random) -> None:
         quotas.look()
 
 
-@pytest.mark.parametrize("kind", ["files", "cache"])
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "relaxed"])
 @pytest.mark.parametrize("round_number", range(int(os.environ.get("KVFUSE_MODEL_ROUNDS", "1"))))
-async def test_use_is_never_above_a_quota(
-    seed: int, autojump_clock: Clock, kind: str, strict: bool, round_number: int
-) -> None:
+async def test_use_is_never_above_a_quota(seed: int, autojump_clock: Clock, strict: bool, round_number: int) -> None:
     rng = random.Random(seed + round_number)
     options = lab_options(strict=strict, capacity=16 * MIB)
     disk = Disk.format(options, shared=True)
     mortal = Chaos(random.Random(rng.random()), delay=0.5)
     async with volumes(disk, options, 2, rng) as (one, other), joined(disk, options, 7, mortal) as third:
-        space = await make_namespace(
-            one, ROOT_INODE, b"space", kind=kind, admission="all", capacity=8 * BLOCK, blocks=9
-        )
-        inner = await make_namespace(one, space, b"inner", kind=kind, admission="all", blocks=4)
+        space = await make_namespace(one, ROOT_INODE, b"space", capacity=8 * BLOCK, blocks=9)
+        inner = await make_namespace(one, space, b"inner", blocks=4)
         quotas = Quotas(disk, [one, other, third], space, 8 * BLOCK, 9, inner)
         disk.audit = quotas.look
         async with trio.open_nursery() as nursery:
@@ -145,18 +140,13 @@ async def test_use_is_never_above_a_quota(
     assert recorded_uses(disk) == count_uses(disk)
 
 
-@pytest.mark.parametrize("kind", ["files", "cache"])
-async def test_use_is_never_above_a_quota_while_a_client_goes_on(
-    rng: random.Random, autojump_clock: Clock, kind: str
-) -> None:
+async def test_use_is_never_above_a_quota_while_a_client_goes_on(rng: random.Random, autojump_clock: Clock) -> None:
     """Its daemons are killed, or handed over: the next one has what records say of its use."""
     options = lab_options(strict=rng.random() < 0.5, capacity=16 * MIB)
     disk, keeper = Disk.format(options, shared=True), MemoryKeeper()
     async with volumes(disk, options, 2, rng) as (one, other):
-        space = await make_namespace(
-            one, ROOT_INODE, b"space", kind=kind, admission="all", capacity=8 * BLOCK, blocks=9
-        )
-        inner = await make_namespace(one, space, b"inner", kind=kind, admission="all", blocks=4)
+        space = await make_namespace(one, ROOT_INODE, b"space", capacity=8 * BLOCK, blocks=9)
+        inner = await make_namespace(one, space, b"inner", blocks=4)
         quotas = Quotas(disk, [one, other], space, 8 * BLOCK, 9, inner)
         disk.audit = quotas.look
         async with trio.open_nursery() as nursery:

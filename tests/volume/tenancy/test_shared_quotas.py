@@ -112,7 +112,7 @@ async def test_a_cache_at_its_quota_evicts_its_own_on_all_hosts(rng: random.Rand
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng) as (one, other):
         await put(one, b"kept", bytes(BLOCK))
-        cache = await make_namespace(one, ROOT_INODE, b"cache", kind="cache", admission="all", capacity=10 * BLOCK)
+        cache = await make_namespace(one, ROOT_INODE, b"cache", kind="blocks", admission="all", capacity=10 * BLOCK)
         UseAudit.attach(disk)
         assert await fill(one, cache, b"one", 10) == 10
         assert await fill(other, cache, b"other", 20) == 20

@@ -6,12 +6,16 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 import trio.testing
 from shared_lab import eventually, quiet, volumes
 from volume_lab import CALLER, Chaos, Disk, lab_options
 
+from kvfuse.options.options import NamespaceOptions
 from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.tier.shared_tier import ReadClass
 from kvfuse.volume.volume import Volume
 
@@ -36,7 +40,7 @@ async def test_what_another_host_changes_ends_the_memory_of_clients(
     is_missed: bool, rng: random.Random, autojump_clock: trio.testing.MockClock,
 ) -> None:  # fmt: skip
     """Though nothing keeps the inodes in memory."""
-    options = lab_options(strict=is_strict, nodes=8)
+    options = msgspec.structs.replace(lab_options(strict=is_strict, nodes=8), namespace=NamespaceOptions(kind="blocks"))
     chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(2)]
     disk = Disk.format(options, shared=True)
     async with volumes(disk, options, 2, rng, chaos) as (one, two):
@@ -50,8 +54,10 @@ async def test_what_another_host_changes_ends_the_memory_of_clients(
         assert block is not None
         ancestors, _ = await two.search.ancestors(parent)
         os.close(two.tier.arena_descriptor(block.arena, ancestors))
-        touches = two.search.open(readers, ancestors)
-        assert touches is not None
+        engine = two.rows
+        assert isinstance(engine, BlockEngine)
+        table = engine.table(parent, ROOT, CALLER.uid, CALLER.gid, 0o644)
+        engine.shown.open(table, ancestors, is_unlimited=False)
         for number in range(40):  # others take the places of inodes in memory
             await two.tree.make_directory(inos[b"elsewhere"], b"%d" % number, 0o755, CALLER)
         await quiet(one, two)
@@ -70,7 +76,7 @@ async def test_what_another_host_changes_ends_the_memory_of_clients(
             return found is None or found[1]
 
         await eventually(has_heard)
-        assert touches.index.has_ended
+        assert table.has_ended
         later = two.tier.allocate(1000, readers)
         assert later is not None
         assert later.arena != block.arena

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import random
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from kept_memory import after_kill, free, let_go
 
-from kvfuse.blockindex import VALID_UNTIL, Table
 from kvfuse.kept.alive import ALIVE_SECONDS, Alive, seconds_to_wait
 from kvfuse.kept.keeper import MemoryKeeper
 from kvfuse.volume.running import end_indexes
@@ -22,7 +19,7 @@ from kvfuse.volume.tier.arenas import LeftBlock
 from kvfuse.volume.tier.kept_arenas import find_left
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
 from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier, TierBlock
-from kvfuse.volume.tier.touches import Touches
+from kvfuse.volume.tier.validity import Validity
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -103,7 +100,7 @@ def test_blocks_are_found_by_the_next_daemon_and_the_one_after_it(keeper: Memory
     tier.drop(3)
     allocate(tier, 64 * KIB).buffer[:] = 9
     if is_shared:
-        for number in tier.read_classes():
+        for number in tier._pool.arenas:
             share(tier, number)
     for _ in range(2):
         keeper, former = after_kill(keeper), keeper
@@ -218,7 +215,7 @@ def test_an_arena_that_other_readers_got_is_not_found_by_its_former_ones(keeper:
     keep(tier, 1)
     assert tier.allocate(4 * KIB, THERE) is not None  # and nobody hears of it
     tier = tier_of(after_kill(keeper), 64 * KIB)
-    assert not tier.read_classes()
+    assert not tier._pool.arenas
 
 
 def test_what_is_used_stays_longer_also_after_a_daemon(keeper: MemoryKeeper) -> None:
@@ -260,7 +257,7 @@ def test_the_hit_ratio_is_the_same_before_and_after(
     capacity = 400 * 4 * KIB
     tier = tier_of(keeper, capacity)
     hit_ratio(tier, zipf(rng, 20000))
-    for number in tier.read_classes() if is_shared else ():
+    for number in tier._pool.arenas if is_shared else ():
         share(tier, number)
     copy = after_kill(keeper)
     requests = zipf(rng, 20000)
@@ -282,19 +279,19 @@ def test_pins_of_clients_hold_their_arena(keeper: MemoryKeeper) -> None:
     tier.drop(1)
     tier.drop(2)
     tier = tier_of(keeper, has_clients=True)
-    assert list(tier.read_classes()) == [number], "clients may hold something there"
+    assert list(tier._pool.arenas) == [number], "clients may hold something there"
     pin = tier.adopt_pin(number, offset, 64 * KIB)
     assert pin is not None
     assert set(pin.buffer.tolist()) == {2}
     for wrong in ((number + 1, 0, 10), (number, offset, 64 * KIB + 1), (number, -1, 10), (number, 1 << 40, 1)):
         assert tier.adopt_pin(*wrong) is None
     tier.pins_are_known()
-    assert list(tier.read_classes()) == [number]
+    assert list(tier._pool.arenas) == [number]
     del pin
     tier.retire([HERE.directory])
     allocate(tier, 4 * KIB, THERE)
     settle(tier)
-    assert number not in tier.read_classes()
+    assert number not in tier._pool.arenas
     assert tier.statistics().used_bytes == 4 * KIB
 
 
@@ -330,9 +327,9 @@ def test_an_arena_without_pins_goes_when_all_clients_were_heard(keeper: MemoryKe
     share(tier, tier.kept[1].arena)
     tier.drop(1)
     tier = tier_of(keeper, has_clients=True)
-    assert tier.read_classes()
+    assert tier._pool.arenas
     tier.pins_are_known()
-    assert not tier.read_classes()
+    assert not tier._pool.arenas
     settle(tier)
     assert tier.statistics().used_bytes == 0
     assert keeper.list_names(ARENA_PREFIX) == []
@@ -346,7 +343,7 @@ def test_an_arena_is_kept_until_its_memory_was_taken_back(
     tier = tier_of(keeper)
     blocks = [tier.allocate(64 * KIB, HERE) for _ in range(3)]
     tier.tell_keeper(lambda _: NO_REGIME)  # whose it is has to be told again
-    share(tier, next(iter(tier.read_classes())))
+    share(tier, next(iter(tier._pool.arenas)))
     blocks.clear()
     tier.retire([HERE.directory])
     tier.tell_keeper(lambda _: REGIME)
@@ -405,7 +402,7 @@ def test_nobody_finds_other_bytes_whenever_the_daemon_is_killed(keeper: MemoryKe
                 admit(tier, ino)
             elif choice < 0.8 and ino in tier.kept:
                 held = [*held[-3:], tier.kept[ino]]
-            elif choice < 0.82 and (numbers := list(tier.read_classes())):
+            elif choice < 0.82 and (numbers := list(tier._pool.arenas)):
                 share(tier, rng.choice(numbers))
             elif choice < 0.84:
                 tier.retire([rng.choice([1, 2])])
@@ -428,53 +425,39 @@ def check_left(tier: SharedTier, keeper: MemoryKeeper) -> None:
 # -- what clients were shown --------------------------------------------------------------------------
 
 
-def opened_index(tier: SharedTier, keeper: MemoryKeeper) -> Touches:
-    """As a client has one."""
-    tier.residents.alive = Alive(keeper)
-    tier.residents.live_on()
-    assert seconds_to_wait(keeper) == 0, "no client has an index"
-    touches = tier.residents.open(HERE, [])
-    assert touches is not None
-    return touches
+def validity_of(keeper: MemoryKeeper) -> Validity:
+    """As of a daemon that shows tables to clients."""
+    validity = Validity()
+    validity.alive = Alive(keeper)
+    assert seconds_to_wait(keeper) == 0, "no client has a table"
+    validity.live_on()
+    return validity
 
 
-def table_of(touches: Touches) -> Table:
-    """As a client maps it."""
-    descriptor = touches.index.descriptor()
-    table = Table(np.frombuffer(mmap.mmap(descriptor, touches.index.size, prot=mmap.PROT_READ), np.uint8))
-    os.close(descriptor)
-    return table
-
-
-def test_an_index_of_a_dead_daemon_holds_until_the_next_one_changes_something(keeper: MemoryKeeper) -> None:
-    table = table_of(opened_index(tier_of(keeper), keeper))
-    assert table.holds()
-    until = table.words[VALID_UNTIL] / 1e9
+def test_tables_of_a_dead_daemon_hold_until_the_next_one_changes_something(keeper: MemoryKeeper) -> None:
+    until = validity_of(keeper).until / 1e9
     left = seconds_to_wait(after := after_kill(keeper))
     assert 0 < left <= ALIVE_SECONDS
     assert abs(time.monotonic() + left - until) < 0.2
-    while table.holds():  # it ends by itself
-        assert time.monotonic() <= until + 5
-    assert time.monotonic() >= until
+    while time.monotonic() < until:
+        time.sleep(0.01)
     assert seconds_to_wait(after) == 0
     let_go(after)
 
 
-def test_an_index_holds_while_the_daemon_lives(keeper: MemoryKeeper) -> None:
-    tier = tier_of(keeper)
-    table = table_of(opened_index(tier, keeper))
-    before = table.words[VALID_UNTIL]
-    tier.residents.live_on()
-    assert table.words[VALID_UNTIL] > before
-    tier.residents.hold(0.1)
-    assert table.words[VALID_UNTIL] / 1e9 <= time.monotonic() + 0.1, "a lease that ends sooner"
+def test_tables_hold_while_the_daemon_lives(keeper: MemoryKeeper) -> None:
+    validity = validity_of(keeper)
+    before = validity.until
+    validity.live_on()
+    assert validity.until > before
+    validity.hold(0.1)
+    assert validity.until / 1e9 <= time.monotonic() + 0.1, "a lease that ends sooner"
 
 
-def test_indexes_that_ended_keep_nobody_waiting(keeper: MemoryKeeper) -> None:
+def test_tables_that_ended_keep_nobody_waiting(keeper: MemoryKeeper) -> None:
     tier = tier_of(keeper)
-    table = table_of(opened_index(tier, keeper))
+    tier.validity = validity_of(keeper)
     end_indexes(tier)
-    assert table.has_ended
     assert seconds_to_wait(keeper) == 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import inside
 import pytest
-from block_calls import CHUNK, READERS, bound, get_bound, overwrite, put, put_shared
+from block_calls import CHUNK, bound, get_bound, overwrite, put, put_shared
 from kept_memory import after_kill, let_go
 from packing_lab import compressible, pack_everything
 from shared_lab import joined
@@ -257,21 +257,6 @@ async def test_what_another_host_changed_while_nobody_ran_here(
         assert (await shown(volume, b"other") is not None) == (change != "chmod of the directory")
     let_go(kept)
     assert (await check(disk)).clean
-
-
-async def test_clients_find_a_block_by_themselves_once_it_was_looked_at(
-    disk: Disk, options: Options, keeper: MemoryKeeper
-) -> None:
-    crashed, kept = await killed(disk, options, keeper, {b"11" * 8: b"a" * CHUNK, b"22" * 8: b"b"})
-    async with opened(crashed, options, keeper=kept) as volume:
-        touches = volume.search.open(READERS, volume.gates.ancestors.settle(ROOT_INODE, ()))
-        assert touches is not None
-        assert len(touches.index) == 0
-        assert await shown(volume, b"11" * 8) == b"a" * CHUNK
-        assert touches.index.ino_of(b"11" * 8)
-        assert len(touches.index) == 1
-        inside.tier(volume).residents.leave(touches)
-    let_go(kept)
 
 
 async def test_files_and_blocks_after_kills_against_a_model(

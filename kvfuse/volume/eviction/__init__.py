@@ -1,1 +1,0 @@
-"""Removal of files of caches: evicted for room, or swept after a clear."""
