@@ -37,6 +37,12 @@ def mounts(etcd: EtcdServers) -> Iterator[list[KvfuseMount]]:
         yield mounts
 
 
+@pytest.fixture(autouse=True)
+def folder_of_files(mounts: list[KvfuseMount], tmp_path: Path) -> None:
+    """Blocks are files here: a folder that is there stays what it is."""
+    (mounts[0].point / tmp_path.name).mkdir(exist_ok=True)
+
+
 def test_blocks_come_from_the_memory_of_who_put_them(mounts: list[KvfuseMount], tmp_path: Path) -> None:
     writer, reader = mounts
     with BlockStore(writer.point, tmp_path.name) as theirs, BlockStore(reader.point, tmp_path.name) as ours:

@@ -69,6 +69,8 @@ class RowCalls:
                 if not door.has_files:
                     door.store.note_chain(namespace.ino, name_columns([name]), is_read=True)
                 return False
+            if call.device is not None:  # the client falls back to memory of the host
+                raise errors.EngineError("the adapter does not write blocks of this folder to a device")
             table, row, sequence = found
             if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
                 raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")

@@ -93,6 +93,12 @@ def staged(iov: GpuIov) -> bool:
     return iov.link.staging._memory is not None or iov.link.staging._large is not None
 
 
+@pytest.fixture(autouse=True)
+def folder_of_files(mount: KvfuseMount, tmp_path: Path) -> None:
+    """Blocks are files here: a folder that is there stays what it is."""
+    (mount.point / tmp_path.name).mkdir(exist_ok=True)
+
+
 def test_blocks_come_byte_by_byte_and_by_lists(
     mount: KvfuseMount, device: CpuDevice, memory: CpuMemory, tmp_path: Path, data: bytes
 ) -> None:
