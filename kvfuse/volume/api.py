@@ -665,6 +665,9 @@ class RowApi(Protocol):
         """A block that is in memory, which stays there as long as somebody has what is returned: it has ``home``,
         ``arena``, ``offset`` and ``size``, as a `TierBlock`. None: it is not in memory. Any thread."""
 
+    def hold_row(self, table: Any, row: int, sequence: int) -> Any:
+        """As `hold`, of the block that `find` found; None also if it is another one by now. Any thread."""
+
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
         """Remove blocks. Which there were. Any thread."""
 

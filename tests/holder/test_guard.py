@@ -145,10 +145,11 @@ def check_is_dead(mount: KvfuseMount, end: signal.Signals = signal.SIGKILL) -> N
 
 
 def put_where_somebody_waits(mount: KvfuseMount) -> list[Caller]:
-    """The rings make a name that the kernel remembers as absent, in a folder that somebody has locked."""
+    """The rings make a file's name that the kernel remembers as absent, in a folder that somebody has locked."""
+    folder = mount.point / "blocks"
+    folder.mkdir()
     with BlockStore(mount.point, "blocks") as store:
         store.put(b"one", b"1")
-    folder = mount.point / "blocks"
     assert not (folder / "two").exists()
 
     def put() -> None:

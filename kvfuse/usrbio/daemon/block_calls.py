@@ -17,6 +17,7 @@ import trio
 from kvfuse import errors
 from kvfuse.credentials import Capability
 from kvfuse.usrbio.daemon.call import Call, Done
+from kvfuse.usrbio.daemon.device_calls import DeviceCalls
 from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess, make_blind_names
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.daemon.row_calls import RowCalls
@@ -33,18 +34,17 @@ class BlockCalls:
     """The block calls of one connection. An error that one raises becomes its result.
 
     ``finish``: completes a call that changed something. ``read_here``: reads a file in the event loop, for a call.
-    ``answer_found``: answers a call whose bytes an adapter copies to a device; False: it is no such call.
     """
 
     volume: RingApi
     admission: NamespaceAccess
     finish: Callable[[Done], None]
     read_here: Callable[[Call, Any, int, int], Awaitable[None]]
-    answer_found: Callable[[Call], Awaitable[bool]]
+    devices: DeviceCalls
 
     def __post_init__(self) -> None:
         self.peer = self.admission.peer
-        self.rows = RowCalls(self.volume, self.peer)
+        self.rows = RowCalls(self.volume, self.peer, self.devices)
 
     async def get(self, call: Call) -> None:
         began = time.perf_counter()
@@ -94,7 +94,7 @@ class BlockCalls:
         size = binding.map.size
         if size > 0:
             await self.volume.files.show(handle, 0, (size - 1) // binding.map.chunk_size)
-        return await call.try_again() or await self.answer_found(call)
+        return await call.try_again() or await self.devices.answer_found(call)
 
     async def _bind(self, call: Call, namespace: NamespaceHandle) -> Binding:
         """The binding of a call's name, if this peer may read it now. NotFound, PermissionDenied."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ import trio
 from kvfuse.usrbio.daemon.call import Call, Completion, Entry, RefusedEntry
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.device_memory import STAGING_PART, DevicePiece, DeviceStaging
+from kvfuse.usrbio.daemon.held_blocks import HeldBlock
+from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
 from kvfuse.volume.api import RingApi
 
@@ -47,8 +49,10 @@ def find_block(call: Call) -> Completion | None:
     """
     namespace, entry = call.namespace, call.entry
     assert namespace is not None
-    binding = namespace.bindings.get(call.names[0])
     call.piece = call.data = None
+    if namespace.blocks is not None:
+        return _find_row(call, namespace, namespace.blocks)
+    binding = namespace.bindings.get(call.names[0])
     if binding is None or not binding.valid or not namespace.is_checked:
         return None
     content = binding.map
@@ -70,6 +74,25 @@ def find_block(call: Call) -> Completion | None:
         if content.notes_reads:
             content.note_read()
     return answer
+
+
+def _find_row(call: Call, namespace: NamespaceHandle, door: BlockDoor) -> Completion | None:
+    """As `find_block`, of a block that is a row."""
+    if not (namespace.is_checked and door.sees_all and door.is_current):
+        return None
+    held = door.store.hold(namespace.ino, call.names[0])
+    if held is None or namespace.is_absent or namespace.is_cut_off:
+        return None
+    if held.size > call.entry.length:
+        return Completion(-errno.EMSGSIZE, held.size)
+    note_row(call, held)
+    return None
+
+
+def note_row(call: Call, held: HeldBlock) -> None:
+    """Note that the bytes of a GET are those of a block that is held."""
+    call.piece = DevicePiece(held.home.memory.bytes, held.offset, held.size, call.entry.iov_offset)
+    call.data = held
 
 
 @dataclass(eq=False, slots=True)
@@ -126,11 +149,30 @@ class DeviceCalls:
 
     async def read(self, call: Call, handle: Any, offset: int, length: int) -> None:
         """Answer a call with bytes of a file, by way of staging memory."""
+
+        async def read_part(done: int, target: memoryview) -> int:
+            return await self.volume.files.read_into(handle, offset + done, target)
+
+        await self._answer_by_staging(call, length, read_part)
+
+    async def answer_bytes(self, call: Call, data: bytearray) -> None:
+        """Answer a GET with these bytes, by way of staging memory."""
+
+        async def copy_part(done: int, target: memoryview) -> int:
+            target[:] = memoryview(data)[done : done + len(target)]
+            return len(target)
+
+        await self._answer_by_staging(call, len(data), copy_part)
+
+    async def _answer_by_staging(
+        self, call: Call, length: int, read_part: Callable[[int, memoryview], Awaitable[int]]
+    ) -> None:
+        """``read_part``: fill memory with bytes from an offset; fewer than fit: that is their end."""
         done, is_end = 0, False
         while done < length and not is_end:
             async with self.staging.take_part() as (memory, start):
                 size = min(length - done, STAGING_PART)
-                count = await self.volume.files.read_into(handle, offset + done, memory[start : start + size].data)
+                count = await read_part(done, memory[start : start + size].data)
                 piece = DevicePiece(memory, start, count, call.entry.iov_offset + done)
                 if count and not await self._fill(call, piece, None):
                     return

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 
 class Pages(Protocol):
     """Memory of an arena."""
 
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]: ...
     @property
     def resident(self) -> int:
         """Bytes of pages that are there."""

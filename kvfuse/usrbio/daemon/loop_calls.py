@@ -92,7 +92,7 @@ class Calls:
         self.admission = NamespaceAccess(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission)
         blocks = self.blocks = BlockCalls(
-            self.volume, self.admission, self._finish, files.read_here, devices.answer_found
+            self.volume, self.admission, self._finish, files.read_here, devices
         )
         self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._complete_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)

@@ -18,6 +18,7 @@ from kvfuse import errors
 from kvfuse.native.blockforms import name_columns
 from kvfuse.usrbio.daemon.call import Call, Completion
 from kvfuse.usrbio.daemon.client_process import ClientProcess
+from kvfuse.usrbio.daemon.device_calls import DeviceCalls, note_row
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.costs import encode_costs
 from kvfuse.volume.api import RingApi, RowTable, RowTerms
@@ -30,6 +31,8 @@ class RowCalls:
 
     volume: RingApi
     peer: ClientProcess
+    devices: DeviceCalls | None = None
+    """None: it answers no GETs"""
 
     async def settle(self, namespace: NamespaceHandle) -> None:
         """Note what the client's threads may do with the blocks of a directory, as of now. Its rights were checked."""
@@ -69,8 +72,6 @@ class RowCalls:
                 if not door.has_files:
                     door.store.note_chain(namespace.ino, name_columns([name]), is_read=True)
                 return False
-            if call.device is not None:  # the client falls back to memory of the host
-                raise errors.EngineError("the adapter does not write blocks of this folder to a device")
             table, row, sequence = found
             if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
                 raise errors.PermissionDenied(f"the client's user may not read {os.fsdecode(name)}")
@@ -79,16 +80,33 @@ class RowCalls:
             rows, sequences = np.array([row], np.int64), np.array([sequence], np.uint64)
             if call.entry.flags and await call.try_again():  # a view
                 return True
-            if await call.attempt(partial(_copy, door, table)):
+            if call.device is not None:
+                if await self._answer_on_device(call, door, found):
+                    return True
+            elif await call.attempt(partial(_copy, door, table)):
                 return True
             if (await door.store.fetch(table, [name], rows, sequences))[0]:
                 continue
             data = await door.store.read(table, name)
             if data is None:
                 continue
+            if call.device is not None and 0 < len(data) <= call.entry.length:
+                assert self.devices is not None
+                await self.devices.answer_bytes(call, data)
+                return True
             if await call.attempt(partial(_answer, data)):
                 return True
         return False
+
+    async def _answer_on_device(self, call: Call, door: BlockDoor, found: tuple[RowTable, int, int]) -> bool:
+        """Have the adapter copy a block that is in memory. False: it is not, or not any more."""
+        if (held := door.store.hold_row(*found)) is None or self.devices is None:
+            return False
+        if not 0 < held.size <= call.entry.length:
+            call.ring.completions.complete(call, -errno.EMSGSIZE if held.size else 0, held.size)
+            return True
+        note_row(call, held)
+        return await self.devices.answer_found(call)
 
     async def put(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
         """Store a block. False: it cannot be one, and becomes a file. The errors of `RowApi.put`."""

@@ -831,9 +831,12 @@ class BlockEngine:
 
     def hold(self, directory: int, name: bytes) -> HeldRow | None:
         found = self.find(directory, name)
-        held = self.arenas.hold(*found) if found is not None else None
-        if found is not None and held is not None:
-            self.eviction.note_use(found[0], np.array([found[1]], np.int64))
+        return self.hold_row(*found) if found is not None else None
+
+    def hold_row(self, table: BlockTable, row: int, sequence: int) -> HeldRow | None:
+        held = self.arenas.hold(table, row, sequence)
+        if held is not None:
+            self.eviction.note_use(table, np.array([row], np.int64))
         return held
 
     def drop_others(self, table: BlockTable, names: Sequence[bytes]) -> None:

@@ -93,12 +93,6 @@ def staged(iov: GpuIov) -> bool:
     return iov.link.staging._memory is not None or iov.link.staging._large is not None
 
 
-@pytest.fixture(autouse=True)
-def folder_of_files(mount: KvfuseMount, tmp_path: Path) -> None:
-    """Blocks are files here: a folder that is there stays what it is."""
-    (mount.point / tmp_path.name).mkdir(exist_ok=True)
-
-
 def test_blocks_come_byte_by_byte_and_by_lists(
     mount: KvfuseMount, device: CpuDevice, memory: CpuMemory, tmp_path: Path, data: bytes
 ) -> None:
@@ -151,6 +145,19 @@ def test_many_blocks_are_few_lists(adapter: KvfuseMount, store: BlockStore, iov:
     lists = lists_of(adapter)[before:]
     assert sum(lists) == 300
     assert len(lists) < 150, lists
+
+
+def test_blocks_come_that_are_in_memory_no_more(store: BlockStore, iov: GpuIov, memory: CpuMemory) -> None:
+    keys = [b"%d" % number for number in range(150)]
+    for key in keys:  # more than there is memory for blocks
+        store.put(key, np.full((1 << 20) + 1, int(key), np.uint8))
+    places = [iov.range(part * (2 << 20), (1 << 20) + 1) for part in range(8)]
+    for start in range(0, len(keys), len(places)):
+        some = keys[start : start + len(places)]
+        assert store.get_many_into(some, places[: len(some)]).tolist() == [(1 << 20) + 1] * len(some)
+        for key, place in zip(some, places, strict=False):
+            assert (memory.bytes[place.offset : place.offset + place.size] == int(key)).all(), key
+    assert iov.way is Way.DMABUF
 
 
 def test_files_are_read_and_written(
