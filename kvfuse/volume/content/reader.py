@@ -178,7 +178,7 @@ class OwnExtents(Extents):
         buffer = await self.read_slot(extent, low, high, target)  # meanwhile it may be unsealed, replaced or shortened
         if not is_current(node, offset, extent) or extent.checksums is not checksums:
             return None
-        if checksums:
+        if needed:
             self.verify(node, extent, buffer, low)
         return buffer if buffer is target else buffer[start - low : start - low + length]
 

@@ -301,3 +301,26 @@ async def test_failing_commits_are_seen_and_forgotten(lab: Lab) -> None:
     lab.chaos.commit_error = 0.0
     await lab.volume.files.fsync(handle)
     assert lab.reasons == []
+
+
+async def test_a_read_goes_on_while_its_bytes_are_to_be_verified_again(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads from the middle of a granule, too, which was verified when they began."""
+    data = rng.randbytes(SIZE)
+    async with running(Disk.format(lab_options(capacity=64 * MIB))) as lab:
+        handle = await lab.write(b"file", data)
+        await lab.volume.files.fsync(handle)
+        assert bytes(await lab.volume.files.read(handle, 0, SIZE)) == data
+        read = lab.segments.read
+
+        async def read_beside_a_rewriter(batch: list[Transfer]) -> None:
+            await read(batch)
+            for chunk in handle.node.chunks.values():
+                for extent in chunk.extents:
+                    extent.verified = 0
+
+        monkeypatch.setattr(lab.segments, "read", read_beside_a_rewriter)
+        for start in (0, 3595, 70_001):
+            assert bytes(await lab.volume.files.read(handle, start, 29_173)) == data[start : start + 29_173]
+            await lab.volume.files.read(handle, 0, SIZE)  # verified anew
