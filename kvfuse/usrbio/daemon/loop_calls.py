@@ -91,9 +91,7 @@ class Calls:
         )
         self.admission = NamespaceAccess(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission)
-        blocks = self.blocks = BlockCalls(
-            self.volume, self.admission, self._finish, files.read_here, devices
-        )
+        blocks = self.blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here, devices)
         self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._complete_puts)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers = {op: one.in_loop(self) for op, one in OPERATIONS.items() if one.in_loop is not None}

@@ -49,9 +49,6 @@ class JournalCounters:
     """inodes changed here and by another host, whose changes were merged"""
 
 
-"""A file that is removed in bulk: its namespace and its slots. There may be very many: no class."""
-
-
 class Load:
     """Counts pending changes, and wakes the task that commits them. `Pending` owns it."""
 

@@ -83,7 +83,9 @@ class RoomFinder:
         """Free some slots. The caller tries again, and passes the returned wait if they were too few.
 
         ``wait``: None at first. ``namespace``: see `RoomSource`; its files count as room, too. Returns None if no
-        source has room, or the caller's time is over. EngineError: an engine does not answer. EngineTimeout: XX"""
+        source has room, or the caller's time is over. EngineError: an engine does not answer. EngineTimeout: its time
+        is over where blocks go for room, so that there is room by and by.
+        """
         wait = wait or self._begin_wait()
         is_unlucky = wait.round_count >= UNLUCKY_ROUNDS
         sources = [*self.evictors, *self.sources] if is_unlucky else [*self.sources, *self.evictors]
