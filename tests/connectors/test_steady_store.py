@@ -147,6 +147,7 @@ def make_asked(mount: KvfuseMount) -> None:
     """A namespace whose absent keys clients do not know by themselves: the daemon is asked."""
     (mount.point / "llama").mkdir()
     os.setxattr(mount.point / "llama", "user.kvfuse.namespace", b"kind=blocks")
+    (mount.point / "llama" / "link").symlink_to("nowhere")
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "is killed"])

@@ -363,7 +363,8 @@ def test_past_its_deadline_a_delete_does_not_say_that_nothing_was_there(client: 
 def test_a_daemon_that_says_nothing_is_no_hang_and_no_lost_connection(mount: KvfuseMount) -> None:
     """Little time is given to the silent daemon alone: what a store of many hosts takes is another matter."""
     (mount.point / "silent").mkdir()
-    os.setxattr(mount.point / "silent", SETTINGS, b"kind=blocks")  # absent keys of which the daemon is asked for
+    os.setxattr(mount.point / "silent", SETTINGS, b"kind=blocks")
+    (mount.point / "silent" / "link").symlink_to("nowhere")  # so the daemon is asked for absent keys
     with (
         connect(mount.point, deadline=2.0) as client,
         BlockStore(client, "silent") as store,
