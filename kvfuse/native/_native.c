@@ -1,5 +1,5 @@
-/* What is worth doing without the interpreter: writing many pieces of memory to files (rowwriter.py), copying many with
-   their checksums (rowcopier.py), and receiving into many with their checksums (rowreceiver.py). */
+/* What is worth doing without the interpreter: writing many pieces of memory to files (rowwriter.py), and receiving into
+   many with their checksums (rowreceiver.py). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -96,45 +96,9 @@ static PyObject *write_rows(PyObject *self, PyObject *args)
     return Py_BuildValue("ni", done, error);
 }
 
-/* -- copies with checksums ---------------------------------------------------------------------------------------- */
-
-enum { GRANULE = 256 << 10 };
-
-typedef struct {
-    uint64_t source, target;
-    int64_t length;
-} Copy;
-
-static PyObject *copy_rows(PyObject *self, PyObject *args)
-{
-    Py_buffer buffer;
-    if (!PyArg_ParseTuple(args, "y*", &buffer))
-        return NULL;
-    const Copy *rows = buffer.buf;
-    Py_ssize_t count = buffer.len / (Py_ssize_t)sizeof(Copy), granules = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        granules += (Py_ssize_t)((rows[i].length + GRANULE - 1) / GRANULE);
-    PyObject *found = PyBytes_FromStringAndSize(NULL, 4 * granules);
-    if (found) {
-        uint8_t *out = (uint8_t *)PyBytes_AS_STRING(found);
-        Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < count; i++)
-            for (int64_t done = 0; done < rows[i].length; done += GRANULE, out += 4) {
-                int64_t length = rows[i].length - done < GRANULE ? rows[i].length - done : GRANULE;
-                uint32_t checksum = copy_granule((uint8_t *)(uintptr_t)rows[i].target + done,
-                                                 (const uint8_t *)(uintptr_t)rows[i].source + done, length);
-                for (int byte = 0; byte < 4; byte++)
-                    out[byte] = (uint8_t)(checksum >> 8 * byte);
-            }
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&buffer);
-    return found;
-}
-
 /* -- what comes over a connection, with checksums ----------------------------------------------------------------- */
 
-enum { AT_ONCE = 64, ENDED = -1 };
+enum { GRANULE = 256 << 10, AT_ONCE = 64, ENDED = -1 };
 
 typedef struct {
     uint64_t target;
@@ -200,18 +164,17 @@ static PyObject *receive_rows(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"write_rows", write_rows, METH_VARARGS, "write_rows(rows) -> (rows that were written, errno of the next)"},
-    {"copy_rows", copy_rows, METH_VARARGS, "copy_rows(rows) -> checksums, where COPIES"},
-    {"receive_rows", receive_rows, METH_VARARGS, "receive_rows(descriptor, rows, first, budget), where COPIES"},
+    {"receive_rows", receive_rows, METH_VARARGS, "receive_rows(descriptor, rows, first, budget), where CHECKSUMS"},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._native", "See rowwriter.py, rowcopier.py and rowreceiver.py.", -1, methods,
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._native", "See rowwriter.py and rowreceiver.py.", -1, methods,
                                     NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddIntConstant(made, "COPIES", crc32c_begin()))
+    if (made && PyModule_AddIntConstant(made, "CHECKSUMS", crc32c_begin()))
         Py_CLEAR(made);
     return made;
 }

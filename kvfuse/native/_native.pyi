@@ -1,9 +1,9 @@
-"""See rowwriter.py, rowcopier.py and rowreceiver.py. Buffers are numpy arrays, contiguous."""
+"""See rowwriter.py and rowreceiver.py. Buffers are numpy arrays, contiguous."""
 
 from typing import Any
 
-COPIES: int
-"""whether `copy_rows` may be called"""
+CHECKSUMS: int
+"""whether `receive_rows` may be called"""
 
 def write_rows(rows: Any) -> tuple[int, int]: ...
-def copy_rows(rows: Any) -> bytes: ...
+def receive_rows(descriptor: int, rows: Any, first: int, budget: int) -> tuple[int, int, int]: ...

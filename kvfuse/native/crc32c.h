@@ -140,7 +140,7 @@ static uint32_t checksum_of(uint32_t checksum, const uint8_t *place, int64_t len
     return checksum_by_table(checksum, place, length);
 }
 /* The checksum is that of the copy: the source may change meanwhile. Its bytes are in the cache when they are summed. */
-static uint32_t copy_granule(uint8_t *target, const uint8_t *source, int64_t length)
+static inline uint32_t copy_granule(uint8_t *target, const uint8_t *source, int64_t length)
 {
     uint32_t checksum = 0;
     while (length) {

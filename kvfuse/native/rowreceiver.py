@@ -23,7 +23,7 @@ except ImportError:  # it was built without a compiler
     native = None
 
 ROW = 4
-IS_NATIVE = bool(getattr(native, "COPIES", False))
+IS_NATIVE = bool(getattr(native, "CHECKSUMS", False))
 """The processor has an instruction for checksums, and this program was built with a compiler."""
 
 ENDED = -1

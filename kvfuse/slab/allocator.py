@@ -21,10 +21,8 @@ with the slots before it in that call already moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Set
 from heapq import heapify, heappop, heappush
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -111,24 +109,6 @@ class Allocator:
             self._used_bytes += slot_size
             rest -= slot_size
         return self._charged(slots, owner) if owner else slots
-
-    def allocate_many(self, lengths: Sequence[int], owner: int = 0) -> list[list[Slot]]:
-        """`allocate` for each of these extents, until there is no room for one: of as many as there was room for."""
-        found: list[list[Slot]] = []
-        with suppress(NoSpace):
-            for length in lengths:
-                found.append(self.allocate(length))
-        if not owner or not found:
-            return found
-        try:
-            charged = iter(self._charged([slot for slots in found for slot in slots], owner))
-        except NoSpace:  # of all of them, which are free again
-            found.clear()
-            with suppress(NoSpace):
-                for length in lengths:
-                    found.append(self.allocate(length, owner))
-            return found
-        return [list(islice(charged, len(slots))) for slots in found]
 
     def take(self, length: int, owner: int = 0) -> Slot | None:
         """One slot for ``length`` bytes (1..slab_size), of the smallest size that holds them.

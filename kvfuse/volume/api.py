@@ -383,8 +383,6 @@ class RingApi(VolumeApi, Protocol):
     @property
     def blocks(self) -> BlockApi: ...
     @property
-    def ready(self) -> ReadyApi: ...
-    @property
     def rows(self) -> RowApi | None:
         """Blocks that are rows; None: this volume has none."""
 
@@ -392,25 +390,6 @@ class RingApi(VolumeApi, Protocol):
     def search(self) -> SearchApi: ...
     @property
     def near(self) -> NearApi: ...
-
-
-class ReadyApi(Protocol):
-    """Puts of new blocks that need no wait, many at once."""
-
-    def put(
-        self, directory: int, rows: Sequence[tuple[bytes, memoryview | TierBlock]], caller: Caller, mode: int,
-        may: Callable[[Attributes], bool],
-    ) -> list[bool]:  # fmt: skip
-        """Store (name, bytes) as `BlockApi.put` does, if the name is unused and nothing has to be waited for.
-
-        Returns which are stored; `BlockApi.put` is for the others. ``may``: the caller may make names in a directory.
-        """
-
-    def is_crowded(self, caller: Caller) -> bool:
-        """The caller has so many pending changes that it has to wait before it makes more."""
-
-    async def settled(self) -> None:
-        """Return when all changes that are pending now are committed. EngineError."""
 
 
 class SearchApi(Protocol):

@@ -41,7 +41,7 @@ class Volume:
         self.inodes = Inodes(parts)
         self.files = Files(parts, self.inodes, self._background)
         self.tree = Tree(parts, self.files)
-        self.blocks, self.ready = parts.blocks, parts.blocks.ready
+        self.blocks = parts.blocks
         self.seal = parts.core.unstored.seal if parts.core.unstored is not None else None
         self.gates = parts.core.namespaces.gates
         self.neighbourhood: Neighbourhood | None = None

@@ -23,7 +23,6 @@ from kvfuse.usrbio.daemon.client_memory import MappedIov, seal_memory
 from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
 from kvfuse.usrbio.daemon.pins import Pinned, Pins
-from kvfuse.usrbio.daemon.put_batches import PutBatch
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
 from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.ring_thread import RingThread
@@ -52,7 +51,6 @@ class Registered:
     user: User = field(default_factory=User)
     calls: list[Call] = field(default_factory=list)
     batches: list[WriteBatch] = field(default_factory=list)
-    puts: list[PutBatch] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     at_start: Callable[[], object] = lambda: None
 
@@ -62,9 +60,6 @@ class Registered:
 
     def start_writes(self, batch: WriteBatch) -> None:
         self.batches.append(batch)
-
-    def start_puts(self, batch: PutBatch) -> None:
-        self.puts.append(batch)
 
     def run_in_loop(self, function: Callable[[], object]) -> None:
         function()

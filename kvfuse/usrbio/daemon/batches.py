@@ -35,5 +35,5 @@ class InThread(Protocol):
 class Together(Protocol):
     """Has the event loop execute entries of a batch together."""
 
-    def __call__(self, batch: Batch) -> int:
-        """How many of the first ones it took."""
+    def __call__(self, batch: Batch) -> bool:
+        """False: it took none of them."""

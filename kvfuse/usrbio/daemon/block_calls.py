@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import trio
@@ -126,39 +125,6 @@ class BlockCalls:
             return
         old = await self.volume.blocks.put(namespace.ino, name, call.data, self.peer.make_caller(), namespace.mode)
         self.finish(Done(call, entry.length, directory=namespace.ino, names=[(name, old)]))
-
-    def put_together(self, calls: Sequence[Call]) -> list[bool]:
-        """Store those puts of one namespace that need no wait. For each: whether it is done; `put` does the others."""
-        namespace = calls[0].namespace
-        assert namespace is not None
-        ready = [call for call in calls if call.data is not None and not call.ended]
-        done = set[Call]()
-        stored = self.put_ready(namespace, [(call.names[0], call.data) for call in ready])
-        for call in compress(ready, stored):
-            done.add(call)
-            self.finish(Done(call, call.entry.length, directory=namespace.ino, names=[(call.names[0], 0)]))
-        return [call in done for call in calls]
-
-    def put_ready(self, namespace: NamespaceHandle, rows: Sequence[tuple[bytes, Any]]) -> list[bool]:
-        """Store those (name, bytes) that need no wait. For each: whether it is stored."""
-        if namespace.blocks is not None:
-            return [False] * len(rows)
-        is_usable = not (namespace.is_absent or namespace.is_cut_off or namespace.read_only)
-        if not (is_usable and namespace.is_checked) or namespace.measures.limiters:
-            return [False] * len(rows)
-
-        def may(folder: Attributes) -> bool:
-            return namespace.has_token or self.peer.may_access(folder, 3)
-
-        return self.volume.ready.put(namespace.ino, rows, self.peer.make_caller(), namespace.mode, may)
-
-    def is_crowded(self) -> bool:
-        """Whether so many changes of the peer's user are pending that puts wait for a commit, too."""
-        return self.volume.ready.is_crowded(self.peer.make_caller())
-
-    async def wait_for_commit(self) -> None:
-        """Return when a commit has stored what is pending now. EngineError."""
-        await self.volume.ready.settled()
 
     async def exists(self, call: Call) -> None:
         namespace = await self._check(call, 1)

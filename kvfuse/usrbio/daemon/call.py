@@ -89,8 +89,6 @@ class Call:
     doom: Callable[[], None] | None = None
     """called to give it up as soon as ``busy`` ends"""
     ended: bool = False
-    is_alone: bool = False
-    """a PUT that cannot be done together with others"""
     scope: trio.CancelScope | None = None
     """scope of its task; None: the event loop has not begun it"""
 

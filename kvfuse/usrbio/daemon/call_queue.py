@@ -29,8 +29,6 @@ PIECE = 16
 """calls of one ring that are started together"""
 KEYS_PER_CALL = 64
 """keys that cost as much as one call"""
-PUTS_PER_CALL = 4
-"""puts of a batch that cost as much as one call"""
 CALL_SIZE = 16 << 10
 """bytes that cost as much as one call"""
 KINDS: dict[int, WaitKind] = {
@@ -193,7 +191,7 @@ class CallQueue:
 
 def _cost_of(calls: list[Call]) -> float:
     if calls[0].entry.op not in MANY_KEY_OPS:
-        return sum([max(1.0, len(call.names) / PUTS_PER_CALL) for call in calls])
+        return len(calls)
     return sum(1 + len(call.names) / KEYS_PER_CALL for call in calls)
 
 

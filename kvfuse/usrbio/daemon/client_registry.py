@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping, KeptConne
 from kvfuse.usrbio.daemon.device_iovs import MEMORIES_MAX
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.pins import Pins
-from kvfuse.usrbio.daemon.put_batches import PutBatch, PutBatches
 from kvfuse.usrbio.daemon.registered_things import HandleMap, NamespaceHandle
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
@@ -38,7 +37,6 @@ class StartsCalls(Protocol):
     """Executes calls in the event loop; its methods are for there alone."""
 
     batches: WriteBatches
-    puts: PutBatches
 
     def start(self, calls: list[Call]) -> None: ...
     def cancel(self, cancels: list[Call]) -> None: ...
@@ -90,10 +88,6 @@ class ClientRegistry:
         """Have the event loop execute a batch of writes."""
         self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.batches.start(batch))
 
-    def start_puts(self, batch: PutBatch) -> None:
-        """Have the event loop execute a batch of puts."""
-        self._limits.call_queue.put(self._user_key, [batch], lambda _: self._calls.puts.start(batch))
-
     def cancel(self, call: Call) -> None:
         """Have the event loop cancel the call that ``call`` names."""
         self._limits.call_queue.put(self._user_key, [call], self._calls.cancel)
@@ -104,26 +98,18 @@ class ClientRegistry:
             self._token.run_sync_soon(function)
 
     def allocate(self, namespace: NamespaceHandle, size: int) -> TierBlock | None:
-        """A block of the tier for a new file of the namespace, or None."""
-        return self.allocate_many(namespace, [size])[0]
-
-    def allocate_many(self, namespace: NamespaceHandle, sizes: Sequence[int]) -> list[TierBlock | None]:
-        """Allocate blocks for many new files as `allocate` does.
+        """A block of the tier for a new file of the namespace.
 
         None where the user's calls in flight could hold too much of the tier: their blocks cannot be evicted. Also
         where the directory may give new files another group by now, until the event loop has looked at it.
         """
         tier = self._limits.volume.tier
-        if self.share.user_size > TIER_PART * tier.capacity:
-            return [None] * len(sizes)
+        if not size or self.share.user_size > TIER_PART * tier.capacity or namespace.blocks is not None:
+            return None
         group = namespace.group
-        if namespace.blocks is not None:
-            return [None] * len(sizes)
         readers = ReadClass(namespace.ino, self._peer.uid, group.gid, namespace.mode & 0o444)
-        blocks = [tier.allocate(size, readers) if size else None for size in sizes]
-        if not group.is_current:  # else users who may not read the files could map the arena
-            return [None] * len(sizes)
-        return blocks
+        block = tier.allocate(size, readers)
+        return block if group.is_current else None  # else users who may not read the files could map the arena
 
     def disconnect(self, reason: str) -> None:
         """Disconnect the client, which broke its ring."""

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.keys import KEY_SIZE_MAX
 from kvfuse.usrbio.daemon import ring_reads
 from kvfuse.usrbio.daemon.batches import LEFT, Batch, Results
 from kvfuse.usrbio.daemon.call import Entry, ServedRing
@@ -18,11 +17,9 @@ from kvfuse.usrbio.daemon.client_memory import MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX, LENGTH_MAX, SQE_STRUCT, Op, Priority
+from kvfuse.usrbio.protocol.wire import IOV_SIZE_MAX, SQE_STRUCT, Op, Priority
 
 LOW_HALF = np.uint64(0xFFFFFFFF)
-HIGH_HALF = np.uint64(32)
-"""bits to shift by"""
 COLUMNS_MIN = 24
 """Entries in a batch from which they are served as columns."""
 OFFSET_MAX = 1 << 62
@@ -34,23 +31,6 @@ _NONE = np.zeros(0, np.intp)
 def as_words(rows: Entries) -> npt.NDArray[np.uint64]:
     """SQEs as rows of eight numbers each."""
     return rows.view(np.uint64).reshape(len(rows), 8)
-
-
-def are_plain(words: npt.NDArray[np.uint64], iov_size: int, aux_size: int) -> bool:
-    """All ranges of calls with one key each lie in the iov and the aux area, and none is empty."""
-    key_lengths, key_offsets = words[:, 1] >> HIGH_HALF, words[:, 5]
-    iov_offsets, lengths = words[:, 3], words[:, 4]
-    return (
-        int(lengths.min()) > 0
-        and int(lengths.max()) <= min(iov_size, LENGTH_MAX)
-        and int(iov_offsets.max()) <= iov_size  # or the sum may have wrapped
-        and int((iov_offsets + lengths).max()) <= iov_size
-        and int(key_lengths.min()) >= 1
-        and int(key_lengths.max()) <= KEY_SIZE_MAX
-        and int(key_offsets.max()) <= aux_size
-        and int((key_offsets + key_lengths).max()) <= aux_size
-        and int(words[:, 7].max()) <= TIMEOUT_US_MAX
-    )
 
 
 def are_equal(column: npt.NDArray[np.uint64]) -> bool:

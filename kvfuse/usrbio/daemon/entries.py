@@ -25,7 +25,6 @@ from kvfuse.usrbio.daemon.entry_checks import EntryChecks
 from kvfuse.usrbio.daemon.lines import Lines
 from kvfuse.usrbio.daemon.operations import OPERATIONS, UNMASKED, weigh
 from kvfuse.usrbio.daemon.penalty import MALFORMED
-from kvfuse.usrbio.daemon.put_finder import PUTS_SIZE, PutFinder
 from kvfuse.usrbio.daemon.row_keys import RowKeys
 from kvfuse.usrbio.daemon.row_ops import RowOps
 from kvfuse.usrbio.daemon.write_finder import WriteFinder
@@ -35,7 +34,9 @@ from kvfuse.volume.measures.measures import Histogram
 
 LARGE = 256 << 10
 """Bytes of an operation from which it does not wait for those behind it."""
-PUT, WRITE = int(Op.PUT), int(Op.WRITE)
+KEPT_SIZE = 4 << 20
+"""Bytes of operations from which they do not wait for those behind them."""
+WRITE = int(Op.WRITE)
 READERS = (int(Op.READ), int(Op.GET))
 """they write into the client's memory"""
 
@@ -67,7 +68,6 @@ class EntryServer:
         self.rows = RowOps(ring, registered, aux)
         self.row_keys = RowKeys(registered, aux)
         self.writes = WriteFinder(ring, registered)
-        self.puts = PutFinder(ring, registered, aux)
         self._checks = EntryChecks(ring, registered, aux, self.lines, weigh)
         allowed = {op: operation for op, operation in OPERATIONS.items() if op_mask >> op & 1}
         self._in_thread: dict[int, InThread] = {
@@ -84,9 +84,9 @@ class EntryServer:
     def close(self) -> None:
         """Drop memory: the garbage collector frees the rest, as the ring's thread and this refer to each other."""
         self._in_thread, self._together = {}, {}
-        for one in (self.rows, self.row_keys, self.puts, self._checks):
+        for one in (self.rows, self.row_keys, self._checks):
             one.close()
-        del self.reads, self.rows, self.row_keys, self.writes, self.puts, self._checks
+        del self.reads, self.rows, self.row_keys, self.writes, self._checks
 
     # -- serving -------------------------------------------------------------------------------------
 
@@ -168,12 +168,8 @@ class EntryServer:
             left = results == LEFT
             done, places = ~left, rows["user_data"]
             self._completions.post(places[done], results[done])
-        if together is not None and (op != WRITE or in_place):
-            numbers = np.arange(len(rows)) if left is None else np.flatnonzero(left)
-            if len(numbers):
-                taken = together(batch._replace(rows=rows[numbers]))
-                left = np.ones(len(rows), np.bool_) if left is None else left
-                left[numbers[:taken]] = False
+        if together is not None and in_place and together(batch):
+            return np.zeros(len(rows), np.bool_)
         return left
 
     def _refuse_overlaps(self, rows: Entries) -> Entries:
@@ -212,7 +208,7 @@ class EntryServer:
                 done.append((entry.user_data, answer))
             kept_size += entry.length
             is_wanted = self._turns.is_wanted(self._ring.seat)
-            if kept_size >= PUTS_SIZE or (entry.op != PUT and (is_wanted or entry.length >= LARGE)):
+            if is_wanted or entry.length >= LARGE or kept_size >= KEPT_SIZE:
                 self._publish_and_start(done, calls)
                 done, calls, kept_size = [], [], 0
             if is_wanted:

@@ -25,7 +25,6 @@ from kvfuse.usrbio.daemon.columns import OFFSET_MAX
 from kvfuse.usrbio.daemon.device_calls import check_range, find_block
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.lines import Lines
-from kvfuse.usrbio.daemon.put_batches import CALL_SIZE
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.wire import HINT_BITS, KEYS_MAX, LENGTH_MAX, Flag, unpack_keys
 from kvfuse.volume.measures.measures import Histogram
@@ -33,6 +32,8 @@ from kvfuse.volume.views.content_map import ContentMap
 
 T = TypeVar("T")
 
+CALL_SIZE = 8 << 10
+"""Bytes that the task of a call takes, about."""
 NAMES_PER_TURN = 1024
 """Keys that are unpacked before other rings may work."""
 KEY_SIZE = 100

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.indexes import Indexes
 from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
 from kvfuse.usrbio.daemon.operations import OPERATIONS
-from kvfuse.usrbio.daemon.put_batches import PutBatch, PutBatches, complete
 from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
 from kvfuse.usrbio.protocol.wire import Op
@@ -42,22 +40,6 @@ from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.kernel_cache import KernelCache
 
 log = logging.getLogger(__name__)
-
-PUTS_SECONDS = 1e-3
-"""how long puts that need no wait keep the event loop"""
-PUTS_TOGETHER = 32
-"""done in one go, which takes about as long"""
-BESIDE_READERS = 0.25
-"""part of that where callers of other namespaces read"""
-
-
-@dataclass(eq=False, slots=True)
-class _Runner:
-    """A task that does puts one after the other. ``busy``: it is at one, and waits whenever another task runs."""
-
-    busy: bool = False
-    weight: int = 0
-    """part of its user's calls in flight; the first runner has none"""
 
 
 @dataclass
@@ -74,14 +56,8 @@ class Calls:
     staging: DeviceStaging = field(default_factory=DeviceStaging)
     _under_way: dict[tuple[ServedRing, int], list[Call]] = field(default_factory=dict)
     """(ring, user_data) -> calls in flight, oldest first"""
-    _puts: deque[Call] = field(default_factory=deque)
-    """not yet begun"""
-    _runner: _Runner | None = None
-    """the task that does them"""
     _done: dict[ServedRing, deque[Done]] = field(default_factory=dict)
     """calls for which the kernel must drop cached data before they are completed"""
-    _kept: dict[ServedRing, deque[Done]] | None = None
-    """those of ``_done`` that no ring's thread has yet, while puts are done one after the other without a wait"""
 
     def __post_init__(self) -> None:
         devices = self.devices = DeviceCalls(self.volume, self.nursery, self.staging, self._end_call)
@@ -91,13 +67,12 @@ class Calls:
         )
         self.admission = NamespaceAccess(self.volume, self.peer)
         self.indexes = Indexes(self.volume, self.admission)
-        blocks = self.blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here, devices)
-        self.puts = PutBatches(blocks, self.share, self.nursery, self.start, self._complete_puts)
+        self.blocks = BlockCalls(self.volume, self.admission, self._finish, files.read_here, devices)
         self._deadlines: Deadlines[Call] = Deadlines(self.nursery, _expire)
         self._handlers = {op: one.in_loop(self) for op, one in OPERATIONS.items() if one.in_loop is not None}
 
     def start(self, calls: list[Call]) -> None:
-        """Start a task for each call of a ring; writes of one file, and puts that need no wait, share one: cheaper.
+        """Start a task for each call of a ring; writes of one file share one: cheaper.
 
         From here on `cancel` finds these calls.
         """
@@ -115,11 +90,8 @@ class Calls:
                 writes.setdefault(call.file, []).append(call)
             elif call.piece is not None:
                 self.devices.start(call)
-            elif call.entry.op != Op.PUT or self.volume.blocks.waits(_directory_of(call)):
-                self.nursery.start_soon(self._run, call)
             else:
-                self._puts.append(call)
-        self._start_runner()
+                self.nursery.start_soon(self._run, call)
         for file, of_file in writes.items():
             self.nursery.start_soon(self._run_writes, file, of_file)
 
@@ -141,88 +113,6 @@ class Calls:
         for call in others:
             await self._run(call)
 
-    def _start_runner(self) -> None:
-        """Start a task for puts that were not begun, unless one runs that does not wait itself."""
-        if not self._puts or (self._runner is not None and not self._runner.busy):
-            return
-        if self._runner is None or self.share.take(0, 1):
-            self._runner = _Runner(weight=int(self._runner is not None))
-            self.nursery.start_soon(self._run_puts, self._runner)
-
-    async def _run_puts(self, runner: _Runner) -> None:
-        """Do puts one after the other in one cancel scope: to enter one takes a good part of what a put takes.
-
-        It completes those together that needed no wait: to wake a thread for each takes as long again. Where one has to
-        wait, another task does the rest; after a turn of puts other tasks run.
-        """
-        while self._puts and self._runner is runner:
-            if self._kept is None:  # else a task that waits has left some, which `_post_at_wait` has not posted yet
-                self._kept = {}
-            self.nursery.start_soon(self._post_at_wait)
-            turn_end = time.perf_counter() + PUTS_SECONDS
-            namespace = self._puts[0].namespace
-            assert namespace is not None
-            of = namespace.measures
-            if len(of.readers) > (of in of.readers) and of.is_beside_readers():
-                turn_end -= PUTS_SECONDS * (1 - BESIDE_READERS)
-            with trio.CancelScope() as scope:
-                while self._puts and self._runner is runner and not scope.cancel_called:
-                    if self._put_together() and time.perf_counter() > turn_end:
-                        break
-                    if not self._puts:
-                        break
-                    call = self._puts.popleft()
-                    call.scope = scope
-                    runner.busy = True
-                    try:
-                        if not (call.ended or call.ring.completions.stopped):
-                            await self._do_call(call)
-                    finally:
-                        runner.busy = False
-                        self._end_call(call)
-                    if time.perf_counter() > turn_end:
-                        break
-            if scope.cancelled_caught:
-                call.ring.completions.give_up(call, errno.ECANCELED)
-            if self._runner is runner:
-                await self._post_kept()
-                if self._puts:
-                    await trio.lowlevel.checkpoint()
-        if self._runner is runner:
-            self._runner = None
-        self.share.give(0, runner.weight)
-        self._start_runner()
-
-    def _put_together(self) -> bool:
-        """Do the first puts, if they are of one namespace and need no wait. False: the next one must be done alone."""
-        ready: list[Call] = []
-        while self._puts and len(ready) < PUTS_TOGETHER and not self._puts[0].is_alone:
-            if ready and self._puts[0].namespace is not ready[0].namespace:
-                break
-            ready.append(self._puts.popleft())
-        try:
-            done = self.blocks.put_together(ready) if ready else []
-        except Exception:  # `_do_call` does each alone, also those stored by now: again, with the same bytes
-            log.exception("puts together failed")
-            done = [False] * len(ready)
-        for call, is_done in zip(reversed(ready), reversed(done), strict=True):
-            if is_done:
-                self._end_call(call)
-            else:
-                call.is_alone = True
-                self._puts.appendleft(call)
-        return True in done
-
-    async def _post_at_wait(self) -> None:
-        """Post the kept calls, and start a task for the other puts, once the task that does puts waits."""
-        await self._post_kept()
-        self._start_runner()
-
-    async def _post_kept(self) -> None:
-        kept, self._kept = self._kept, None
-        for ring, queue in (kept or {}).items():
-            self._run_off_loop(ring, partial(self._complete_done, ring, queue))
-
     def cancel(self, cancels: list[Call]) -> None:
         """Cancel the call that each of ``cancels`` names."""
         for call in cancels:
@@ -232,7 +122,7 @@ class Calls:
     def _cancel(self, call: Call) -> None:
         completions = call.ring.completions
         found = self._under_way.get((call.ring, call.entry.offset))
-        if not found and (self.batches.cancel(call) or self.puts.cancel(call)):
+        if not found and self.batches.cancel(call):
             return
         if not found or found[0].ended:
             completions.complete(call, -errno.ENOENT)
@@ -266,7 +156,6 @@ class Calls:
         """Drop all references to calls, and so to clients' memory. No ring is left."""
         self._under_way.clear()
         self._deadlines.clear()
-        self._puts.clear()
         self._done.clear()
 
     def _list_calls(self, ring: ServedRing) -> list[Call]:
@@ -312,10 +201,7 @@ class Calls:
         queue.append(done)
         if len(queue) > 1:
             return  # the job that takes the one before takes this, too
-        if self._kept is not None:
-            self._kept[ring] = queue
-        else:
-            self._run_off_loop(ring, partial(self._complete_done, ring, queue))
+        self._run_off_loop(ring, partial(self._complete_done, ring, queue))
 
     def _complete_done(self, ring: ServedRing, queue: deque[Done]) -> None:
         """Have the kernel drop what queued calls changed, then complete them. May block: not in the event loop."""
@@ -333,18 +219,6 @@ class Calls:
             if row.found is not None:
                 ring.completions.answer_keys(row.call, row.found)
         ring.completions.complete_many([(row.call, row.result) for row in rows if row.found is None])
-
-    def _complete_puts(self, batch: PutBatch, numbers: list[int]) -> None:
-        """Have the kernel drop negative entries for the names of these puts, then complete them."""
-
-        def tell() -> None:
-            directory = _directory_of(batch)
-            for number in numbers:
-                self._drop(self.kernel.drop_name, directory, batch.names[number], 0)
-            self._drop(self.kernel.drop_attributes, directory)
-            complete(batch, numbers)
-
-        self._run_off_loop(batch.ring, tell)
 
     def _drop(self, drop: Callable[..., None], *arguments: object) -> None:
         """Drop data of the kernel; what it refuses to drop expires. The change is done, and its call completes
@@ -385,11 +259,6 @@ def _count_failures(error: Exception, *calls: Call) -> None:
         of = call.namespace if call.namespace is not None else call.file
         if of is not None and not call.ended:
             of.measures.failed(error, is_read=call.entry.op in (Op.READ, Op.GET))
-
-
-def _directory_of(call: Call) -> int:
-    assert call.namespace is not None
-    return call.namespace.ino
 
 
 async def _run_in_thread(job: Callable[[], None]) -> None:

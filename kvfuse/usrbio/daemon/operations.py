@@ -1,7 +1,7 @@
 """The operations of rings: how each is checked, what the ring's thread does to the end, and what the event loop does.
 
 Entries that are alike go together through `in_thread`: one that is alone is a batch of one. What is left of them is
-given to the event loop `together`, where there are several; then entry by entry, as a call that `check` makes of it.
+given to the event loop `together`, where that can do so; then entry by entry, as a call that `check` makes of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from kvfuse.usrbio.daemon.call import Call, Completion, Entry
 from kvfuse.usrbio.daemon.columns import ColumnReads
 from kvfuse.usrbio.daemon.entry_checks import EntryChecks
 from kvfuse.usrbio.daemon.file_calls import FileCalls
-from kvfuse.usrbio.daemon.put_finder import PutFinder
 from kvfuse.usrbio.daemon.row_keys import RowKeys
 from kvfuse.usrbio.daemon.row_ops import RowOps
 from kvfuse.usrbio.daemon.write_finder import WriteFinder
@@ -37,8 +36,6 @@ class InRing(Protocol):
     def row_keys(self) -> RowKeys: ...
     @property
     def writes(self) -> WriteFinder: ...
-    @property
-    def puts(self) -> PutFinder: ...
 
 
 class InLoop(Protocol):
@@ -62,7 +59,7 @@ class Operation(NamedTuple):
 
 
 def _weigh_put(call: Call) -> int:
-    return 2 if call.namespace is not None and call.namespace.waits else 0
+    return 2 if call.namespace is not None and call.namespace.waits else 1
 
 
 def _weigh_keys(call: Call) -> int:
@@ -80,10 +77,7 @@ OPERATIONS: dict[int, Operation] = {
         Op.WRITE: Operation(EntryChecks.check_write, lambda of: of.files.write, together=lambda of: of.writes.start),
         Op.FSYNC: Operation(EntryChecks.check_fsync, lambda of: of.files.fsync, weight=lambda call: 4),
         Op.GET: Operation(EntryChecks.check_get, lambda of: of.blocks.get, lambda of: of.rows.get),
-        Op.PUT: Operation(
-            EntryChecks.check_put, lambda of: of.blocks.put, lambda of: of.rows.put, lambda of: of.puts.start,
-            _weigh_put,
-        ),
+        Op.PUT: Operation(EntryChecks.check_put, lambda of: of.blocks.put, lambda of: of.rows.put, weight=_weigh_put),
         Op.EXISTS: Operation(
             EntryChecks.check_keys, lambda of: of.blocks.exists, lambda of: of.row_keys.exists, weight=_weigh_exists
         ),

@@ -27,11 +27,7 @@ class WriteFinder:
         self._ring = ring
         self._registered = registered
 
-    def start(self, batch: Batch) -> int:
-        """All or none."""
-        return len(batch.rows) if self._try_start(batch) else 0
-
-    def _try_start(self, batch: Batch) -> bool:
+    def start(self, batch: Batch) -> bool:
         """False where they are not all plain writes in place."""
         entry, rows, taken_at = batch
         file, iov = self._registered.files.get(entry.handle), self._registered.iovs.get(entry.iov)

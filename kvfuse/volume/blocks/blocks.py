@@ -21,7 +21,6 @@ from kvfuse.volume.api import DIRECTORIES_MAX, NAME_MAX, ROOT_INODE, VIRTUAL_NAM
 from kvfuse.volume.blocks.ancestor_search import AncestorSearch
 from kvfuse.volume.blocks.outlook import Outlook
 from kvfuse.volume.blocks.promotion import Promotion
-from kvfuse.volume.blocks.ready_puts import BlockCounters, ReadyPuts
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.kept_copies import read_class
 from kvfuse.volume.content.mapper import Mapper
@@ -59,6 +58,16 @@ DELETE_PEERS = 128
 
 
 @dataclass
+class BlockCounters:
+    puts: int = 0
+    put_bytes: int = 0
+    deletes: int = 0
+    asked: int = 0
+    """names in calls of ``exists``"""
+    prefetches: int = 0
+
+
+@dataclass
 class Blocks:
     """The blocks of one membership, for the event loop only. `Parts` has it."""
 
@@ -76,7 +85,6 @@ class Blocks:
         self.outlook = Outlook(self.core)
         self.promotion = Promotion(self.core, self.reader, self.bind)
         self.search = AncestorSearch(self.core, self.lookup)
-        self.ready = ReadyPuts(self.core, self.journal, self.flusher, self.names, self.counters)
 
     def start(self) -> None:
         """Connect the tier to the event loop: call it there, once, before any use of the tier."""

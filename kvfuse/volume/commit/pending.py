@@ -6,7 +6,7 @@ Every operation changes memory at once and marks its changes here. Nothing in th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import trio
 
 from kvfuse.volume.commit.late import Aside, Late, Ties, is_held, settlers
 from kvfuse.volume.commit.loose import LooseRecords
-from kvfuse.volume.inodes.dentries import NameChange, put_new
+from kvfuse.volume.inodes.dentries import NameChange
 from kvfuse.volume.inodes.node import Node, check_remembered
 
 if TYPE_CHECKING:
@@ -97,12 +97,6 @@ class Load:
         """The user has used up its share of changes that may wait for a commit."""
         return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._loose_size > CROWD_SIZE
 
-    def count_room(self, uid: int) -> int:
-        """Changes that the user may add before it `is_crowded`."""
-        if self._loose_size > CROWD_SIZE:
-            return 0
-        return max(0, self._crowd_max // len(self._counts.keys() | {uid}) - self._counts.get(uid, 0) + 1)
-
     @property
     def is_full(self) -> bool:
         return self._new_count >= self._batch_max
@@ -152,19 +146,6 @@ class Pending:
         if node.aside and (node.forced or not node.writers):
             self.reconsider(node)
         self.load.work.set()
-
-    def add_new(self, parent: int, nodes: Sequence[Node]) -> None:
-        """Add new files of one user to one directory, under unused names: `touch` and `set_name` of each."""
-        changes = [NameChange(parent, node.name, node, False, None, False, 0) for node in nodes]
-        put_new(self.dentries, parent, changes)
-        serial = self.serial
-        for node in nodes:
-            serial += 1
-            node.changed = node.named = True
-            self.dirty[node] = serial
-        self.serial = serial
-        self.names.update(dict.fromkeys(changes))
-        self.load.add(nodes[0].uid, 2 * len(nodes))
 
     def touch_times(self, directory: Node) -> None:
         """Mark changed times of a directory: their put expects no version, so it cannot conflict."""

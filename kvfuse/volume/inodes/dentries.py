@@ -320,37 +320,6 @@ class Dentries:
                 del self._bound[ino]
 
 
-def are_absent(dentries: Dentries, parent: int, names: Sequence[bytes]) -> list[bool]:
-    """For each name: it means nothing, neither here nor in the store."""
-    directory = dentries._directories.get(parent)
-    if directory is None or not directory.complete:
-        return [False] * len(names)
-    known, absent = dentries._names, []
-    for name, is_stored in zip(names, directory.contain(names), strict=True):
-        dentry = None if is_stored else known.get((parent, name), UNKNOWN)
-        absent.append(dentry is not None and not (dentry.ino or dentry.change))
-    return absent
-
-
-def put_new(dentries: Dentries, parent: int, changes: Sequence[NameChange]) -> None:
-    """Apply changes to names that mean nothing and have no change: `put_change` of each."""
-    known, of_folder = dentries._names, dentries.changes.setdefault(parent, {})
-    is_plain = parent not in dentries._watches and parent not in dentries._reading
-    if not is_plain or len(known) + len(changes) > dentries._room:
-        for change in changes:
-            dentries.put_change(change)
-        return
-    for change in changes:
-        name, node = change.name, change.node
-        of_folder[name] = change
-        dentry = known.get((parent, name))
-        if dentry is None:
-            dentry = known[parent, name] = Dentry()
-        dentry.ino, dentry.version, dentry.record = node.ino if node is not None else 0, 0, None
-        dentry.change = change
-    dentries.noted += len(changes)
-
-
 def settle_all(dentries: Dentries, changes: Sequence[NameChange], version: int, untouched: Set[NameChange]) -> None:
     """`settle` of each; ``untouched``: those whose records the commit neither put nor deleted."""
     for change in changes:

@@ -29,9 +29,6 @@ Where the daemon may be killed, and what the next one finds (`names.restoring` h
   Pieces of the room are free when the frame counts that does not refer to them any more.
 * while the next daemon restores: the former log is kept until the new one has all of it; then the store is changed.
 
-New blocks of rings (`Pending.add_new`) are not kept, nor are their bytes: a crash may lose them, which is a miss. They
-are marked, with all that they have, as soon as somebody else changes them.
-
 Where there is no room for the bytes of a file, it is kept as *lost*: what the store has of it is then what is restored
 of its content - of a new one nothing, and no name -, and `Handover.unsaved` has whoever has it open hear of it.
 """
@@ -99,15 +96,7 @@ class KeptUnstored:
     # -- marks ---------------------------------------------------------------------------------------
 
     def node(self, node: Node) -> None:
-        if node.unstored is None:
-            self._begin(node)
-        elif node not in self._nodes:
-            self._nodes[node] = None
-
-    def _begin(self, node: Node) -> None:
-        """An inode changed that was not followed so far: all of it is marked."""
-        node.unstored = self
-        self._nodes[node] = set(node.chunks)
+        self._nodes.setdefault(node, None)
         change = self._dentries.get(node.parent, node.name).change
         if change is not None and change.node is node:
             self._names[node.parent, node.name] = None

@@ -285,10 +285,3 @@ class Accounts:
     def _forget_gone(self, account: Account) -> None:
         if not account.size and not account.files:
             self.all.pop(account.number, None)
-
-
-def files_left(accounts: Accounts, owner: int) -> int:
-    """How many more files a namespace may have."""
-    left = [account.most.files - account.files for account in accounts._chain(owner, meets=True)]
-    left += [accounts.root_blocks - accounts.use_of_all().files] if accounts.root_blocks > 0 else []
-    return max(0, min(left, default=UNBOUNDED))

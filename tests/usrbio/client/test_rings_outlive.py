@@ -83,6 +83,17 @@ def test_rings_under_load_notice_nothing(mount: KvfuseMount, data: bytes, rng: r
         assert not client.session.has_ended
 
 
+def test_blocks_that_were_put_into_a_folder_of_files_stay(mount: KvfuseMount, data: bytes) -> None:
+    (mount.point / "files").mkdir()
+    with BlockStore(mount.point, "files") as store:
+        for turn in range(KILLS):
+            keys = [f"{turn}-{number}" for number in range(64)]
+            assert store.put_many(keys, [data[number : number + 4096] for number in range(64)]).all()
+            os.kill(stats(mount)["pid"], signal.SIGKILL)
+            for number, key in enumerate(keys):
+                assert (mount.point / "files" / key).read_bytes() == data[number : number + 4096]
+
+
 def test_what_is_under_way_is_done(mount: KvfuseMount) -> None:
     stored(mount, "written", b"")
     with connect(mount.point) as client, client.iov(SIZE) as iov, client.ring(128) as ring:

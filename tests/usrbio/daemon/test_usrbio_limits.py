@@ -253,7 +253,7 @@ def test_calls_under_way_of_a_user_hold_no_more_than_half_of_the_tier() -> None:
 
     def put(connection: Any) -> bool:
         assert connection.share.take(4 * KIB)
-        held.extend(ClientRegistry.allocate_many(connection, namespace, [4 * KIB]))
+        held.append(ClientRegistry.allocate(connection, namespace, 4 * KIB))
         return held[-1] is not None
 
     assert [put(connection) for connection in [first, again] * 6] == [True] * 8 + [False] * 4

@@ -1,4 +1,4 @@
-"""Puts of one submission, which are stored together: each has its own answer, whatever the others are."""
+"""Puts of one submission into a folder of files: each has its own answer, whatever the others are."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_memory_that_cannot_be_read_fails_its_put_alone(tmp_path: Path, mo
 
 
 async def test_memory_of_calls_is_given_back(tmp_path: Path) -> None:
-    """Also of those that were not stored together."""
+    """Of blocks that are new, and of those that are replaced."""
     async with lab_in(tmp_path) as lab:
         share = lab.client.thread._registered.share
         names = [b"block-%d" % index for index in range(COUNT)]
@@ -201,6 +201,19 @@ async def test_a_ring_that_stops_leaves_nothing_behind(tmp_path: Path) -> None:
         lab.client.thread.stop()
         await trio.testing.wait_all_tasks_blocked()
         assert lab.client.thread._registered.share._held == 0
+
+
+async def test_a_put_is_cancelled_alone(tmp_path: Path) -> None:
+    """Before its turn."""
+    async with lab_in(tmp_path) as lab:
+        names = [b"block-%d" % index for index in range(COUNT)]
+        rows = lab.puts(names)
+        cancels = entries(2, op=Op.CANCEL, offset=[rows["user_data"][-2], 9999], user_data=[1000, 1001], length=0)
+        results = await lab.run(np.concatenate([rows, cancels]))
+        assert results == [*[SIZE] * (COUNT - 2), -errno.ECANCELED, SIZE, 0, -errno.ENOENT]
+        lab.expect(names[:-2] + names[-1:], np.delete(rows, COUNT - 2))
+        await lab.check()
+        assert await lab.volume.blocks.exists(ROOT_INODE, [names[-2]]) == [False]
 
 
 class Commits:
@@ -225,47 +238,6 @@ class Commits:
         await self.commit()
 
 
-async def test_puts_wait_together_for_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where too many changes wait for one: nobody stores the rest one by one."""
-    async with lab_in(tmp_path) as lab:
-        commits = Commits(lab.volume, monkeypatch)
-        commits.go.set()
-        monkeypatch.setattr(lab.volume.blocks, "put", None)
-        names = [b"block-%d" % index for index in range(COUNT)]
-        rows = lab.puts(names)
-        assert await lab.run(rows) == [SIZE] * COUNT
-        assert 1 <= commits.count <= 3
-        lab.expect(names, rows)
-        monkeypatch.undo()
-        await lab.check()
-
-
-async def test_a_put_that_waits_with_others_is_cancelled_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with lab_in(tmp_path) as lab:
-        commits = Commits(lab.volume, monkeypatch)
-        names = [b"block-%d" % index for index in range(COUNT)]
-        rows = lab.puts(names)
-        cancels = entries(2, op=Op.CANCEL, offset=[rows["user_data"][-2], 9999], user_data=[1000, 1001], length=0)
-        async with trio.open_nursery() as nursery:
-            results: list[int] = []
-
-            async def run() -> None:
-                results.extend(await lab.run(np.concatenate([rows, cancels])))
-
-            nursery.start_soon(run)
-            with trio.fail_after(PATIENCE_S):
-                while not commits.count:
-                    await trio.lowlevel.checkpoint()
-            for _ in range(100):
-                await trio.lowlevel.checkpoint()
-            commits.go.set()
-        assert results == [*[SIZE] * (COUNT - 2), -errno.ECANCELED, SIZE, 0, -errno.ENOENT]
-        lab.expect(names[:-2] + names[-1:], np.delete(rows, COUNT - 2))
-        monkeypatch.undo()
-        await lab.check()
-        assert await lab.volume.blocks.exists(ROOT_INODE, [names[-2]]) == [False]
-
-
 @pytest.mark.parametrize("failures", [1, 1000])
 async def test_puts_whose_commit_fails_are_answered_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
@@ -278,8 +250,8 @@ async def test_puts_whose_commit_fails_are_answered_each(
         rows = lab.puts(names)
         results = await lab.run(rows)
         assert set(results) <= {SIZE, -errno.EIO}
-        assert results[:5] == [SIZE] * 5
-        assert (results[-1] == -errno.EIO) == (failures > COUNT)
+        assert results.count(SIZE) >= 5
+        assert (-errno.EIO in results) == (failures > COUNT)
         monkeypatch.undo()
         assert lab.client.thread._registered.share._held == 0
 
