@@ -20,6 +20,9 @@ class Core:
         """Whether blocks of a space may be compressed: `Batch.blocks` tells of them then."""
     def space_use(self, place: int) -> tuple[int, int]: ...
     def add_table(self, place: int, space: int, address: int, size: int) -> None: ...
+    def renew_table(self, number: int, address: int, size: int) -> int:
+        """Have a table go on in other memory, begun with the same limits and serial, not live. Its number from now on:
+        with the former one it has ended, and who has the former memory mapped sees no byte that comes from now on."""
     def end_table(self, place: int) -> None: ...
     def sweep_table(self, place: int, rows_max: int) -> bool:
         """Whether there are more rows."""

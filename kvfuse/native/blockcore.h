@@ -33,10 +33,10 @@ enum { NO_LIST = 253 }; /* no policy decides about the row */
 enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7 };
 enum { ABSENT = -1, NOT_RESIDENT = -2, NOT_MAPPED = -3, NO_ROOM = -4, CHANGED = -8 };
 enum { SLOT_FREE = 0, SLOT_STALE = 1, SLOT_HELD = 2, SLOT_OWNED = 16 };
-enum { ARENAS = 4096, TABLES = 4096, SPACES = 4096, SIZES = 256, SEEN = 256, LEARN_AFTER = 64, LEARNED_MAX = 64 };
+enum { ARENAS = 4096, TABLES = 4096, TURNS = 1 << 18, SPACES = 4096, SIZES = 256, SEEN = 256, LEARN_AFTER = 64, LEARNED_MAX = 64 };
 enum { SLOTS_MAX = 1 << 16, GROUP = 64, HEADS_AT_ONCE = 256, ROWS_AT_ONCE = 4096, SEQUENCE_BITS = 62 };
 enum { FOREIGN_ROWS_MAX = 16 << 20 }; /* blocks of other hosts that are known: the rest is absent */
-enum { SPARE, FILLING, FILLED };
+enum { SPARE, FILLING, FILLED, SEALED }; /* SEALED: no block comes to it, as people may have it mapped who lost a right */
 enum { GONE_MAX = 1 << 16 };
 
 #define TAIL_MAGIC 0x4C4941544156564Bull
@@ -76,7 +76,7 @@ _Static_assert(sizeof(SlabState) == 16, "the state of a slab has 16 bytes");
 
 /* At the end of an arena. */
 typedef struct {
-    uint64_t magic, serial, used, notes, stamp, spare[3];
+    uint64_t magic, serial, used, notes, stamp, is_sealed, spare[2];
 } Tail;
 
 /* Of one block in an arena; they grow from the tail towards the blocks. The name follows. */
@@ -95,6 +95,7 @@ typedef struct Space {
 
 typedef struct Table {
     int is_known, is_ended, is_swept, space, arena; /* ``arena``: index of the one that is filled, or -1 */
+    uint32_t turn; /* how often it went on in other memory */
     Index index;
     uint32_t users; /* calls that read the table without the lock */
     uint32_t *free_rows, free_count, free_room, swept;
@@ -158,7 +159,9 @@ typedef struct Core {
         uint32_t pages, count;
     } seen[SEEN];
     Space spaces[SPACES];
-    Table tables[TABLES];
+    Table tables[TABLES], ended; /* ``ended``: for who names a table as it was before it went on in other memory */
+    TableHeader ended_header;
+    uint64_t ended_multipliers[SUMS * MULTIPLIER_ROWS];
     Arena arenas[ARENAS];
     uint16_t places[2 * ARENAS]; /* arena by number: index + 1 */
     uint16_t first_tables[TABLES];
@@ -608,7 +611,7 @@ static Arena *next_arena(Core *core, Table *table, uint64_t size)
             continue;
         if (arena->state == SPARE)
             spare = spare ? spare : arena;
-        else if (arena->table == number && !arena->pins && !arena->dirty &&
+        else if (arena->table == number && arena->state != SEALED && !arena->pins && !arena->dirty &&
                  (!oldest || (!arena->live != !oldest->live ? !arena->live : arena->tail->stamp < oldest->tail->stamp)))
             oldest = arena;
     }
@@ -1354,7 +1357,7 @@ static void doubt_unsynced(Core *core)
 /* -- from the medium into memory ---------------------------------------------------------------------------------- */
 
 typedef struct {
-    uint32_t table;
+    Table *table;
     int64_t count;
     struct Coming {
         uint32_t row, length;
@@ -1370,7 +1373,7 @@ typedef struct {
 static void reserve_all(Core *core, Landing *landing, const Names *names, const int64_t *rows, const uint64_t *sequences,
                         uint64_t *places, int64_t *sizes, uint32_t *slabs, uint64_t *offsets, int64_t *packed)
 {
-    Table *table = core->tables + landing->table;
+    Table *table = landing->table;
     for (int64_t i = 0; i < landing->count; i++) {
         struct Coming *one = landing->rows + i;
         uint8_t name[NAME_MAX_BYTES], length;
@@ -1401,7 +1404,7 @@ static void reserve_all(Core *core, Landing *landing, const Names *names, const 
    the block's; ABSENT: the block is no more. */
 static void land_all(Core *core, Landing *landing, const uint8_t *came, int64_t *results)
 {
-    Table *table = core->tables + landing->table;
+    Table *table = landing->table;
     for (int64_t i = 0; i < landing->count; i++) {
         struct Coming *one = landing->rows + i;
         results[i] = 0;
@@ -1893,6 +1896,33 @@ static void end_table_now(Core *core, Table *table)
     table->is_ended = 1;
     core->unswept++;
     __atomic_store_n(&table->index.header->state, TABLE_ENDED, __ATOMIC_SEQ_CST);
+}
+
+/* Have a table go on in other memory, which was begun with its limits: whoever has the former mapped finds nothing in it
+   any more, and sees no byte that is stored from now on. Rows keep their numbers. Blocks stay in the arenas that they are
+   in until these are removed; no other comes to them.
+
+   A daemon may be killed in between. The former memory counts as long as the new one is not live, then the new one. */
+static void renew_table_now(Core *core, Table *table, const Index *fresh)
+{
+    TableHeader *former = table->index.header, *header = fresh->header;
+    for (uint32_t a = 0; a < core->arena_count; a++) {
+        Arena *arena = core->arenas + a;
+        if (!arena->base || arena->state == SPARE || arena->table != (int)(table - core->tables))
+            continue;
+        arena->state = SEALED;
+        __atomic_store_n(&arena->tail->is_sealed, 1, __ATOMIC_SEQ_CST);
+    }
+    table->arena = -1;
+    memcpy(fresh->buckets, table->index.buckets, former->bucket_count * sizeof(Bucket));
+    memcpy(fresh->rows, table->index.rows, former->row_end * sizeof(Row));
+    header->bucket_count = former->bucket_count, header->row_end = former->row_end, header->live = former->live;
+    header->valid_until = former->valid_until, header->neighbours = former->neighbours;
+    header->asks = former->asks, header->ahead = former->ahead;
+    __atomic_store_n(&header->state, TABLE_LIVE, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&former->state, TABLE_ENDED, __ATOMIC_SEQ_CST);
+    table->index = *fresh;
+    table->turn++;
 }
 
 /* Give the slots and the memory of an ended table's rows away, so many rows in a call. 0: nothing is left. */

@@ -48,9 +48,11 @@ MICROS = 12
 """bit of the flags from which on they have the microseconds of the time ``stored``"""
 FOREIGN, SHADOWS = 16, 32
 """it is in a slab of another host; such a slab has, or had, an older block of its name"""
+PLACES = 4096
+"""of tables: the number of one is its place, and above that how often it went on in other memory"""
 TABLE_LIVE, TABLE_ENDED = 1, 2
 """states of a table"""
-SPARE, FILLING, FILLED = 0, 1, 2
+SPARE, FILLING, FILLED, SEALED = range(4)
 """states of an arena: see `Core.arena_facts`"""
 FREE_HEAD, BLOCK_HEAD, SLAB_HEAD = 0, 1, 2
 """states of a head"""

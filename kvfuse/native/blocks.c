@@ -40,15 +40,28 @@ static int has_column(const Py_buffer *column, Py_ssize_t count, Py_ssize_t size
     return 0;
 }
 
-static Table *table_at(Core *core, unsigned number)
+static Table *table_in(Core *core, unsigned place)
 {
-    if (number < TABLES && core->tables[number].is_known)
-        return core->tables + number;
-    PyErr_Format(PyExc_ValueError, "no table %u", number);
+    if (place < TABLES && core->tables[place].is_known)
+        return core->tables + place;
+    PyErr_Format(PyExc_ValueError, "no table %u", place);
     return NULL;
 }
 
-/* The table stays until `leave_table`: what removes one has the interpreter's lock, too. */
+static unsigned number_of(const Core *core, const Table *table)
+{
+    return (unsigned)(table - core->tables) + table->turn % TURNS * TABLES;
+}
+
+/* The table of a number: its place, and above that its turn. It has ended for who knows an earlier turn. */
+static Table *table_at(Core *core, unsigned number)
+{
+    Table *table = table_in(core, number % TABLES);
+    return table && number != number_of(core, table) ? &core->ended : table;
+}
+
+/* The table stays, in the memory that it is in, until `leave_table`: who changes that has the interpreter's lock, too. So
+   `leave_table` is called without that lock. */
 static Table *use_table(Core *core, unsigned number)
 {
     Table *table = table_at(core, number);
@@ -120,6 +133,8 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
         core->size_count = (uint32_t)count;
         memcpy(core->sizes, sizes.buf, (size_t)count * 4);
         core->dirty_max = UINT64_MAX;
+        core->ended = (Table){.is_known = 1, .is_ended = 1, .is_swept = 1, .arena = -1};
+        core->ended.index.header = &core->ended_header, core->ended.index.multipliers = core->ended_multipliers;
         pthread_mutex_init(&core->lock, NULL);
     }
     if (is_sound && (!core || !core->slabs || !core->free_slabs || !core->foreign)) {
@@ -229,11 +244,34 @@ static PyObject *add_table(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Its number from now on. */
+static PyObject *renew_table(PyObject *self, PyObject *args)
+{
+    unsigned number;
+    unsigned long long address, size;
+    Table *table;
+    Index fresh;
+    if (!PyArg_ParseTuple(args, "IKK", &number, &address, &size) || !(table = table_at(CORE, number)))
+        return NULL;
+    if (table->is_ended || !open_index((uint8_t *)(uintptr_t)address, size, &fresh) ||
+        fresh.buckets_max != table->index.buckets_max || fresh.rows_max != table->index.rows_max ||
+        fresh.header->serial != table->index.header->serial || fresh.header->state == TABLE_LIVE)
+        return PyErr_Format(PyExc_ValueError, "no memory for table %u to go on in", number);
+    for (lock(CORE); table->users; lock(CORE)) { /* no more come, and those that are there need the core's lock alone */
+        unlock(CORE);
+        sched_yield();
+    }
+    renew_table_now(CORE, table, &fresh);
+    number = number_of(CORE, table);
+    unlock(CORE);
+    return PyLong_FromUnsignedLong(number);
+}
+
 static PyObject *end_table(PyObject *self, PyObject *args)
 {
     unsigned place;
     Table *table;
-    if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_at(CORE, place)))
+    if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_in(CORE, place)))
         return NULL;
     lock(CORE);
     end_table_now(CORE, table);
@@ -245,7 +283,7 @@ static PyObject *sweep(PyObject *self, PyObject *args)
 {
     unsigned place, rows_max;
     Table *table;
-    if (!PyArg_ParseTuple(args, "II", &place, &rows_max) || !(table = table_at(CORE, place)))
+    if (!PyArg_ParseTuple(args, "II", &place, &rows_max) || !(table = table_in(CORE, place)))
         return NULL;
     int more;
     Py_BEGIN_ALLOW_THREADS
@@ -261,7 +299,7 @@ static PyObject *remove_table(PyObject *self, PyObject *args)
 {
     unsigned place;
     Table *table;
-    if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_at(CORE, place)))
+    if (!PyArg_ParseTuple(args, "I", &place) || !(table = table_in(CORE, place)))
         return NULL;
     lock(CORE);
     int may_go = table->is_swept && !table->users;
@@ -290,7 +328,7 @@ static PyObject *add_arena(PyObject *self, PyObject *args)
     Core *core = CORE;
     const Tail *tail = (const Tail *)(uintptr_t)(address + size) - 1;
     if (place >= ARENAS || core->arenas[place].base || !number || arena_of(core, number) || size < 2 * PAGE || size % PAGE ||
-        (table >= 0 && !table_at(core, (unsigned)table)) ||
+        (table >= 0 && !table_in(core, (unsigned)table)) ||
         (table >= 0 && (tail->magic != TAIL_MAGIC || tail->used > size || tail->notes > size - sizeof *tail - tail->used)))
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no place %u for such an arena", place);
     lock(core);
@@ -300,7 +338,7 @@ static PyObject *add_arena(PyObject *self, PyObject *args)
     arena->tail = (Tail *)(arena->base + size) - 1;
     arena->table = table;
     if (table >= 0) {
-        arena->state = FILLED;
+        arena->state = arena->tail->is_sealed ? SEALED : FILLED;
         if (arena->tail->stamp > core->stamp)
             core->stamp = arena->tail->stamp;
     } else {
@@ -952,7 +990,7 @@ static PyObject *reserve(PyObject *self, PyObject *args)
     LandingObject *made = table ? PyObject_New(LandingObject, &landing_type) : NULL;
     if (made) {
         made->of = (CoreObject *)Py_NewRef(self);
-        made->landing = (Landing){place, count, calloc((size_t)count + 1, sizeof *made->landing.rows)};
+        made->landing = (Landing){table, count, calloc((size_t)count + 1, sizeof *made->landing.rows)};
         if (!made->landing.rows) {
             made->landing.count = 0;
             Py_CLEAR(made);
@@ -964,8 +1002,11 @@ static PyObject *reserve(PyObject *self, PyObject *args)
             Py_END_ALLOW_THREADS
         }
     }
-    if (table)
+    if (table) {
+        Py_BEGIN_ALLOW_THREADS
         leave_table(CORE, table);
+        Py_END_ALLOW_THREADS
+    }
     release_all(columns, 10);
     return (PyObject *)made;
 }
@@ -1121,6 +1162,7 @@ static PyMethodDef core_methods[] = {
     {"set_packing", set_packing, METH_VARARGS, "set_packing(space, whether)"},
     {"space_use", space_use, METH_VARARGS, "space_use(place) -> (bytes, blocks)"},
     {"add_table", add_table, METH_VARARGS, "add_table(place, space, address, size)"},
+    {"renew_table", renew_table, METH_VARARGS, "renew_table(number, address, size)"},
     {"end_table", end_table, METH_VARARGS, "end_table(place)"},
     {"sweep_table", sweep, METH_VARARGS, "sweep_table(place, rows_max) -> whether there are more"},
     {"remove_table", remove_table, METH_VARARGS, "remove_table(place) -> whether it could go"},

@@ -210,6 +210,11 @@ class TableLab:
     serial: int
     memory: Bytes
     is_ended: bool = False
+    number: int = field(init=False)
+    """by which the core knows it"""
+
+    def __post_init__(self) -> None:
+        self.number = self.place
 
     @property
     def rows(self) -> Any:
@@ -288,6 +293,7 @@ class BlocksLab:
                 "again",
                 "unpacked",
                 "unpackable",
+                "renewed",
             ],
             0,
         )
@@ -296,6 +302,8 @@ class BlocksLab:
         """place -> number, memory"""
         self.is_storm = False
         """few names come, and these all the time"""
+        self.sealed: dict[int, int] = {}
+        """number of an arena to which no block comes -> the last sequence that may be in it"""
         self.begin_memory()
         self.begin_core()
         self.core.add_slabs(np.arange(self.slabs, dtype=np.uint32), TOKEN)
@@ -332,6 +340,7 @@ class BlocksLab:
             self.core.put_space(space, space + 70, ABOVE[space], self.epochs[space], bytes_max, blocks_max)
             self.core.set_packing(space, space != 2)
         for table in self.tables.values():
+            table.number = table.place
             self.core.add_table(table.place, table.space, table.memory.ctypes.data, len(table.memory))
         for place, (number, memory) in self.arenas.items():
             self.core.add_arena(place, number, memory.ctypes.data, len(memory), self.table_of(memory))
@@ -393,28 +402,28 @@ class BlocksLab:
             key = table.place, self.name()
             self.versions += 1
             data = content(key, self.versions, self.rng.randrange(1, PAGE))
-            if put(self.core, table.place, table.directory, [(key[1], data)])[0][0] >= 0:
+            if put(self.core, table.number, table.directory, [(key[1], data)])[0][0] >= 0:
                 during[key] = data
         else:
             names = self.names(3)
-            find(self.core.drop, table.place, table.directory, names)
+            find(self.core.drop, table.number, table.directory, names)
             during |= {(table.place, name): None for name in names}
 
     def look_after_cut(self, key: Key, past: Past, known: Block | None) -> None:
         table = self.tables[key[0]]
-        (row,), (sequence,) = find(self.core.find, table.place, table.directory, [key[1]])
+        (row,), (sequence,) = find(self.core.find, table.number, table.directory, [key[1]])
         found = None
         if row >= 0:
             length, expires = int(table.rows[row]["length"]), int(table.rows[row]["expires"])
             slot_size = self.slot_sizes()[table.rows[row]["slab"]]
             if table.rows[row]["arena"] or self.land(key, row, sequence):
-                result, (data,) = get(self.core, table.place, table.directory, [key[1]], [length])
+                result, (data,) = get(self.core, table.number, table.directory, [key[1]], [length])
                 assert result == [length]
                 found = data
                 self.blocks[key] = Block(data, sequence, slot_size, expires)
             else:
                 sizes = np.zeros(1, np.int64)
-                self.core.drop_rows(table.place, np.array([row]), np.array([sequence], np.uint64), sizes)
+                self.core.drop_rows(table.number, np.array([row]), np.array([sequence], np.uint64), sizes)
                 assert sizes[0] == slot_size
                 self.count["lost"] += 1
         if past.since:
@@ -430,7 +439,7 @@ class BlocksLab:
             slabs, offsets, packed = np.zeros(1, np.uint32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
             columns = name_columns([key[1]])
             rows, sequences = np.array([row], np.int64), np.array([sequence], np.uint64)
-            landing = self.core.reserve(table.place, *columns, rows, sequences, places, sizes, slabs, offsets, packed)
+            landing = self.core.reserve(table.number, *columns, rows, sequences, places, sizes, slabs, offsets, packed)
             if places[0]:
                 break
             assert sizes[0] == blocks.NO_MEMORY
@@ -489,7 +498,7 @@ class BlocksLab:
             items.insert(self.rng.randrange(len(items) + 1), (odd, b"1"))
         expires = self.now + self.rng.randrange(1, 4) if self.rng.random() < 0.1 else 0
         self.now_us += self.rng.choice([0, 0, 7])
-        results, sequences = put(self.core, table.place, table.directory, items, self.now_us, self.now, expires, plain)
+        results, sequences = put(self.core, table.number, table.directory, items, self.now_us, self.now, expires, plain)
         self.check_put(table, items, results, sequences, expires, plain)
 
     def check_put(
@@ -575,7 +584,7 @@ class BlocksLab:
         table = self.any_table()
         names = self.names(self.rng.choice([1, 4, 100]))
         rooms = [self.rng.choice([SLAB, SLAB, 100, -1]) for _ in names]
-        results, found = get(self.core, table.place, table.directory, names, rooms, self.now)
+        results, found = get(self.core, table.number, table.directory, names, rooms, self.now)
         for name, room, result, data in zip(names, rooms, results, found, strict=True):
             block = self.block(table, name, self.now)
             if block is None:
@@ -589,7 +598,7 @@ class BlocksLab:
     def step_find(self) -> None:
         table = self.any_table()
         names = [*self.names(100), b"", b"a/b"]
-        rows, sequences = find(self.core.find, table.place, table.directory, names, self.now, plain=True)
+        rows, sequences = find(self.core.find, table.number, table.directory, names, self.now, plain=True)
         for name, row, sequence in zip(names[:-2], rows, sequences, strict=False):
             block = self.block(table, name, self.now)
             assert (row >= 0, sequence) == ((False, 0) if block is None else (True, block.sequence))
@@ -598,7 +607,7 @@ class BlocksLab:
     def step_drop(self) -> None:
         table = self.any_table()
         names = self.names(self.rng.choice([1, 5, 5, 70]) if self.rng.random() < 0.7 else 1)
-        rows, sequences = find(self.core.drop, table.place, table.directory, names, self.now)
+        rows, sequences = find(self.core.drop, table.number, table.directory, names, self.now)
         for name, row, sequence in zip(names, rows, sequences, strict=True):
             block = self.block(table, name, self.now)
             assert (row >= 0, sequence) == ((False, 0) if block is None else (True, block.sequence))
@@ -611,7 +620,7 @@ class BlocksLab:
 
     def keys_by_row(self, table: TableLab) -> dict[int, Key]:
         keys = [key for key in self.blocks if key[0] == table.place]
-        rows, _ = find(self.core.find, table.place, table.directory, [name for _, name in keys])
+        rows, _ = find(self.core.find, table.number, table.directory, [name for _, name in keys])
         return dict(zip(rows, keys, strict=True))
 
     def step_drop_rows(self) -> None:
@@ -625,7 +634,7 @@ class BlocksLab:
         stale = self.rng.random() < 0.2
         sizes = np.zeros(len(rows), np.int64)
         keys = self.keys_by_row(table)
-        self.core.drop_rows(table.place, rows, sequences + np.uint64(stale), sizes)
+        self.core.drop_rows(table.number, rows, sequences + np.uint64(stale), sizes)
         for row, size in zip(rows.tolist(), sizes.tolist(), strict=True):
             key = keys[row]
             assert size == (0 if stale else self.blocks[key].slot_size)
@@ -637,7 +646,7 @@ class BlocksLab:
         found, after = {}, -1
         while True:
             limit = self.rng.choice([1, 7, 10000])
-            rows, after = self.core.list_rows(table.place, table.directory, after, limit, self.now)
+            rows, after = self.core.list_rows(table.number, table.directory, after, limit, self.now)
             assert len(rows) <= limit
             for row, sequence, length, _, name, slab, slot, name_length in rows:
                 self.core.slot_places(slab, slot)
@@ -646,7 +655,7 @@ class BlocksLab:
             if after < 0:
                 break
         alive = [key[1] for key in self.blocks if key[0] == table.place and self.block(table, key[1], self.now)]
-        rows_of, sequences = find(self.core.find, table.place, table.directory, alive)
+        rows_of, sequences = find(self.core.find, table.number, table.directory, alive)
         wanted = dict(zip(rows_of, zip(alive, sequences, strict=True), strict=True))
         assert found.keys() == wanted.keys()
         for row, (sequence, length, name) in found.items():
@@ -687,7 +696,7 @@ class BlocksLab:
             if key is None or self.tables[key[0]].is_ended:
                 continue
             block, table = self.blocks[key], self.tables[key[0]]
-            (row,), _ = find(self.core.find, table.place, table.directory, [key[1]])
+            (row,), _ = find(self.core.find, table.number, table.directory, [key[1]])
             if row < 0:
                 assert one["must_pack"], "it had its slot"
                 self.forget(key)
@@ -792,11 +801,34 @@ class BlocksLab:
         table = self.tables[place] = self.new_table(place)
         self.core.add_table(place, table.space, table.memory.ctypes.data, len(table.memory))
 
+    def step_renew(self) -> None:
+        """A table goes on in other memory: who has the former one, and its arenas, sees nothing that comes later."""
+        table = self.rng.choice(list(self.tables.values()))
+        if table.is_ended:
+            return
+        former, place = table.memory, table.place
+        for arena, (number, _) in self.arenas.items():
+            if self.core.arena_facts(arena)[1] == place:
+                self.sealed[number] = self.core.statistics()["sequence"]
+        serial, self.serials = self.serials, table.serial - 1
+        fresh = self.new_table(place)
+        self.serials = serial
+        fresh.memory[blocks.STATE_OFFSET : blocks.STATE_OFFSET + 8] = 0
+        fresh.number = self.core.renew_table(table.number, fresh.memory.ctypes.data, len(fresh.memory))
+        self.tables[place] = fresh
+        names = self.names(3)
+        assert put(self.core, table.number, table.directory, [(name, b"late") for name in names])[0][0] == blocks.ENDED
+        assert set(get(self.core, table.number, table.directory, names, [SLAB] * len(names))[0]) == {blocks.ABSENT}
+        assert not self.core.list_rows(table.number, table.directory, -1, 10, self.now)[0]
+        assert int(former[blocks.STATE_OFFSET : blocks.STATE_OFFSET + 8].view(np.uint64)[0]) == blocks.TABLE_ENDED
+        former[PAGE:] = 0
+        self.count["renewed"] += 1
+
     def step_drain(self) -> None:
         """Nothing leaks: without blocks, all slabs are free."""
         for key in list(self.blocks):
             table = self.tables[key[0]]
-            find(self.core.drop, table.place, table.directory, [key[1]], 0)
+            find(self.core.drop, table.number, table.directory, [key[1]], 0)
             self.forget(key)
         if any(table.is_ended for table in self.tables.values()):
             return
@@ -839,6 +871,7 @@ class BlocksLab:
         "arena": 2,
         "slabs": 1,
         "clear": 1,
+        "renew": 1,
         "drain": 0.3,
         "storm": 4,
         "time": 1,
@@ -896,6 +929,7 @@ class BlocksLab:
                 dirty += is_dirty * padded(int(row["length"]))
                 resident += row["arena"] != 0
                 if row["arena"]:
+                    assert row["sequence"] <= self.sealed.get(int(row["arena"]), 1 << 62)
                     place, memory = arenas[int(row["arena"])]
                     dirty_of[place] += is_dirty
                     live_of[place] += 1

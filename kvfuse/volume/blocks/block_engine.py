@@ -409,7 +409,7 @@ class BlockEngine:
         rows, after = list[Any](), -1
         while not rows:
             rows, after = self.native.list_rows(
-                table.place, table.readers.directory, after, 1, self.now(table.namespace)
+                table.number, table.readers.directory, after, 1, self.now(table.namespace)
             )
             if after < 0:
                 break
@@ -442,8 +442,7 @@ class BlockEngine:
 
     def readers_change(self, directories: Sequence[int] | None) -> None:
         """Before other people may use these directories (None: any) than until now: what clients have mapped ends."""
-        for directory in self.shown.readers_change(directories):
-            self.core.namespaces.news.lose(directory)
+        if self.shown.readers_change(directories):
             self.wake()
 
     def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable:
@@ -491,7 +490,7 @@ class BlockEngine:
         now_us = clock.now() // 1000
         now = now_us // 1_000_000 + self.eviction.ahead.get(table.namespace, 0)
         self.native.put(
-            table.place, table.readers.directory, *names, plain_only, sources, sizes, now_us - SEQUENCE_LAG_US, now,
+            table.number, table.readers.directory, *names, plain_only, sources, sizes, now_us - SEQUENCE_LAG_US, now,
             self.eviction.expiry(table.namespace, now, terms.expires), terms.priority, results, sequences,
             terms.shown_us or now_us,
         )  # fmt: skip
@@ -508,11 +507,11 @@ class BlockEngine:
         for other in self.tables.of(table.readers.directory):
             if other is not table:
                 rows, older = np.empty(len(sequences), np.int64), np.empty(len(sequences), np.uint64)
-                self.native.find(other.place, other.readers.directory, *names, False, now, rows, older)
+                self.native.find(other.number, other.readers.directory, *names, False, now, rows, older)
                 gone = (rows >= 0) & (older < sequences)
                 if gone.any():
                     sizes = np.zeros(int(np.count_nonzero(gone)), np.int64)
-                    self.native.drop_rows(other.place, rows[gone], older[gone], sizes)
+                    self.native.drop_rows(other.number, rows[gone], older[gone], sizes)
 
     async def put(
         self, table: BlockTable, names: Sequence[bytes], buffers: Sequence[memoryview], terms: RowTerms,
@@ -659,7 +658,7 @@ class BlockEngine:
         places, sizes = np.zeros(count, np.uint64), np.zeros(count, np.int64)
         slabs, offsets, packed = np.zeros(count, np.uint32), np.zeros(count, np.uint64), np.zeros(count, np.int64)
         landing = self.native.reserve(
-            table.place, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets, packed
+            table.number, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets, packed
         )
         wanted = np.flatnonzero(places)
         reads, plains = [], []
@@ -723,14 +722,14 @@ class BlockEngine:
         still = (found["sequence"][rows] == sequences) & (found["arena"][rows] == 0)
         foreign = still & (found["flags"][rows] & np.uint32(forms.FOREIGN) != 0)
         if foreign.any() and self.others is not None:  # the other host has replaced or removed them
-            self.native.drop_rows(table.place, rows[foreign], sequences[foreign], np.zeros(len(rows), np.int64))
+            self.native.drop_rows(table.number, rows[foreign], sequences[foreign], np.zeros(len(rows), np.int64))
             self.others.expire()
             still &= ~foreign
         if still.any():
             self.core.counters.checksum_failures += int(np.count_nonzero(still))
             log.warning("%d blocks of directory %d are damaged, and dropped", still.sum(), table.readers.directory)
             sizes = np.zeros(int(np.count_nonzero(still)), np.int64)
-            self.native.drop_rows(table.place, rows[still], sequences[still], sizes)
+            self.native.drop_rows(table.number, rows[still], sequences[still], sizes)
             self.news.gone(table, rows[still], sequences[still])
 
     async def read(self, table: BlockTable, name: bytes) -> bytearray | None:
@@ -757,7 +756,7 @@ class BlockEngine:
     ) -> Numbers:
         rows, results = np.empty(len(rooms), np.int64), np.empty(len(rooms), np.int64)
         self.native.get(
-            table.place,
+            table.number,
             table.readers.directory,
             *names,
             plain_only,
@@ -781,7 +780,7 @@ class BlockEngine:
         tables, count = self.tables.of(directory), len(names[1])
         rows, sequences = [np.empty(count, np.int64) for _ in tables], np.empty(count, np.uint64)
         for table, own in zip(tables, rows, strict=True):
-            self.native.find(table.place, directory, *names, False, self.now(table.namespace), own, sequences)
+            self.native.find(table.number, directory, *names, False, self.now(table.namespace), own, sequences)
         return tables, rows
 
     def look_up(
@@ -846,14 +845,14 @@ class BlockEngine:
                 rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
                 columns = forms.name_columns(names)
                 now = self.now(other.namespace)
-                self.native.drop(other.place, other.readers.directory, *columns, False, now, rows, sequences)
+                self.native.drop(other.number, other.readers.directory, *columns, False, now, rows, sequences)
 
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
         found = np.zeros(len(names), np.bool_)
         for table in self.tables.of(directory):
             rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
             self.native.drop(
-                table.place, directory, *forms.name_columns(names), False, self.now(table.namespace), rows, sequences
+                table.number, directory, *forms.name_columns(names), False, self.now(table.namespace), rows, sequences
             )
             found |= rows >= 0
         if self.news.is_followed(directory):
@@ -892,7 +891,7 @@ class BlockEngine:
             return [], 0
         row = row if table.place == place else -1
         now = self.now(table.namespace)
-        rows, last = self.native.list_rows(table.place, directory, row, limit, now)
+        rows, last = self.native.list_rows(table.number, directory, row, limit, now)
         places = [row[5:] for row in rows if row[4] is None]
         others = iter(await self.slabs.read_names(places) if places else [])
         names = [row[4] if row[4] is not None else next(others) for row in rows]
@@ -906,7 +905,7 @@ class BlockEngine:
     def drop_entry(self, table: BlockTable, row: int, sequence: int) -> bool:
         """Remove a block, if it is still the one of a row. Whether it was."""
         sizes, rows, sequences = np.zeros(1, np.int64), np.array([row], np.int64), np.array([sequence], np.uint64)
-        self.native.drop_rows(table.place, rows, sequences, sizes)
+        self.native.drop_rows(table.number, rows, sequences, sizes)
         if sizes[0]:
             self.news.gone(table, rows, sequences)
         self.note_put()

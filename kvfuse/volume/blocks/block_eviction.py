@@ -224,6 +224,7 @@ class BlockEviction:
             found = self._policies.get(table.namespace)
             if found is None or table.place not in found.tables:
                 continue
+            table = self.tables.current(table)
             there = rows >= 0
             places = rows[there]
             if not len(places) or int(places.max()) >= found.tables[table.place][1]:
@@ -262,6 +263,12 @@ class BlockEviction:
 
     def _meet_tables(self) -> None:
         """Have policies know all rows of all tables, and those that are used next: they look at all when it grows."""
+        for found in self._policies.values():
+            for place, (table, _) in list(found.tables.items()):
+                if table.has_ended or self.tables.all.get(place) is not table:
+                    with found.lock:
+                        found.policy.drop_table(place)
+                    del found.tables[place]
         for table in self.tables.all.values():
             if table.has_ended:
                 continue
@@ -274,12 +281,6 @@ class BlockEviction:
                     meet = found.policy.add_table if known < 0 else found.policy.grow_table
                     meet(table.place, rows.view(ROW))
                 found.tables[table.place] = table, len(rows)
-        for found in self._policies.values():
-            for place, (table, _) in list(found.tables.items()):
-                if table.has_ended or self.tables.all.get(place) is not table:
-                    with found.lock:
-                        found.policy.drop_table(place)
-                    del found.tables[place]
 
     def _policy(self, number: int) -> NamespacePolicy:
         found = self._policies.get(number)
@@ -400,7 +401,7 @@ class BlockEviction:
             rows = np.ascontiguousarray(gone.rows[own], dtype=np.int64)
             keys, stored = table.rows["low"][rows], table.rows["stored"][rows]
             sizes = np.zeros(len(rows), np.int64)
-            self.native.drop_rows(place, rows, np.ascontiguousarray(gone.sequences[own]), sizes)
+            self.native.drop_rows(table.number, rows, np.ascontiguousarray(gone.sequences[own]), sizes)
             freed += int(sizes.sum())
             went = sizes > 0
             self._count_gone(table, keys[went], stored[went], reason)

@@ -110,7 +110,7 @@ class BlockFiles:
     async def name_of(self, entry: BlockEntry) -> bytes:
         """Stale: the block was removed."""
         now = self.engine.now(entry.table.namespace)
-        rows, _ = self.engine.native.list_rows(entry.table.place, entry.directory, entry.row - 1, 1, now)
+        rows, _ = self.engine.native.list_rows(entry.table.number, entry.directory, entry.row - 1, 1, now)
         if not rows or rows[0][:2] != (entry.row, entry.sequence):
             raise errors.Stale(f"block {entry.ino:#x} was removed")
         name = rows[0][4]

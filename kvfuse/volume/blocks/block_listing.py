@@ -247,7 +247,7 @@ class BlockListing:
             batch, reading.late = reading.late[:count], reading.late[count:]
             before = len(entries)
             for table in {late[0].place: late[0] for late in batch}.values():
-                entries += await self._show_late(table, batch, reading, names)
+                entries += await self._show_late(self._engine.tables.current(table), batch, reading, names)
             reading.has_found |= len(entries) > before  # those of a host whose clock is ahead are found each time
         reading.late_max -= len(entries)
         return entries
@@ -267,8 +267,8 @@ class BlockListing:
         rows = []
         now = self._engine.now(table.namespace)
         for other, number, sequence in batch:
-            if other is table and not table.has_ended:
-                listed, _ = self._engine.native.list_rows(table.place, table.readers.directory, number - 1, 1, now)
+            if other.place == table.place:
+                listed, _ = self._engine.native.list_rows(table.number, table.readers.directory, number - 1, 1, now)
                 rows += [row for row in listed if row[:2] == (number, sequence)]
         made = await self._make_entries(table, rows)
         entries = [DirEntry(entry.name, late_cookie(row_cookie(*at)), entry.attributes) for at, entry in made]

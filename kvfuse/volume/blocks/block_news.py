@@ -169,6 +169,7 @@ class BlockNews:
             self._news.lose(self._lost.pop())
         for _ in range(len(self._noted)):
             table, rows, sequences, names = self._noted.popleft()
+            table = self._tables.current(table)
             if not self.is_followed(table.readers.directory) or table.has_ended:
                 continue
             if names is None:
@@ -210,7 +211,7 @@ class BlockNews:
         found = np.zeros(len(names.lengths), np.bool_)
         rows, sequences, now = np.empty(len(found), np.int64), np.empty(len(found), np.uint64), int(time.time())
         for table in self._tables.of(directory):
-            self._native.find(table.place, directory, *names.columns(), False, now, rows, sequences)
+            self._native.find(table.number, directory, *names.columns(), False, now, rows, sequences)
             found |= rows >= 0
         return found
 

@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ ROWS_MAX = 1 << 26
 TABLE_PREFIX = "blocks/table/"
 _FORM = 2
 _FACTS = struct.Struct("<I16sIQIQQ")
-"""form, volume, place, namespace, epoch, serial, size"""
+"""form, volume, place, namespace, epoch, number, size"""
 STATE, VALID_UNTIL, COMPLETE, NEIGHBOURS = range(4)
 """of `BlockTable.words`"""
 _SHOWN_OFFSET = forms.PAGE - 8
@@ -43,12 +43,26 @@ _SHOWN_OFFSET = forms.PAGE - 8
 Words = npt.NDArray[np.uint64]
 
 
+class Kept(NamedTuple):
+    """What the holder keeps of a table, beside its memory."""
+
+    number: int
+    epoch: int
+    """of its namespace"""
+
+
 class BlockTable:
     """One table. Any thread may call `put`, `get` and `find`; the event loop alone ends it."""
 
-    def __init__(self, core: Core, place: int, namespace: int, readers: Readers, piece: RevocableMemory) -> None:
+    def __init__(
+        self, core: Core, number: int, namespace: int, readers: Readers, piece: RevocableMemory, kept: Kept
+    ) -> None:
         self.core = core
-        self.place = place
+        self.number = number
+        """by which the core knows it"""
+        self.place = number % forms.PLACES
+        """that nobody else has; a table that goes on in other memory keeps it, and its rows their numbers"""
+        self.kept = kept
         self.namespace = namespace
         self.readers = readers
         self.piece = piece
@@ -58,7 +72,8 @@ class BlockTable:
         """state, valid until, complete, neighbours, (buckets, rows), live rows"""
         self._counts = self.memory[104:112].view(np.uint32).data
         """buckets in use, rows that were ever in use"""
-        self.all_rows = forms.rows_of(self.memory, int(self.memory[12:16].view(np.uint32)[0]))
+        self.buckets_max = int(self.memory[12:16].view(np.uint32)[0])
+        self.all_rows = forms.rows_of(self.memory, self.buckets_max)
         """also those that were never in use: what looks at these has them made"""
         self._shown = self.memory[_SHOWN_OFFSET : forms.PAGE].view(np.uint64).data
         self._asks = self.memory[forms.ASKS_OFFSET : forms.ASKS_OFFSET + 4].view(np.uint32).data
@@ -112,7 +127,7 @@ class BlockTable:
     def find(self, names: Sequence[bytes], now: int) -> tuple[npt.NDArray[np.int64], Words]:
         """(row, sequence) of each; a row below 0: there is no such block."""
         rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
-        self.core.find(self.place, self.readers.directory, *forms.name_columns(names), False, now, rows, sequences)
+        self.core.find(self.number, self.readers.directory, *forms.name_columns(names), False, now, rows, sequences)
         return rows, sequences
 
 
@@ -136,9 +151,16 @@ class BlockTables:
         """place -> table"""
         self.ended: list[BlockTable] = []
         """whose slots are not all given back yet"""
+        self._left: list[BlockTable] = []
+        """that went on in other memory, and whose pages are to be freed"""
 
     def of(self, directory: int) -> tuple[BlockTable, ...]:
         return self.by_directory.get(directory, ())
+
+    def current(self, table: BlockTable) -> BlockTable:
+        """What a table goes on as, if it does in other memory."""
+        found = self.all.get(table.place)
+        return found if found is not None and found.serial == table.serial else table
 
     def of_namespace(self, namespace: int) -> list[BlockTable]:
         return [table for table in self.all.values() if table.namespace == namespace and not table.has_ended]
@@ -152,21 +174,30 @@ class BlockTables:
         mine = sum(table.readers.uid == readers.uid for table in self.all.values())
         if place is None or (len(self.all) >= TABLES_MAX - TABLES_KEPT and mine >= TABLES_OF_EACH):
             raise NoSpace(f"user {readers.uid} has {mine} of {len(self.all)} groups of blocks with one folder and mode")
-        buckets_max = max(forms.BUCKETS_MIN, -(-self._rows_max // 6))
-        size = forms.table_size(buckets_max, self._rows_max)
-        piece = self._supply.make("kvfuse-blocks", size)
-        memory = mmap.mmap(piece.descriptor, size)
-        serial = next(self._serials)
-        begin_table(
-            memory, self.multipliers, buckets_max, self._rows_max, readers.directory, namespace, readers.uid,
-            readers.gid, readers.mode, serial,
+        serial, buckets_max = next(self._serials), max(forms.BUCKETS_MIN, -(-self._rows_max // 6))
+        table = self._begin(
+            place, namespace, readers, buckets_max, self._rows_max, serial, Kept(serial, epoch)
         )  # fmt: skip
-        table = BlockTable(self._core, place, namespace, readers, piece)
         self._add(table, space)
-        facts = _FACTS.pack(_FORM, self._volume_id, place, namespace, epoch, serial, size)
-        self._keeper.keep(f"{TABLE_PREFIX}{serial}", facts, (piece.descriptor, piece.readable))
+        self._keep(table)
         self._enter(table)
         return table
+
+    def _begin(
+        self, number: int, namespace: int, readers: Readers, buckets_max: int, rows_max: int, serial: int, kept: Kept
+    ) -> BlockTable:
+        size = forms.table_size(buckets_max, rows_max)
+        piece = self._supply.make("kvfuse-blocks", size)
+        begin_table(
+            mmap.mmap(piece.descriptor, size), self.multipliers, buckets_max, rows_max, readers.directory, namespace,
+            readers.uid, readers.gid, readers.mode, serial,
+        )  # fmt: skip
+        return BlockTable(self._core, number, namespace, readers, piece, kept)
+
+    def _keep(self, table: BlockTable) -> None:
+        number, epoch = table.kept
+        facts = _FACTS.pack(_FORM, self._volume_id, table.place, table.namespace, epoch, number, table.size)
+        self._keeper.keep(f"{TABLE_PREFIX}{number}", facts, (table.piece.descriptor, table.piece.readable))
 
     def _add(self, table: BlockTable, space: int) -> None:
         self._core.hold(table.address, table.memory)
@@ -180,6 +211,26 @@ class BlockTables:
         self.all[table.place] = table
         self.by_directory = {**self.by_directory, directory: (*self.of(directory), table)}
 
+    def renew(self, table: BlockTable) -> None:
+        """Have a table go on in other memory: who has it, or its arenas, mapped sees nothing that is stored later.
+
+        OSError: there is no memory. Daemons that are killed here leave two tables with one place: `restore` knows.
+        """
+        kept = table.kept._replace(number=next(self._serials))
+        fresh = self._begin(
+            table.number, table.namespace, table.readers, table.buckets_max, len(table.room), table.serial, kept
+        )
+        fresh.words[STATE] = 0
+        self._core.hold(fresh.address, fresh.memory)
+        self._keep(fresh)
+        fresh.number = self._core.renew_table(table.number, fresh.address, fresh.size)
+        self._core.hold(table.address, None)
+        self._keeper.drop(f"{TABLE_PREFIX}{table.kept.number}")
+        self.all[table.place] = fresh
+        own = tuple(fresh if other is table else other for other in self.of(table.readers.directory))
+        self.by_directory = {**self.by_directory, table.readers.directory: own}
+        self._left.append(table)
+
     def end(self, table: BlockTable) -> None:
         """Nobody finds anything in it any more; `sweep` gives back what its blocks have."""
         self._core.end_table(table.place)
@@ -188,13 +239,16 @@ class BlockTables:
         others = {key: found for key, found in self.by_directory.items() if key != directory}
         self.by_directory = {**others, directory: rest} if rest else others
         self.ended.append(table)
-        self._keeper.drop(f"{TABLE_PREFIX}{table.serial}")
+        self._keeper.drop(f"{TABLE_PREFIX}{table.kept.number}")
 
     def sweep(self, rows: int, forget_arenas: Callable[[int], tuple[int, int]]) -> bool:
         """Give back slots and memory of so many rows of tables that have ended. True: there are more, at once.
 
         ``forget_arenas``: takes the place of a table, whose arenas nobody needs; how many went, and are left.
         """
+        while self._left:
+            table = self._left.pop()
+            table.piece.take_back(forms.PAGE, table.size)
         for table in list(self.ended):
             if self._core.sweep_table(table.place, rows):
                 return True
@@ -213,14 +267,15 @@ class BlockTables:
     def restore(self, find_space: Any) -> None:
         """Take over the tables of the former daemon. ``find_space``: (namespace, epoch) -> its space; None: ended."""
         last = 0
-        for name, kept in take_all(self._keeper, TABLE_PREFIX):
-            piece = RevocableMemory(*kept.descriptors) if len(kept.descriptors) == 2 else None
+        # Of two with one place the later one counts, if it is live: the other one was about to end.
+        for name, entry in sorted(take_all(self._keeper, TABLE_PREFIX), key=_number_of, reverse=True):
+            piece = RevocableMemory(*entry.descriptors) if len(entry.descriptors) == 2 else None
             space = None
-            if piece is not None and len(kept.content) == _FACTS.size:
-                form, volume_id, place, namespace, epoch, serial, size = _FACTS.unpack(kept.content)
+            if piece is not None and len(entry.content) == _FACTS.size:
+                form, volume_id, place, namespace, epoch, number, size = _FACTS.unpack(entry.content)
                 is_ours = form == _FORM and volume_id == self._volume_id and place not in self.all
-                last = max(last, serial if is_ours else 0)
-                if is_ours and os.fstat(piece.descriptor).st_size == size:
+                last = max(last, number if is_ours else 0)
+                if is_ours and os.fstat(piece.descriptor).st_size == size and _is_live(piece):
                     space = find_space(namespace, epoch)
             if piece is None or space is None:
                 self._keeper.drop(name)
@@ -230,10 +285,21 @@ class BlockTables:
             head = np.frombuffer(mmap.mmap(piece.descriptor, forms.PAGE), np.uint8)
             directory = int(head[32:40].view(np.uint64)[0])
             uid, gid, mode = head[48:60].view(np.uint32).tolist()
-            table = BlockTable(self._core, place, namespace, Readers(directory, uid, gid, mode), piece)
+            readers, kept = Readers(directory, uid, gid, mode), Kept(number, epoch)
+            table = BlockTable(self._core, place, namespace, readers, piece, kept)
             self._add(table, space)
             self._enter(table)
         self._serials = itertools.count(last + 1)
+
+
+def _number_of(kept: tuple[str, Any]) -> int:
+    number = kept[0].removeprefix(TABLE_PREFIX)
+    return int(number) if number.isdecimal() else 0
+
+
+def _is_live(piece: RevocableMemory) -> bool:
+    state: int = struct.unpack("<Q", os.pread(piece.descriptor, 8, forms.STATE_OFFSET))[0]
+    return state == forms.TABLE_LIVE
 
 
 def _end_piece(piece: RevocableMemory) -> None:

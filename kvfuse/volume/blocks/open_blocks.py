@@ -142,7 +142,7 @@ class NameSearch:
         best: BlockEntry | None = None
         for table in self._engine.tables_of(directory) if len(name) <= forms.NAME_MAX else ():
             self._engine.native.find(
-                table.place, directory, name, self._start, self._lengths[len(name)], False,
+                table.number, directory, name, self._start, self._lengths[len(name)], False,
                 self._engine.now(table.namespace), self._row, self._sequence,
             )  # fmt: skip
             number = int(self._row[0])
@@ -210,9 +210,7 @@ class LookedUp:
     def find(self, ino: int) -> BlockEntry | None:
         """A block that has lost its name."""
         entry = self._entries.get(ino)
-        if entry is None or entry.table.has_ended:
-            return None
-        return replace(entry, ino=ino, nlink=0)
+        return replace(entry, ino=ino, nlink=0) if entry is not None else None
 
 
 @dataclass
@@ -289,8 +287,14 @@ class OpenBlocks:
             known[0].entry.nlink = 0
             return known[0].entry
         if (lost := self.looked_up.find(ino)) is not None and not self._has_expired(lost):
-            return lost
+            self._follow(lost)
+            if not lost.table.has_ended:
+                return lost
         raise errors.Stale(f"block {ino:#x} was removed")
+
+    def _follow(self, entry: BlockEntry) -> None:
+        """Its table may go on in other memory."""
+        entry.table = self.engine.tables.current(entry.table)
 
     def _has_expired(self, entry: BlockEntry) -> bool:
         return bool(entry.expires) and self.engine.now(entry.table.namespace) >= entry.expires
@@ -363,6 +367,7 @@ class OpenBlocks:
 
     async def read_whole(self, entry: BlockEntry) -> bytes | bytearray:
         """A copy of a block. Stale: it was replaced or removed meanwhile, or it is damaged, and so dropped."""
+        self._follow(entry)
         found = self._pin_content(entry, always=True)
         if found is not None:
             content, arena = found

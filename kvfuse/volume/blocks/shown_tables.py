@@ -2,8 +2,8 @@
 
 A client that may read all blocks of a table maps it, and the arenas of its blocks, for reading. It finds and copies
 blocks without the daemon (`native/blocktable.h`). Nobody takes a mapping from it. So before other people than until now
-may use a directory, its tables end, as far as anybody may have them: blocks that are stored later are rows of another
-table, in other memory, and the pages of the former one are freed. What is in an ended table is found no more.
+may use a directory, its tables go on in other memory, as far as anybody may have them, and so do blocks that are stored
+later. In the former memory a table has ended: nothing in it is found any more, and its pages are freed.
 
 A table holds up to a moment that the daemon moves on while it lives. The next daemon goes on with the same memory.
 
@@ -13,6 +13,7 @@ slabs were read, and no name of the directory means an inode. Whoever changes th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Collection
@@ -33,6 +34,8 @@ from kvfuse.volume.blocks.block_tables import COMPLETE, NEIGHBOURS, VALID_UNTIL,
 from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.tier.touches import TouchPage
 from kvfuse.volume.tier.validity import Validity
+
+log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.05
 """between looks at what clients read by themselves"""
@@ -119,10 +122,10 @@ class ShownTables:
             table.ancestors = ancestors
             table.is_shown = True
 
-    def readers_change(self, directories: Collection[int] | None) -> set[int]:
-        """Before other people may use these directories (None: any) than until now. Those whose tables have ended.
+    def readers_change(self, directories: Collection[int] | None) -> bool:
+        """Before other people may use these directories (None: any) than until now. Whether anybody had their tables.
 
-        A table of the former daemon ends whatever changes, until the directories above its own are known.
+        Those of the former daemon count whatever changes, until the directories above their own are known.
         """
         ending = [
             table
@@ -131,10 +134,14 @@ class ShownTables:
             and (directories is None or table.ancestors is None or table.readers.directory in directories)
         ]  # fmt: skip
         for table in ending:
-            self.tables.end(table)
+            try:
+                self.tables.renew(table)
+            except OSError as error:
+                log.warning("a group of blocks is lost, as there is no memory for other people's: %s", error)
+                self.tables.end(table)
             table.ancestors = None
         fence()
-        return {table.readers.directory for table in ending}
+        return bool(ending)
 
     async def find_ancestors(self, find: FindAncestors) -> None:
         """Have changes above the directories of the former daemon's tables count."""

@@ -46,9 +46,9 @@ class BlockScrub:
     """that were looked at"""
 
     async def run(self) -> None:
-        for table in list(self.engine.tables.all.values()):
+        for place in list(self.engine.tables.all):
             start = 0
-            while not table.has_ended and start < len(table.rows):
+            while (table := self.engine.tables.all.get(place)) and not table.has_ended and start < len(table.rows):
                 numbers = self._settled(table, start, start + ROWS_AT_ONCE)
                 for first, end in batches(table.rows["length"][numbers], BYTES_AT_ONCE):
                     if not table.has_ended:

@@ -41,7 +41,7 @@ def mount() -> Iterator[KvfuseMount]:
 def held() -> Iterator[KvfuseMount]:
     """A mount that outlives its daemons."""
     with temporary_mount(("outlive=true",)) as mount:
-        for name in ("late", "said", "memory", "taken", "ended", "closed"):
+        for name in ("succeeded", "left"):
             (mount.point / name).mkdir()
         yield mount
 

@@ -206,7 +206,8 @@ def test_followers_are_told_anew(mount: KvfuseMount, daemon: RingsDaemon) -> Non
         assert not present
         follow(NewsKind.READY)
         store.put(b"two", np.ones(10, np.uint8))
-        follow(NewsKind.STORED)
+        while b"two" not in present:
+            follow(NewsKind.STORED)
         assert present == {b"one", b"two"}
 
 

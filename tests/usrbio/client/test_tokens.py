@@ -193,7 +193,7 @@ def test_a_follower_without_the_token_hears_no_more(mount: KvfuseMount, tenant: 
         assert (next(news), next(news).kind) == ((NewsKind.PRESENT, [b"a"]), NewsKind.READY)
         os.seteuid(0)
         set_token(tenant, OTHER)
-        (tenant / "secret").touch()
+        (tenant / "secret").write_bytes(BLOCK)
         with pytest.raises(Disconnected):
             next(news)
 
