@@ -244,7 +244,7 @@ class EntryChecks:
         answer = self._get(entry, namespace, name, iov) if not namespace.measures.limiters else None
         if answer is None:
             call = Call(self._ring, entry, deadline, namespace=namespace, names=(name,), iov=iov)
-            call.again = lambda call: self._get(call.entry, namespace, name, iov)
+            call.again = lambda call: self._get(call.entry, namespace, name, iov, has_asked=True)
             self._reserve(call, min(entry.length, PIECE))
             return call
         times = namespace.measures.seconds["get"]
@@ -262,10 +262,12 @@ class EntryChecks:
         self._reserve(call, 0)
         return call
 
-    def _get(self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None) -> Completion | None:
+    def _get(
+        self, entry: Entry, namespace: NamespaceHandle, name: bytes, iov: MappedIov | None, *, has_asked: bool = False
+    ) -> Completion | None:
         """The answer to a GET from what is known of its block; None: the event loop has to look. OSError."""
         if entry.flags & _VIEW and namespace.blocks is not None:
-            return self._view_row(entry, namespace, name)
+            return self._view_row(entry, namespace, name, has_asked=has_asked)
         binding = namespace.bindings.get(name)
         if binding is None or not binding.valid or not namespace.is_checked:
             return None
@@ -299,10 +301,15 @@ class EntryChecks:
             self._registered.pins.give(pin)
         return None
 
-    def _view_row(self, entry: Entry, namespace: NamespaceHandle, name: bytes) -> Completion | None:
-        """The answer to a GET of a view of a block that is a row; None, as for `_get`: also where it cannot be held."""
+    def _view_row(self, entry: Entry, namespace: NamespaceHandle, name: bytes, *, has_asked: bool) -> Completion | None:
+        """The answer to a GET of a view of a block that is a row; None, as for `_get`: also where it cannot be held.
+
+        ``has_asked``: the event loop has, if other hosts had to be asked.
+        """
         door = namespace.blocks
-        if door is None or not (namespace.may_list and namespace.is_checked and door.sees_all and door.is_current):
+        if door is None or not (namespace.may_list and namespace.is_checked and door.reads_all and door.is_current):
+            return None
+        if door.asks_first and not has_asked:
             return None
         block = door.store.hold(namespace.ino, name)
         if block is None or namespace.is_absent or namespace.is_cut_off:

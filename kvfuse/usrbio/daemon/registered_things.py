@@ -103,8 +103,10 @@ class BlockDoor:
     readable: tuple[RowTable, ...]
     has_files: bool
     """names of the directory may also mean ordinary files"""
-    sees_all: bool
+    reads_all: bool
     """it may read all blocks of the directory"""
+    asks_first: bool = False
+    """each answer is what all hosts have: the event loop asks them"""
     terms: RowTerms = ROW_TERMS
 
     def terms_of(self, hints: int) -> RowTerms:
@@ -114,6 +116,11 @@ class BlockDoor:
         ttl, priority = PutHints.unpack(hints)
         expires = min(self.store.now(self.namespace) + ttl, TTL_MAX) if ttl else 0
         return self.terms._replace(expires=expires, priority=self.terms.priority + priority)
+
+    @property
+    def sees_all(self) -> bool:
+        """Its threads may read all blocks of the directory."""
+        return self.reads_all and not self.asks_first
 
     @property
     def is_current(self) -> bool:

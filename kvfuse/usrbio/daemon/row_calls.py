@@ -53,12 +53,10 @@ class RowCalls:
         tables = store.tables_of(namespace.ino)
         readable = tuple([table for table in tables if namespace.has_token or self.peer.may_access(table.readers, 4)])
         is_strict = self.volume.blocks.waits(namespace.ino)
-        if is_strict and store.is_shared:  # each answer is what all hosts have now: the event loop asks
-            readable = ()
+        asks_first = is_strict and store.is_shared
         namespace.blocks = BlockDoor(
-            store, namespace.ino, number, own, tables, readable, has_files=has_files,
-            sees_all=len(readable) == len(tables) and not (is_strict and store.is_shared),
-            terms=RowTerms(is_strict=is_strict),
+            store, namespace.ino, number, own, tables, () if asks_first else readable, has_files=has_files,
+            reads_all=len(readable) == len(tables), asks_first=asks_first, terms=RowTerms(is_strict=is_strict),
         )  # fmt: skip
 
     async def get(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:

@@ -137,8 +137,8 @@ class BlockArenas:
         return self.arena_size - (64 << 10)
 
     async def keep_spares(self) -> bool:
-        """Have `SPARES` arenas wait to be filled, and free sealed ones. True: it freed one, made one, or took one from a
-        table that needs it less."""
+        """Have `SPARES` arenas wait to be filled, and free sealed ones. True: it freed one, made one, or took one from
+        a table that needs it less."""
         facts = {place: self._core.arena_facts(place) for place in self._places}
         sealed = (place for place, found in facts.items() if found[0] == forms.SEALED and _is_idle(found))
         if (place := next(sealed, None)) is not None:

@@ -278,7 +278,9 @@ class BlockFiles:
                 await self.publish(sketch)
             finally:
                 sketch.lock.release()
-            if sketch.node is None and self.lookups.is_strict(await self.lookups.find_directory(sketch.directory)):
+            if sketch.node is None and self.lookups.has_strict_blocks(
+                await self.lookups.find_directory(sketch.directory)
+            ):
                 await self.engine.writer.flush()
 
     async def fsync(self, handle: BlockHandle) -> None:

@@ -55,7 +55,7 @@ class BlockNames:
             return None
         if self._engine.is_shared and not (name and self._sketches.by_place.get((ino, name))):
             names = [name] if name and len(name) <= NAME_MAX else []
-            await self._engine.renew(is_strict=self._lookups.is_strict(node), directory=ino, names=names)
+            await self._engine.renew(is_strict=self._lookups.has_strict_blocks(node), directory=ino, names=names)
         return node
 
     # -- looking ---------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class BlockNames:
         if await self.files.may_have_files(folder.ino):
             await self.files.remove_file(folder.ino, name)
         self._note_change(folder)
-        if self._lookups.is_strict(folder):
+        if self._lookups.has_strict_blocks(folder):
             await self._engine.writer.flush()
         return True
 
@@ -184,7 +184,7 @@ class BlockNames:
             await self.files.remove_file(new.ino, new_name)
         self._note_change(old, new)
         self._core.counters.renames += 1
-        if self._lookups.is_strict(new):
+        if self._lookups.has_strict_blocks(new):
             await self._engine.writer.flush()
         return True
 

@@ -250,7 +250,7 @@ class Blocks:
 
     def waits(self, directory: int) -> bool:
         folder = self.core.nodes.get(directory)
-        return folder is None or self.lookup.is_strict(folder)
+        return folder is None or self.lookup.has_strict_blocks(folder)
 
     async def _prepare(
         self, directory: int, name: bytes, size: int, mode: int, caller: Caller

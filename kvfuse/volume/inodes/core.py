@@ -154,6 +154,9 @@ class Core:
     tier: SharedTier
     chunk_size: int
     strict: bool
+    """folders are strict where nothing else is set"""
+    strict_blocks: bool
+    """so are folders of blocks"""
     read_only: bool
     inodes: NumberRange
     generations: NumberRange

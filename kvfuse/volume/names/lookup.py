@@ -63,6 +63,12 @@ class Lookup(ABC):
         flags = directory.flags
         return bool(flags & schema.FLAG_STRICT or (self.core.strict and not flags & schema.FLAG_RELAXED))
 
+    def has_strict_blocks(self, directory: Node) -> bool:
+        """Calls that change blocks of the directory return when these are durable. On a volume that hosts share, too,
+        only who asks for that has it: a cache may lose its last seconds."""
+        flags = directory.flags
+        return bool(flags & schema.FLAG_STRICT or (self.core.strict_blocks and not flags & schema.FLAG_RELAXED))
+
     @abstractmethod
     def must_ask(self, parent: int) -> bool:
         """Each lookup in the directory reads the store. Never on a volume of one host."""

@@ -158,6 +158,7 @@ async def _load_values(
         tier=tier,
         chunk_size=min(schema.decode_inode(values[3]).chunk_size or options.volume.chunk_size, geometry.slab_size),
         strict=options.publish_mode == "strict",
+        strict_blocks=options.publish.mode == "strict",
         read_only=options.mount.read_only,
         inodes=NumberRange(schema.COUNTER_INODE, inode, given[:1]),
         generations=generations,

@@ -131,6 +131,7 @@ def test_a_part_of_shared_memory_ends_where_it_ends(client: Client, path: Path) 
 def test_a_block_that_grows_while_it_is_got_is_there(
     client: Client, shared_mount: KvfuseMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (shared_mount.point / "growing").mkdir()  # of files: a block of a cache is another one when it has grown
     with BlockStore(client, "growing") as store:
         path = Path(store.namespace.path) / "key"
         path.write_bytes(b"x" * 1000)  # not in shared memory: its size is asked for first

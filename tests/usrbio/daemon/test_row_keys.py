@@ -67,7 +67,7 @@ TABLES = ()
 
 def make(store: _Store) -> tuple[RowKeys, NamespaceHandle, npt.NDArray[np.uint8]]:
     door = BlockDoor(
-        cast(Any, store), DIRECTORY, 1, None, TABLES, (cast(Any, store),), has_files=False, sees_all=True
+        cast(Any, store), DIRECTORY, 1, None, TABLES, (cast(Any, store),), has_files=False, reads_all=True
     )  # fmt: skip
     namespace = NamespaceHandle(DIRECTORY, 0o644, NO_GROUP, blocks=door)
     namespace.epoch = namespace.gates.epoch

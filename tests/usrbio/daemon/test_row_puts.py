@@ -96,7 +96,7 @@ class _Turns:
 
 
 def put(store: _Store, keys: list[bytes]) -> list[int]:
-    door = BlockDoor(cast(Any, store), 5, 1, cast(Any, object()), TABLES, (), has_files=False, sees_all=True)
+    door = BlockDoor(cast(Any, store), 5, 1, cast(Any, object()), TABLES, (), has_files=False, reads_all=True)
     namespace = NamespaceHandle(5, 0o644, NO_GROUP, blocks=door)
     namespace.epoch = namespace.gates.epoch
     memory = np.zeros(SIZE * len(keys), np.uint8)
