@@ -94,6 +94,38 @@ def test_blocks_that_were_put_into_a_folder_of_files_stay(mount: KvfuseMount, da
                 assert (mount.point / "files" / key).read_bytes() == data[number : number + 4096]
 
 
+@pytest.mark.root
+def test_blocks_stay_while_rights_change_and_daemons_are_killed(data: bytes) -> None:
+    """Where their tables are mapped, they go on in other memory; the next daemon finds all of them."""
+    size, keys = 16 << 10, [f"key-{number}" for number in range(200)]
+    values = {key: data[number : number + size] for number, key in enumerate(keys)}
+    mounted = temporary_mount(("outlive=true,allow_other",))
+    with mounted as mount, BlockStore(mount.point, "blocks") as store:
+        folder, target = mount.point / "blocks", bytearray(size)
+
+        def check() -> None:
+            for key, value in values.items():
+                assert store.get_into(key, target) == size
+                assert target == value
+
+        for turn in range(KILLS):
+            assert store.put_many(list(values), list(values.values())).all()
+            check()
+            with as_user(), connect(mount.point) as client, BlockStore(client, folder, create=False) as other:
+                assert other.get_into(keys[turn], target) == size  # a process of another user maps the table
+                os.seteuid(0)
+                folder.chmod((0o700, 0o755)[turn % 2])
+                folder.chmod(0o755)
+                check()
+                values[keys[turn]] = data[-size - turn : len(data) - turn]
+                store.put(keys[turn], values[keys[turn]])
+                check()
+                if turn % 2:
+                    kill(mount)
+            kill(mount)
+            check()
+
+
 def test_what_is_under_way_is_done(mount: KvfuseMount) -> None:
     stored(mount, "written", b"")
     with connect(mount.point) as client, client.iov(SIZE) as iov, client.ring(128) as ring:
