@@ -622,7 +622,7 @@ static Arena *next_arena(Core *core, Table *table, uint64_t size)
         core->arenas[table->arena].state = FILLED;
     if (arena->state == SPARE) {
         arena->table = number;
-        __atomic_store_n(&arena->tail->serial, table->index.header->serial, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&arena->tail->serial, table->index.header->origin, __ATOMIC_SEQ_CST);
     } else {
         recycle_arena(core, arena, size);
     }
@@ -1918,7 +1918,7 @@ static void renew_table_now(Core *core, Table *table, const Index *fresh)
     memcpy(fresh->rows, table->index.rows, former->row_end * sizeof(Row));
     header->bucket_count = former->bucket_count, header->row_end = former->row_end, header->live = former->live;
     header->valid_until = former->valid_until, header->neighbours = former->neighbours;
-    header->asks = former->asks, header->ahead = former->ahead;
+    header->asks = former->asks, header->ahead = former->ahead, header->origin = former->origin;
     __atomic_store_n(&header->state, TABLE_LIVE, __ATOMIC_SEQ_CST);
     __atomic_store_n(&former->state, TABLE_ENDED, __ATOMIC_SEQ_CST);
     table->index = *fresh;

@@ -63,9 +63,9 @@ PAGE = 4096
 HEAD_MAGIC = 0x4B56
 STATE_OFFSET = 72
 """of a table's state in its header; behind it, also u64: valid until, complete, neighbours"""
-ASKS_OFFSET, AHEAD_OFFSET = 132, 136
+ASKS_OFFSET, AHEAD_OFFSET, ORIGIN_OFFSET = 132, 136, 144
 """in a table's header, u32: whoever looks blocks up asks the daemon of those that are not in memory; u64: seconds by
-which the clock of the namespace is ahead"""
+which the clock of the namespace is ahead; u64: serial of the table that went on as this one"""
 TOLD_SIZE = 112
 """of what a host tells another one of a block: its head, slab and slot u32, 8 bytes 0"""
 SLAB_STATE_SIZE = 16

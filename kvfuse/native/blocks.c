@@ -255,7 +255,7 @@ static PyObject *renew_table(PyObject *self, PyObject *args)
         return NULL;
     if (table->is_ended || !open_index((uint8_t *)(uintptr_t)address, size, &fresh) ||
         fresh.buckets_max != table->index.buckets_max || fresh.rows_max != table->index.rows_max ||
-        fresh.header->serial != table->index.header->serial || fresh.header->state == TABLE_LIVE)
+        fresh.header->serial == table->index.header->serial || fresh.header->state == TABLE_LIVE)
         return PyErr_Format(PyExc_ValueError, "no memory for table %u to go on in", number);
     for (lock(CORE); table->users; lock(CORE)) { /* no more come, and those that are there need the core's lock alone */
         unlock(CORE);
@@ -1225,7 +1225,7 @@ static PyObject *begin_table(PyObject *self, PyObject *args)
         TableHeader *header = memory.buf;
         *header = (TableHeader){.magic = TABLE_MAGIC, .version = TABLE_VERSION, .buckets_max = buckets_max,
                                 .rows_offset = rows, .size = size, .directory = directory, .name_space = name_space,
-                                .uid = uid, .gid = gid, .mode = mode, .rows_max = rows_max, .serial = serial,
+                                .uid = uid, .gid = gid, .mode = mode, .rows_max = rows_max, .serial = serial, .origin = serial,
                                 .state = TABLE_LIVE, .bucket_count = BUCKETS_MIN};
         memcpy((uint8_t *)memory.buf + MULTIPLIERS, multipliers.buf, (size_t)multipliers.len);
     } else

@@ -70,13 +70,14 @@ typedef struct {
     uint32_t moving, replacing, replaced;
     uint32_t asks;  /* 1: who looks blocks up asks the daemon of those that are not in memory. At byte 132 */
     uint64_t ahead; /* seconds by which the namespace's clock is ahead of the real one */
+    uint64_t origin; /* serial of the table that went on as this one; arenas name it. At byte 144 */
 } TableHeader;
 
 _Static_assert(sizeof(Row) == 96, "a row has 96 bytes");
 _Static_assert(offsetof(Row, slab) % 8 == 0, "the place of a row is a word");
 _Static_assert(sizeof(Bucket) == 64, "a bucket is a cache line");
 _Static_assert(offsetof(TableHeader, state) == 72, "words that change have their place");
-_Static_assert(offsetof(TableHeader, asks) == 132, "as well as these");
+_Static_assert(offsetof(TableHeader, asks) == 132 && offsetof(TableHeader, origin) == 144, "as well as these");
 _Static_assert(sizeof(TableHeader) <= MULTIPLIERS, "the multipliers are behind the header");
 _Static_assert(MULTIPLIERS + 8 * SUMS * MULTIPLIER_ROWS <= PAGE, "the header is one page");
 

@@ -212,9 +212,11 @@ class TableLab:
     is_ended: bool = False
     number: int = field(init=False)
     """by which the core knows it"""
+    origin: int = field(init=False)
+    """serial that its arenas name"""
 
     def __post_init__(self) -> None:
-        self.number = self.place
+        self.number, self.origin = self.place, self.serial
 
     @property
     def rows(self) -> Any:
@@ -347,7 +349,7 @@ class BlocksLab:
 
     def table_of(self, arena: Bytes) -> int:
         serial = int(arena[-64:].view(np.uint64)[1])
-        return next((place for place, table in self.tables.items() if table.serial == serial), -1)
+        return next((place for place, table in self.tables.items() if table.origin == serial), -1)
 
     def abandon(self) -> None:
         """Nothing of a killed daemon may run any more, not even what frees it."""
@@ -810,9 +812,8 @@ class BlocksLab:
         for arena, (number, _) in self.arenas.items():
             if self.core.arena_facts(arena)[1] == place:
                 self.sealed[number] = self.core.statistics()["sequence"]
-        serial, self.serials = self.serials, table.serial - 1
         fresh = self.new_table(place)
-        self.serials = serial
+        fresh.origin = table.origin
         fresh.memory[blocks.STATE_OFFSET : blocks.STATE_OFFSET + 8] = 0
         fresh.number = self.core.renew_table(table.number, fresh.memory.ctypes.data, len(fresh.memory))
         self.tables[place] = fresh

@@ -75,8 +75,8 @@ class BlockArena:
         return self.size
 
     @property
-    def serial(self) -> int:
-        """Of the table whose blocks it has; 0: none."""
+    def origin(self) -> int:
+        """`BlockTable.origin` of the table whose blocks it has; 0: none."""
         return int(self.bytes[-_TAIL:].view(np.uint64)[1])
 
     def populate(self) -> None:
@@ -235,10 +235,10 @@ class BlockArenas:
     def table_of(self, number: int) -> BlockTable | None:
         """Whose blocks an arena has."""
         arena = self.by_number.get(number)
-        serial = arena.serial if arena is not None else 0
-        if not serial:
+        origin = arena.origin if arena is not None else 0
+        if not origin:
             return None
-        return next((table for table in self._tables.all.values() if table.serial == serial), None)
+        return next((table for table in self._tables.all.values() if table.origin == origin), None)
 
     # -- blocks that clients hold ------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class BlockArenas:
 
     def restore(self) -> None:
         """Take over the arenas of the former daemon, once its tables were."""
-        places = {table.serial: table.place for table in self._tables.all.values()}
+        places = {table.origin: table.place for table in self._tables.all.values()}
         for name, kept in take_all(self._keeper, ARENA_PREFIX):
             piece = RevocableMemory(*kept.descriptors) if len(kept.descriptors) == 2 else None
             arena = None
@@ -282,7 +282,7 @@ class BlockArenas:
                 is_ours = form == _FORM and volume_id == self._volume_id and place not in self._places
                 if is_ours and os.fstat(piece.descriptor).st_size == size and size > forms.PAGE:
                     arena = BlockArena(place, number, piece, self._tier.supply.placement)
-            if arena is None or arena.serial not in places:
+            if arena is None or arena.origin not in places:
                 self._keeper.drop(name)
                 if arena is not None:
                     arena.piece.take_back(0, arena.size)
@@ -291,7 +291,7 @@ class BlockArenas:
             self._tier.lend(arena.lent, always=True)
             self._places[arena.place] = self.by_number[arena.number] = arena
             self._core.hold(arena.address, arena.bytes)
-            self._core.add_arena(arena.place, arena.number, arena.address, arena.size, places[arena.serial])
+            self._core.add_arena(arena.place, arena.number, arena.address, arena.size, places[arena.origin])
             if self._core.pin_arena(arena.number, 1):
                 self._left.append(arena.number)
 

@@ -121,7 +121,7 @@ class BlockNews:
         self._tables = tables
         self._news = news
         self._names: dict[int, _RowNames] = {}
-        """serial of a table -> the names of its rows"""
+        """origin of a table -> the names of its rows"""
         self._noted: deque[_Noted] = deque()
         self._lost: set[int] = set()
         """directories of which something was not noted"""
@@ -216,14 +216,14 @@ class BlockNews:
         return found
 
     def _names_of(self, table: BlockTable) -> _RowNames:
-        return self._names.setdefault(table.serial, _RowNames())
+        return self._names.setdefault(table.origin, _RowNames())
 
     def _forget(self) -> None:
         """Drop names of tables that nobody follows."""
         followed = {
-            table.serial
+            table.origin
             for table in self._tables.all.values()
             if not table.has_ended and self.is_followed(table.readers.directory)
         }
-        for serial in self._names.keys() - followed:
-            del self._names[serial]
+        for origin in self._names.keys() - followed:
+            del self._names[origin]

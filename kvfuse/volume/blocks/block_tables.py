@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,9 @@ TABLES_KEPT, TABLES_OF_EACH = 256, 8
 """so many are kept for users that own fewer than this: nobody uses them up for others"""
 ROWS_MAX = 1 << 26
 TABLE_PREFIX = "blocks/table/"
-_FORM = 2
+_FORM = 3
 _FACTS = struct.Struct("<I16sIQIQQ")
-"""form, volume, place, namespace, epoch, number, size"""
+"""form, volume, place, namespace, epoch, serial, size"""
 STATE, VALID_UNTIL, COMPLETE, NEIGHBOURS = range(4)
 """of `BlockTable.words`"""
 _SHOWN_OFFSET = forms.PAGE - 8
@@ -43,27 +43,20 @@ _SHOWN_OFFSET = forms.PAGE - 8
 Words = npt.NDArray[np.uint64]
 
 
-class Kept(NamedTuple):
-    """What the holder keeps of a table, beside its memory."""
-
-    number: int
-    epoch: int
-    """of its namespace"""
-
-
 class BlockTable:
     """One table. Any thread may call `put`, `get` and `find`; the event loop alone ends it."""
 
     def __init__(
-        self, core: Core, number: int, namespace: int, readers: Readers, piece: RevocableMemory, kept: Kept
+        self, core: Core, number: int, namespace: int, epoch: int, readers: Readers, piece: RevocableMemory
     ) -> None:
+        """``epoch``: of the namespace."""
         self.core = core
         self.number = number
         """by which the core knows it"""
         self.place = number % forms.PLACES
         """that nobody else has; a table that goes on in other memory keeps it, and its rows their numbers"""
-        self.kept = kept
         self.namespace = namespace
+        self.epoch = epoch
         self.readers = readers
         self.piece = piece
         size = os.fstat(piece.descriptor).st_size
@@ -109,6 +102,11 @@ class BlockTable:
     @property
     def serial(self) -> int:
         return int(self.memory[64:72].view(np.uint64)[0])
+
+    @property
+    def origin(self) -> int:
+        """Serial of the table that went on as this one."""
+        return int(self.memory[forms.ORIGIN_OFFSET : forms.ORIGIN_OFFSET + 8].view(np.uint64)[0])
 
     @property
     def has_ended(self) -> bool:
@@ -160,7 +158,7 @@ class BlockTables:
     def current(self, table: BlockTable) -> BlockTable:
         """What a table goes on as, if it does in other memory."""
         found = self.all.get(table.place)
-        return found if found is not None and found.serial == table.serial else table
+        return found if found is not None and found.origin == table.origin else table
 
     def of_namespace(self, namespace: int) -> list[BlockTable]:
         return [table for table in self.all.values() if table.namespace == namespace and not table.has_ended]
@@ -174,30 +172,28 @@ class BlockTables:
         mine = sum(table.readers.uid == readers.uid for table in self.all.values())
         if place is None or (len(self.all) >= TABLES_MAX - TABLES_KEPT and mine >= TABLES_OF_EACH):
             raise NoSpace(f"user {readers.uid} has {mine} of {len(self.all)} groups of blocks with one folder and mode")
-        serial, buckets_max = next(self._serials), max(forms.BUCKETS_MIN, -(-self._rows_max // 6))
-        table = self._begin(
-            place, namespace, readers, buckets_max, self._rows_max, serial, Kept(serial, epoch)
-        )  # fmt: skip
+        buckets_max = max(forms.BUCKETS_MIN, -(-self._rows_max // 6))
+        table = self._begin(place, namespace, epoch, readers, buckets_max, self._rows_max)
         self._add(table, space)
         self._keep(table)
         self._enter(table)
         return table
 
     def _begin(
-        self, number: int, namespace: int, readers: Readers, buckets_max: int, rows_max: int, serial: int, kept: Kept
+        self, number: int, namespace: int, epoch: int, readers: Readers, buckets_max: int, rows_max: int
     ) -> BlockTable:
         size = forms.table_size(buckets_max, rows_max)
         piece = self._supply.make("kvfuse-blocks", size)
         begin_table(
             mmap.mmap(piece.descriptor, size), self.multipliers, buckets_max, rows_max, readers.directory, namespace,
-            readers.uid, readers.gid, readers.mode, serial,
+            readers.uid, readers.gid, readers.mode, next(self._serials),
         )  # fmt: skip
-        return BlockTable(self._core, number, namespace, readers, piece, kept)
+        return BlockTable(self._core, number, namespace, epoch, readers, piece)
 
     def _keep(self, table: BlockTable) -> None:
-        number, epoch = table.kept
-        facts = _FACTS.pack(_FORM, self._volume_id, table.place, table.namespace, epoch, number, table.size)
-        self._keeper.keep(f"{TABLE_PREFIX}{number}", facts, (table.piece.descriptor, table.piece.readable))
+        numbers = table.place, table.namespace, table.epoch, table.serial, table.size
+        facts = _FACTS.pack(_FORM, self._volume_id, *numbers)
+        self._keeper.keep(f"{TABLE_PREFIX}{table.serial}", facts, (table.piece.descriptor, table.piece.readable))
 
     def _add(self, table: BlockTable, space: int) -> None:
         self._core.hold(table.address, table.memory)
@@ -216,16 +212,15 @@ class BlockTables:
 
         OSError: there is no memory. Daemons that are killed here leave two tables with one place: `restore` knows.
         """
-        kept = table.kept._replace(number=next(self._serials))
         fresh = self._begin(
-            table.number, table.namespace, table.readers, table.buckets_max, len(table.room), table.serial, kept
+            table.number, table.namespace, table.epoch, table.readers, table.buckets_max, len(table.room)
         )
         fresh.words[STATE] = 0
         self._core.hold(fresh.address, fresh.memory)
         self._keep(fresh)
         fresh.number = self._core.renew_table(table.number, fresh.address, fresh.size)
         self._core.hold(table.address, None)
-        self._keeper.drop(f"{TABLE_PREFIX}{table.kept.number}")
+        self._keeper.drop(f"{TABLE_PREFIX}{table.serial}")
         self.all[table.place] = fresh
         own = tuple(fresh if other is table else other for other in self.of(table.readers.directory))
         self.by_directory = {**self.by_directory, table.readers.directory: own}
@@ -239,7 +234,7 @@ class BlockTables:
         others = {key: found for key, found in self.by_directory.items() if key != directory}
         self.by_directory = {**others, directory: rest} if rest else others
         self.ended.append(table)
-        self._keeper.drop(f"{TABLE_PREFIX}{table.kept.number}")
+        self._keeper.drop(f"{TABLE_PREFIX}{table.serial}")
 
     def sweep(self, rows: int, forget_arenas: Callable[[int], tuple[int, int]]) -> bool:
         """Give back slots and memory of so many rows of tables that have ended. True: there are more, at once.
@@ -268,13 +263,13 @@ class BlockTables:
         """Take over the tables of the former daemon. ``find_space``: (namespace, epoch) -> its space; None: ended."""
         last = 0
         # Of two with one place the later one counts, if it is live: the other one was about to end.
-        for name, entry in sorted(take_all(self._keeper, TABLE_PREFIX), key=_number_of, reverse=True):
+        for name, entry in sorted(take_all(self._keeper, TABLE_PREFIX), key=_serial_of, reverse=True):
             piece = RevocableMemory(*entry.descriptors) if len(entry.descriptors) == 2 else None
             space = None
             if piece is not None and len(entry.content) == _FACTS.size:
-                form, volume_id, place, namespace, epoch, number, size = _FACTS.unpack(entry.content)
+                form, volume_id, place, namespace, epoch, serial, size = _FACTS.unpack(entry.content)
                 is_ours = form == _FORM and volume_id == self._volume_id and place not in self.all
-                last = max(last, number if is_ours else 0)
+                last = max(last, serial if is_ours else 0)
                 if is_ours and os.fstat(piece.descriptor).st_size == size and _is_live(piece):
                     space = find_space(namespace, epoch)
             if piece is None or space is None:
@@ -285,16 +280,15 @@ class BlockTables:
             head = np.frombuffer(mmap.mmap(piece.descriptor, forms.PAGE), np.uint8)
             directory = int(head[32:40].view(np.uint64)[0])
             uid, gid, mode = head[48:60].view(np.uint32).tolist()
-            readers, kept = Readers(directory, uid, gid, mode), Kept(number, epoch)
-            table = BlockTable(self._core, place, namespace, readers, piece, kept)
+            table = BlockTable(self._core, place, namespace, epoch, Readers(directory, uid, gid, mode), piece)
             self._add(table, space)
             self._enter(table)
         self._serials = itertools.count(last + 1)
 
 
-def _number_of(kept: tuple[str, Any]) -> int:
-    number = kept[0].removeprefix(TABLE_PREFIX)
-    return int(number) if number.isdecimal() else 0
+def _serial_of(kept: tuple[str, Any]) -> int:
+    serial = kept[0].removeprefix(TABLE_PREFIX)
+    return int(serial) if serial.isdecimal() else 0
 
 
 def _is_live(piece: RevocableMemory) -> bool:
