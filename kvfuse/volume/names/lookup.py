@@ -134,7 +134,9 @@ class Lookup(ABC):
         return change is found.change and (change is not None or found.epoch == self.journal.pending.epoch)
 
     async def is_empty(self, ino: int) -> bool:
-        """The directory has no name in memory, and pending changes remove all its names in the store."""
+        """The directory has no block, no name in memory, and pending changes remove all its names in the store."""
+        if await self._has_blocks(ino):
+            return False
         after = b""
         while True:
             epoch = self.journal.pending.epoch
@@ -150,6 +152,11 @@ class Lookup(ABC):
             if len(rows) < 64:
                 return True
             after = rows[-1].key
+
+    async def _has_blocks(self, directory: int) -> bool:
+        """Also of other hosts: folders of other kinds wait for no round of these."""
+        blocks, namespace = self.core.blocks, (await self.find_directory(directory)).namespace
+        return blocks is not None and blocks.is_block_namespace(namespace) and await blocks.has_names(directory)
 
     # -- for the kernel ------------------------------------------------------------------------------
 
@@ -194,11 +201,6 @@ class OwnLookup(Lookup):
         return self.core.nodes.get(ino) or await self.find_node(ino)
 
     find_current_directory = Lookup.find_directory
-
-    async def is_empty(self, ino: int) -> bool:
-        if self.core.blocks is not None and await self.core.blocks.has_names(ino):
-            return False
-        return await super().is_empty(ino)
 
     def take_record(self, record: schema.InodeRecord, version: int, place: tuple[int, bytes], *, own: bool) -> Node:
         node = self.core.nodes.get(record.ino)

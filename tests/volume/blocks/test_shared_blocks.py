@@ -13,7 +13,9 @@ from block_hosts import BlockHost, block_hosts
 from shared_lab import check_disk, eventually, joined, volumes
 from volume_lab import MIB, Chaos, Disk, lab_options
 
+from kvfuse import errors
 from kvfuse.options.config import Options
+from kvfuse.volume.api import ROOT_INODE
 
 pytestmark = pytest.mark.usefixtures("autojump_clock")
 
@@ -137,6 +139,26 @@ async def test_a_clear_ends_the_blocks_of_all_hosts(disk: Disk, options: Options
         await two.put(b"again", b"3")
         await two.written()
         await one.until(b"again", b"3")
+
+
+async def test_a_folder_that_has_a_block_of_any_host_stays(disk: Disk, options: Options, rng: random.Random) -> None:
+    """Another host has not even looked for the block."""
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await block_hosts(mounted)
+        await one.put(b"name", b"block")
+        await one.written()
+        node = await inside.lookups(two.volume).find_node(two.folder)
+        keeper = inside.xattrs(two.volume).namespaces.keeper
+        with pytest.raises(errors.NotEmpty):
+            await two.volume.tree.remove_directory(ROOT_INODE, b"blocks")
+        with pytest.raises(errors.NotEmpty):
+            await keeper.delete(node, None)
+        assert await two.get(b"name") == b"block"
+        await two.volume.tree.unlink(two.folder, b"name")
+        await two.written()
+        await one.until(b"name", None)
+        await keeper.delete(node, None)
+        await two.volume.tree.remove_directory(ROOT_INODE, b"blocks")
 
 
 async def test_blocks_of_a_killed_host_stay_readable(disk: Disk, options: Options, rng: random.Random) -> None:
