@@ -467,8 +467,16 @@ class Clients:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.path = work.folders[0] / "file"
-        self.path.write_bytes(stream("file", 100_000))
         self.version = 0
+        while self.is_write_lost():
+            pass
+
+    def is_write_lost(self) -> bool:
+        """In a folder of blocks what is written is lost with the daemon, until it is closed."""
+        work = self.work
+        file = work.call(os.open, self.path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        is_lost = work.told_of_loss(write_all, file, stream("file", 100_000))
+        return work.told_of_loss(os.close, file) or is_lost
 
     def step(self) -> None:
         self.work.call(self.come_and_go)
