@@ -9,11 +9,14 @@ import os
 import random
 import subprocess
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from mounting import KVFUSE, KvfuseMount, wait_until
 from posix_calls import fails
 
+from kvfuse.usrbio.client import connect
 from kvfuse.usrbio.client.block_store import BlockStore
 
 pytestmark = [pytest.mark.ring(2), pytest.mark.engines("lmdb+file")]
@@ -191,6 +194,29 @@ def test_what_stays_an_ordinary_file(mount: KvfuseMount, folder: Path) -> None:
         assert get(store, "attributes") == b"attributes"
         store.put(b"attributes", b"a block")
         assert (folder / "attributes").read_bytes() == b"a block"
+
+
+def test_a_file_that_a_ring_has_is_known_by_its_new_number(mount: KvfuseMount, folder: Path) -> None:
+    """Also where another block takes the name between the client's open and the daemon's look."""
+    path = folder / "name"
+    with BlockStore(mount.point, "kv") as store, connect(mount.point) as client:
+        store.put(b"name", b"former")
+        request, replacing = client.session.request, Mock()
+
+        def replace_first(*arguments: Any, **words: Any) -> Any:
+            if not replacing.called:
+                replacing()
+                store.put(b"name", b"latter")
+            return request(*arguments, **words)
+
+        with patch.object(client.session, "request", replace_first), client.file(path) as file:
+            assert replacing.called
+            assert file.inode == path.stat().st_ino < BLOCK_INODES
+            with client.iov(4096) as iov, client.ring(8) as ring:
+                ring.prep_read(iov, 0, file, 0, 4096)
+                ring.submit()
+                assert ring.wait(1)["result"].tolist() == [6]
+                assert bytes(iov.array[:6]) == b"latter"
 
 
 def test_blocks_count(mount: KvfuseMount, folder: Path) -> None:

@@ -44,14 +44,19 @@ class Registered:
     def register(self, session: Session, descriptor: int | None = None) -> None:
         """By an open descriptor, else by opening the path. OSError; FileNotFoundError if that is another inode now."""
         self.handle = 0
-        opened = os.open(self.path, self._open_flags, 0o644) if descriptor is None else descriptor
-        try:
-            if self.inode not in (0, os.fstat(opened).st_ino):
-                raise FileNotFoundError(f"{self.path}: another file took the place of inode {self.inode}")
-            reply, _ = session.request(self.ADD, self._argument, descriptors=[opened])
-        finally:
-            if descriptor is None:
-                os.close(opened)
+        for is_last in (descriptor is not None, True):
+            opened = os.open(self.path, self._open_flags, 0o644) if descriptor is None else descriptor
+            try:
+                if self.inode not in (0, os.fstat(opened).st_ino):
+                    raise FileNotFoundError(f"{self.path}: another file took the place of inode {self.inode}")
+                reply, _ = session.request(self.ADD, self._argument, descriptors=[opened])
+                break
+            except OSError as error:
+                if is_last or error.errno != ESTALE:  # what is opened may be a block, which loses its name
+                    raise
+            finally:
+                if descriptor is None:
+                    os.close(opened)
         self._session = session
         self.handle, self.inode = reply.values[:2]
 

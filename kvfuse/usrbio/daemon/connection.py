@@ -240,6 +240,7 @@ class Connection:
                 with trio.CancelScope(shield=True):
                     await self._limits.volume.files.release(opened)
                 raise
+        ino = opened.number or ino  # a block is another inode, a file's, by now
         file = OpenFile(opened, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown)
         file.measures = self._limits.volume.inodes.measures(ino)
         return (files.add(file), ino, opened.size), []

@@ -16,8 +16,6 @@ next_handle = itertools.count(1).__next__
 class FileHandle:
     """An open file; see `api.Handle`. Its node counts it from the beginning."""
 
-    number = 0
-
     __slots__ = (
         "appends",
         "cache_valid",
@@ -58,6 +56,10 @@ class FileHandle:
     @property
     def size(self) -> int:
         return self.node.size
+
+    @property
+    def number(self) -> int:
+        return self.node.ino
 
     @property
     def is_new(self) -> bool:
