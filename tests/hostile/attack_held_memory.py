@@ -2,8 +2,8 @@
 
 A line each round, for a word each: ``arenas`` maps all arenas of blocks in its own folder, and then closes the folder
 to others, which ends them; ``holes`` reads all of such arenas, also where no block is; ``index`` does so with the
-index of the folder; ``rings`` drops a ring that it goes on to map, until it gets no more. ``free`` as a word: closes
-all that it holds.
+index of the folder, a namespace of blocks; ``indexes`` maps those of many folders in it; ``rings`` drops a ring that
+it goes on to map, until it gets no more. ``free`` as a word: closes all that it holds.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def map_arenas(mount: Path, folder: Path, sizes: list[int]) -> None:
 
 
 def index(mount: Path, folder: Path) -> None:
+    (folder / "block").write_bytes(b"x" * 5000)
     client = Attacker(mount)
     client.request(MAP_INDEX, client.namespace(folder, 0o644), 0)
     error, values, descriptors = client.answer()
@@ -103,6 +104,7 @@ def indexes(mount: Path, folder: Path) -> None:
     folders = [folder / str(number) for number in range(INDEXES)]
     for path in folders:
         path.mkdir()
+        (path / "block").write_bytes(b"x")
     for _ in range(CONNECTIONS):
         client = Attacker(mount)
         CLIENTS.append(client)
@@ -114,6 +116,7 @@ def indexes(mount: Path, folder: Path) -> None:
             if error:
                 assert error == EDQUOT, error
                 return
+    raise AssertionError("it gets all that it asks for")
 
 
 def close_and_open(folder: Path) -> None:

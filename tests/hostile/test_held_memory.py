@@ -60,6 +60,10 @@ def kill(mount: KvfuseMount) -> None:
     wait_for_rings(mount)
 
 
+def make_blocks(folder: Path) -> None:
+    os.setxattr(folder, "user.kvfuse.namespace", b"kind=blocks")
+
+
 def held(attack: AttackProcess) -> int:
     attack.tell("look")
     return int(attack.hear()["held"])
@@ -111,7 +115,7 @@ def test_the_tier_comes_back_whenever_its_daemon_is_killed(outliving: KvfuseMoun
 
 
 def test_all_but_the_head_of_an_index_that_ended_is_taken_back(mount: KvfuseMount, folder: Path) -> None:
-    (folder / "block").write_bytes(b"x" * 5000)
+    make_blocks(folder)
     with attacker("attack_held_memory.py", mount, "index", folder) as attack:
         for number in range(ROUNDS):
             assert attack.hear()["count"] == number + 1
@@ -128,6 +132,7 @@ def test_a_user_has_its_share_of_descriptors_for_indexes() -> None:
         folder = mount.point / "folder"
         folder.mkdir()
         os.chown(folder, ATTACKER, ATTACKER)
+        make_blocks(folder)
         with attacker("attack_held_memory.py", mount, "indexes", folder) as attack:
             attack.hear()
             assert len(os.listdir(f"/proc/{stats(mount)['pid']}/fd")) < DESCRIPTORS * 3 / 4
