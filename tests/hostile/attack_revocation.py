@@ -114,6 +114,10 @@ class User:
         """As `look`, of one block by one call."""
         return sorted(self._get(folder, number))
 
+    def arena(self, folder: str, number: int) -> int:
+        """Where a block is."""
+        return self._ask(GET, folder, key(number), iov=self.iov, length=ROOM, flags=VIEW)[3]
+
     def prefetch(self, folder: str, number: int) -> None:
         """Have a stored block brought into the memory of who may read it."""
         name = key(number)

@@ -28,6 +28,8 @@ WORDS = ("allow_other", "volume.capacity=512MiB", "volume.segment_size=64MiB", "
 THEIRS, OTHER = "correct-horse-battery-staple", "another-horse-battery-staple"
 """the token that the attacker knows, and another one"""
 SIZES = 4000, 8000, 60_000
+LARGE = 1_000_000
+"""of blocks of which a few fill an arena"""
 NAMESPACE, TOKEN, CLEAR = "user.kvfuse.namespace", "user.kvfuse.namespace.token", "user.kvfuse.clear"
 WAYS = "mapped", "answered", "found"
 
@@ -296,10 +298,16 @@ def test_memory_is_not_mapped_without_the_folder_it_is_of(users: tuple[User, Use
     victim.open(tree.blocks)
     thief.open(tree.blocks)
     victim.put(tree.blocks, 1)
-    thief.look(1)
+    first = victim.ask("arena", folder=str(tree.blocks), number=1)
+    assert thief.look(1) == by_all_ways(1)
     thief.ask("close")
-    victim.put(tree.blocks, 2, size=SIZES[2])  # of another size, so in another arena
-    assert 2 not in thief.look(1, 2)["mapped"]
+    last = 1
+    while victim.ask("arena", folder=str(tree.blocks), number=last) == first:
+        last += 1
+        assert victim.put(tree.blocks, last, size=LARGE) == {last}
+    assert thief.look(1, last)["mapped"] & {1, last} == {1}
+    thief.open(tree.blocks)
+    assert last in thief.look(1, last)["mapped"], "the handle is what it lacked"
 
 
 @pytest.mark.parametrize("kind", ["blocks"])
