@@ -20,14 +20,15 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from kvfuse.usrbio.client import BlockStore
 
 CAPACITY = 256 * MIB
-SIZES = 4 * KIB, 64 * KIB, 2 * MIB, 17 * MIB
+SIZES = 4 * KIB, 64 * KIB, 300 * KIB, MIB
+"""up to that of a slab, which is the largest that a block has"""
 WRITERS = 4
 Writer = Callable[[KvfuseMount, list[Path], int], None]
 
 
 @pytest.fixture
 def mount() -> Iterator[KvfuseMount]:
-    words = ["kind=evicted-files", f"volume.capacity={CAPACITY}", "volume.segment_size=64MiB"]
+    words = ["cache", f"volume.capacity={CAPACITY}", "volume.segment_size=64MiB"]
     with temporary_mount(words) as mounted:
         yield mounted
         assert " ERROR " not in mounted.log.read_text()
@@ -71,12 +72,7 @@ def put_blocks(mount: KvfuseMount, paths: list[Path], size: int) -> None:
 @pytest.mark.ring(3)
 @pytest.mark.parametrize(
     "write",
-    [
-        copy_files,
-        pytest.param(publish_files),
-        pytest.param(write_by_ring),
-        put_blocks,
-    ],
+    [copy_files, publish_files, put_blocks],
 )
 def test_three_times_the_capacity_goes_in(mount: KvfuseMount, write: Writer) -> None:
     """In turns of one size, so that the slabs of one class have to go to another, and by many threads."""
@@ -97,6 +93,15 @@ def test_three_times_the_capacity_goes_in(mount: KvfuseMount, write: Writer) -> 
     found = check_found(list(blocks.items()))
     assert found > 0.5 * capacity, f"only {found >> 20} MiB of {capacity >> 20} are there"
     wait_until(lambda: not list(mount.point.glob("*.tmp")), "no temporary name")
+
+
+def test_files_of_rings_stay_and_blocks_make_room_for_them(mount: KvfuseMount) -> None:
+    blocks = {mount.point / f"block-{number}": MIB for number in range(CAPACITY // MIB)}
+    publish_files(mount, list(blocks), MIB)
+    files = {mount.point / f"file-{number}": 2 * MIB for number in range(CAPACITY // MIB // 4)}
+    write_by_ring(mount, list(files), 2 * MIB)
+    assert check_found(list(files.items())) == CAPACITY // 2
+    assert 0 < check_found(list(blocks.items())) < CAPACITY // 2
 
 
 def check_found(blocks: list[tuple[Path, int]]) -> int:
