@@ -10,8 +10,10 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,8 @@ NOTED_MAX = 1 << 14
 LOOK_SECONDS = 1.0
 """within which a file is made whose name the kernel looked up for that"""
 LOOKED_MAX = 1 << 14
+FRESH_SECONDS = 0.25
+"""within which a file that was closed gets its name: until then it goes only where nothing else can"""
 ROWS_AHEAD = 1 << 14
 """rows that a policy knows before they are used, at least"""
 AHEAD_MAX = 1 << 31
@@ -88,6 +92,10 @@ class BlockEviction:
     """(table, rows, sizes) of puts; without sizes: of uses"""
     _looked: dict[tuple[int, bytes], float] = field(default_factory=dict)
     """(directory, name) that the kernel looked up and did not find -> when"""
+    _fresh: dict[int, float] = field(default_factory=dict)
+    """key of a block that a file becomes -> until when it is fresh"""
+    _late: dict[int, Victims] = field(default_factory=dict)
+    """namespace -> its victims that were fresh: they go with the next ones, unless they have another name by then"""
     _latest: float = 0.0
     _full: frozenset[int] = frozenset()
     """namespaces that store a block only for another one; ROOT: the volume is full"""
@@ -196,6 +204,20 @@ class BlockEviction:
         with books.lock:
             books.slow(count)
 
+    @contextmanager
+    def becoming(self, table: BlockTable, name: bytes) -> Iterator[None]:
+        """A file that was closed becomes a block in here. Most get another name then: it may not go in between."""
+        key = int(self._keys(table, name_columns([name]), 1)[0])
+        self._fresh[key] = inf
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._fresh.pop(key, None)
+            self._fresh[key] = now + FRESH_SECONDS
+            for old in list(takewhile(lambda key: self._fresh[key] <= now, self._fresh)):
+                del self._fresh[old]
+
     def advance(self, namespace: int, seconds: float) -> None:
         """Move the clock of a namespace ahead, by whole seconds."""
         self._tell()
@@ -263,12 +285,14 @@ class BlockEviction:
 
     def _meet_tables(self) -> None:
         """Have policies know all rows of all tables, and those that are used next: they look at all when it grows."""
-        for found in self._policies.values():
+        for number, found in self._policies.items():
             for place, (table, _) in list(found.tables.items()):
                 if table.has_ended or self.tables.all.get(place) is not table:
                     with found.lock:
                         found.policy.drop_table(place)
                     del found.tables[place]
+                    if (late := self._late.get(number)) is not None:
+                        self._late[number] = _chosen(late, late.tables != place)
         for table in self.tables.all.values():
             if table.has_ended:
                 continue
@@ -361,14 +385,35 @@ class BlockEviction:
             chosen = [one for one in numbers if self._policies[one].settings.soft_pin == is_pinned]
             weights = {one: self._own_use(one)[0] + 1 for one in chosen}
             total = sum(weights.values())
-            for one, weight in weights.items():
-                found = self._policies[one]
-                with found.lock:
-                    gone = found.policy.victims(max(1, (size - freed) * weight // total), self._now(one), forms.SHADOWS)
-                freed += self._drop(gone, "room")
+            before, is_offered = freed, True
+            while freed == before and is_offered:  # what is fresh is offered once
+                is_offered = False
+                for one, weight in weights.items():
+                    found, wanted = self._policies[one], (size - freed) * weight // total
+                    with found.lock:
+                        gone = found.policy.victims(max(1, wanted), self._now(one), forms.SHADOWS)
+                    is_offered |= len(gone.rows) > 0
+                    freed += self._drop_settled(one, gone)
             if freed >= size:
                 break
+        if not freed:
+            freed = sum([self._drop(self._late.pop(one), "room") for one in numbers if one in self._late])
         return freed
+
+    def _drop_settled(self, number: int, gone: Victims) -> int:
+        """Remove victims of a namespace, and those that were late, but for blocks that are fresh."""
+        if number in self._late:
+            gone = Victims._make(map(np.concatenate, zip(self._late.pop(number), gone, strict=True)))
+        now = time.monotonic()
+        keys = np.array([key for key, until in self._fresh.items() if until > now], np.uint64)
+        is_fresh = np.zeros(len(gone.rows), np.bool_)
+        for place in np.unique(gone.tables).tolist() if len(keys) else ():
+            own = gone.tables == place
+            is_fresh[own] = np.isin(self.tables.all[place].rows["low"][gone.rows[own]], keys)
+        if is_fresh.any():
+            self._late[number] = _chosen(gone, is_fresh)
+            gone = _chosen(gone, ~is_fresh)
+        return self._drop(gone, "room")
 
     def empty_slabs(self) -> int:
         """Remove all blocks of some slabs, those that have the fewest bytes. The bytes."""
@@ -384,13 +429,16 @@ class BlockEviction:
         sizes[self.slot_sizes[: len(sizes)] == 0] = 0  # slabs of other hosts
         if sizes[~pinned].any():
             sizes[pinned] = 0
+        for late in self._late.values():  # whose slabs would not become empty yet
+            for place in np.unique(late.tables).tolist():
+                sizes[self.tables.all[place].rows["slab"][late.rows[late.tables == place]]] = 0
         used = np.flatnonzero(sizes)
         chosen = used[np.argsort(sizes[used], kind="stable")[:count]]
         freed = 0
         for number, found in self._policies.items():
             with found.lock:
                 gone = found.policy.in_slabs(chosen.tolist(), self._now(number), forms.SHADOWS)
-            freed += self._drop(gone, "room")
+            freed += self._drop_settled(number, gone)
         return freed
 
     def _drop(self, gone: Victims, reason: str) -> int:
@@ -434,6 +482,10 @@ class BlockEviction:
         """Blocks that went, by reason, and those that were not admitted."""
         names = (*REASONS, "refused")
         return {name: sum([books.counters[name] for books in self.books.values()]) for name in names}
+
+
+def _chosen(blocks: Victims, which: npt.NDArray[np.bool_]) -> Victims:
+    return Victims._make(column[which] for column in blocks)
 
 
 def _excess(settings: Settings, size: int, count: int, share: float) -> int:

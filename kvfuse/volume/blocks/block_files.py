@@ -331,7 +331,8 @@ class BlockFiles:
                 raise errors.FileTooLarge(str(error)) from error  # too many tables: it becomes an ordinary file
             try:
                 terms = RowTerms(like.expires, like.priority, shown_us=_microseconds(like.mtime))
-                (sequence,) = await self.engine.put(table, [name], [content], terms, is_admitted=True)
+                with self.engine.eviction.becoming(table, name):
+                    (sequence,) = await self.engine.put(table, [name], [content], terms, is_admitted=True)
                 break
             except errors.Stale:
                 if is_last:

@@ -6,6 +6,7 @@ import os
 import random
 
 import inside
+import numpy as np
 import pytest
 import trio
 from namespace_lab import make_namespace
@@ -14,6 +15,7 @@ from volume_lab import CALLER, MIB, Disk, lab_options, opened
 from kvfuse.errors import NoSpace, QuotaExceeded
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE, RowTerms
+from kvfuse.volume.blocks import block_eviction
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_tables import BlockTable
 from kvfuse.volume.volume import Volume
@@ -63,6 +65,39 @@ async def test_a_file_gets_the_slabs_of_blocks(disk: Disk, options: Options) -> 
         with pytest.raises(NoSpace):
             for number in range(18, 30):
                 await write_file(volume, ROOT_INODE, b"file-%d" % number, data)
+
+
+@pytest.mark.parametrize("by", ["policy", "slabs"])
+async def test_a_file_that_was_closed_stays_until_it_has_its_name(
+    disk: Disk, options: Options, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines write a file, close it, and rename it: it goes in between only where nothing else is left."""
+    monkeypatch.setattr(block_eviction, "FRESH_SECONDS", 60.0)
+    async with opened(disk, options) as volume:
+        directory = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks", admission="all", eviction="lfu")
+        engine = engine_of(volume)
+        await fill(engine, table := engine.table(directory, directory, 0, 0, 0o644), 100)
+        for _ in range(3):
+            engine.eviction.note_use(table, np.arange(100))
+
+        async def close_file(name: bytes, size: int) -> None:
+            handle, node = await volume.tree.create(directory, name, 0o644, CALLER, os.O_WRONLY)
+            await volume.files.write(handle, 0, name * size)
+            await volume.files.release(handle)
+            volume.tree.forget(node.ino, 1)
+
+        await close_file(b"temporary", 1000)
+        await close_file(b"other", 1000)
+        for _ in range(3):
+            engine.eviction.make_room_in(directory, BLOCK) if by == "policy" else engine.eviction.empty_slabs()
+        assert engine.use(directory)[1] < 102, "others went"
+        await volume.tree.rename(directory, b"temporary", directory, b"name", 0)
+        found = engine.find(directory, b"name")
+        assert found is not None
+        assert bytes(await engine.read(found[0], b"name") or b"") == b"temporary" * 1000
+        while engine.eviction.make_room_in(directory, 24 * MIB):
+            pass
+        assert engine.use(directory) == (0, 0)
 
 
 @pytest.mark.parametrize("quota", ["capacity", "blocks"])
