@@ -312,7 +312,7 @@ def test_what_is_cached_of_a_relaxed_folder_is_corrected(folders: tuple[Path, Pa
 def test_namespaces_are_the_same_on_both(folders: tuple[Path, Path], mounts: tuple[KvfuseMount, KvfuseMount]) -> None:
     one, two = [folder / "space" for folder in folders]
     one.mkdir()
-    os.setxattr(one, SETTINGS, b"kind=cache ttl=3600")
+    os.setxattr(one, SETTINGS, b"kind=blocks admission=all ttl=3600")
     wait_until(lambda: b"ttl=3600" in _settings(two), "the other mount hears of the namespace")
     os.setxattr(two, f"{SETTINGS}.ttl", b"60")
     wait_until(lambda: b"ttl=60" in _settings(one), "the first one hears of the change")
@@ -326,7 +326,8 @@ def test_namespaces_are_the_same_on_both(folders: tuple[Path, Path], mounts: tup
     with pytest.raises(OSError, match="not empty"):
         os.removexattr(two, SETTINGS)
 
-    def files() -> set[int]:
+    def count() -> int:
+        """Of blocks: each mount counts those that it evicts."""
         number = one.stat().st_ino
         rows = [
             row
@@ -334,9 +335,16 @@ def test_namespaces_are_the_same_on_both(folders: tuple[Path, Path], mounts: tup
             for row in json.loads((mount.point / ".kvfuse" / "stats").read_bytes())["namespaces"]
             if row["number"] == number
         ]
-        return {row["used"]["files"] for row in rows}
+        return sum(row["used"]["blocks"] for row in rows)
 
-    wait_until(lambda: files() == {20}, "both mounts count what both have stored")
+    assert count() == 20
+    assert sorted(os.listdir(one)) == sorted(os.listdir(two)) == sorted(f"block{number}" for number in range(20))
+    for number in range(20):
+        ((one, two)[number % 3 % 2] / f"block{number}").unlink()
+    for folder in (one, two):
+        wait_until(lambda folder=folder: not os.listdir(folder), "each mount hears of the other's removals")
+    os.removexattr(two, SETTINGS)
+    wait_until(lambda: not _settings(one), "the first one hears of the end")
 
 
 def _settings(folder: Path) -> bytes:
