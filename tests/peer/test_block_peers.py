@@ -96,3 +96,17 @@ async def test_strict_hosts_that_ask_each_other_see_all_at_once(rng: random.Rand
             assert await reader.get(name) == model.get(name), step
         rounds = sum(host.engine.statistics()["rounds"] for host in hosts) - before
         assert (rounds >= 60) is is_silent
+
+
+async def test_of_two_hosts_the_later_put_counts_however_soon_it_is(rng: random.Random) -> None:
+    """Also where a host stored several blocks within one tick of the kernel's clock."""
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with linked(rng, chaos, strict=False) as hosts:
+        for step in range(60):
+            first, second = rng.sample(hosts, 2)
+            for number in range(4):
+                await first.put(b"key", b"%d-%d" % (step, number))
+            await second.put(b"key", b"%d" % step)
+            for host in hosts:
+                await host.engine.renew(is_strict=True, directory=host.folder, names=[b"key"])
+            assert [await host.get(b"key") for host in (first, second)] == [b"%d" % step] * 2

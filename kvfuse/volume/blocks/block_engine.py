@@ -487,10 +487,10 @@ class BlockEngine:
         *, plain_only: bool,
     ) -> tuple[Numbers, Words]:  # fmt: skip
         results, sequences = np.empty(len(sizes), np.int64), np.zeros(len(sizes), np.uint64)
-        now_us = clock.now() // 1000
+        now_us, sequence = clock.now() // 1000, clock.fine() // 1000 - SEQUENCE_LAG_US
         now = now_us // 1_000_000 + self.eviction.ahead.get(table.namespace, 0)
         self.native.put(
-            table.number, table.readers.directory, *names, plain_only, sources, sizes, now_us - SEQUENCE_LAG_US, now,
+            table.number, table.readers.directory, *names, plain_only, sources, sizes, sequence, now,
             self.eviction.expiry(table.namespace, now, terms.expires), terms.priority, results, sequences,
             terms.shown_us or now_us,
         )  # fmt: skip

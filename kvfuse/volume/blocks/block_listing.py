@@ -49,7 +49,7 @@ without pause"""
 
 def sequence_now() -> int:
     """Blocks that are stored from now on have larger sequences."""
-    return clock.now() // 1000 - SEQUENCE_LAG_US - 1
+    return clock.fine() // 1000 - SEQUENCE_LAG_US - 1
 
 
 class Reading:

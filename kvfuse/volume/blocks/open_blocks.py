@@ -25,6 +25,7 @@ from kvfuse.volume.blocks.block_engine import SEQUENCE_LAG_US, BlockEngine
 from kvfuse.volume.blocks.block_numbers import inode_of, is_block, split_inode, tag_of
 from kvfuse.volume.blocks.block_tables import BlockTable
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
+from kvfuse.volume.views import clock
 
 PINNED_SHARE = 4
 """one arena in so many may be pinned by open blocks"""
@@ -94,9 +95,9 @@ class BlockEntry:
 
     @property
     def ctime(self) -> int:
-        """Sequences are about the microseconds at which blocks were stored."""
+        """Sequences are about the microseconds at which blocks were stored; times are those of a tick before that."""
         stored = self.sequence * 1000
-        return self.mtime if 0 < self.mtime - stored <= SEQUENCE_LAG_US * 1000 else stored
+        return self.mtime if -clock.TICK_MAX < self.mtime - stored <= SEQUENCE_LAG_US * 1000 else stored
 
     @property
     def blocks(self) -> int:

@@ -18,6 +18,10 @@ TIME_MIN, TIME_MAX = -(1 << 63), (1 << 63) - 1
 
 now: Callable[[], int] = partial(time.clock_gettime_ns, _CLOCK_REALTIME_COARSE)
 """Nanoseconds since the epoch, at the last tick."""
+fine: Callable[[], int] = time.time_ns
+"""The same at this moment, for the order of what several hosts do: within a tick, too."""
+TICK_MAX = 10_000_000
+"""nanoseconds between two ticks, at most"""
 
 
 def storable(moment: int) -> int:
