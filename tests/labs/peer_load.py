@@ -22,7 +22,7 @@ READERS = 64
 BLOCK_SIZE = 96 << 10
 BLOCK_COUNT = 600
 FOLDER = "blocks"
-READER_WORDS = ("cache.tier_size=16MiB", "peer.deadline=0.5")
+READER_WORDS = ("cache.tier_size=16MiB", "cache.staging_size=16MiB", "peer.deadline=0.5")
 """it has room for a fraction of the blocks, so that it asks again"""
 LONG_LEASE = 60
 """seconds: a host that is stopped for long still holds the slabs of its blocks after that"""
@@ -93,7 +93,7 @@ def pairs(etcd: EtcdServers, lease: int = LONG_LEASE) -> Iterator[Pair]:
         proxy = stack.enter_context(peer_proxy())
         words = [
             (*own, f"client.lease={lease}")
-            for own in (proxy.words(), READER_WORDS, ("peer.reads=false", READER_WORDS[0]))
+            for own in (proxy.words(), READER_WORDS, ("peer.reads=false", *READER_WORDS[:2]))
         ]
         writer, reader, alone = stack.enter_context(mounted(etcd, words))
         pair = Pair(writer, reader, alone, proxy)
@@ -163,8 +163,8 @@ class Load:
                 self._is_over.set()
                 for thread in threads:
                     thread.join()
-        assert self.problems == []
-        assert self.seconds_max < SECONDS_MAX
+        assert self.problems == [], self.problems[:5]
+        assert self.seconds_max < SECONDS_MAX, self.seconds_max
 
 
 @contextmanager
