@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from mounting import KvfuseMount, wait_until
@@ -21,7 +22,7 @@ from kvfuse_cluster.etcd import EtcdServers
 READERS = 64
 BLOCK_SIZE = 96 << 10
 BLOCK_COUNT = 600
-FOLDER = "blocks"
+FOLDER, FILES = "blocks", "files"
 READER_WORDS = ("cache.tier_size=16MiB", "cache.staging_size=16MiB", "peer.deadline=0.5")
 """it has room for a fraction of the blocks, so that it asks again"""
 LONG_LEASE = 60
@@ -40,6 +41,7 @@ class Pair:
     """a third one, as the reader, which asks no other host"""
     proxy: PeerProxy
     blocks: dict[bytes, bytes] = field(default_factory=dict)
+    files: dict[Path, bytes] = field(default_factory=dict)
 
     def put(self, prefix: str, count: int) -> None:
         """New blocks, and wait until the reader knows of them."""
@@ -51,6 +53,18 @@ class Pair:
             with BlockStore(mount.point, FOLDER) as store:
                 wait_until(lambda store=store: bool(store.exists(list(made)).all()), "the names on another host")
         self.blocks |= made
+
+    def put_files(self, count: int) -> list[Path]:
+        """New ordinary files, which the writer has in memory, as the reader sees them. It knows of all of them then."""
+        rng, folder = random.Random(count), self.writer.point / FILES
+        folder.mkdir()
+        made = {b"%d" % number: rng.randbytes(BLOCK_SIZE) for number in range(count)}
+        with BlockStore(self.writer.point, FILES) as store:
+            assert store.put_many(list(made), list(made.values())).all()
+        found = {self.reader.point / FILES / name.decode(): data for name, data in made.items()}
+        wait_until(lambda: all(path.exists() for path in found), "the names on another host")
+        self.files |= found
+        return list(found)
 
     def ask(self, prefix: bytes = b"") -> None:
         """Read a few blocks, and check them."""

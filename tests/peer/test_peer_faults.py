@@ -96,12 +96,14 @@ def test_a_host_that_ended_comes_back_as_another(end: Callable[[KvfuseMount], No
 
 
 def test_the_engine_is_asked_beside_a_host_that_is_late(pair: Pair) -> None:
-    """And has the bytes first; a host that is only a little late is not forgotten."""
+    """For files, and has the bytes first; a host that is only a little late is not forgotten."""
+    paths = pair.put_files(100)
     before = asked(pair.reader)
     pair.proxy.flowing.clear()
 
     def was_overtaken() -> bool:
-        pair.ask()
+        path = paths.pop()
+        assert path.read_bytes() == pair.files[path]
         return pair.counts("overtaken") > before["overtaken"]
 
     wait_until(was_overtaken, "a read that the engine ended")

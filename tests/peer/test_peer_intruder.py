@@ -58,7 +58,7 @@ class Target:
     identity: HostIdentity
     client: int
     blocks: list[Wanted]
-    """all extents of each block, where its record says that they are"""
+    """all extents of each file, where its record says that they are"""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[PeerStream]:
@@ -97,12 +97,15 @@ async def told(mount: KvfuseMount, port: int) -> Target:
 def target(etcd: EtcdServers) -> Iterator[Target]:
     port = free_port()
     with mounted(etcd, [(f"peer.listen=127.0.0.1:{port}", f"peer.in_flight={IN_FLIGHT}")]) as (mount,):
-        with BlockStore(mount.point, "blocks") as store:
-            assert store.put_many(KEYS, [key * BLOCK_SIZE for key in KEYS]).all()
-        wait_until(lambda: len(trio.run(told, mount, port).blocks) >= len(KEYS), "the records of the blocks")
+        (mount.point / "files").mkdir()
+        for folder in ("files", "blocks"):
+            with BlockStore(mount.point, folder) as store:
+                assert store.put_many(KEYS, [key * BLOCK_SIZE for key in KEYS]).all()
+        wait_until(lambda: len(trio.run(told, mount, port).blocks) >= len(KEYS), "the records of the files")
         yield trio.run(told, mount, port)
-        with BlockStore(mount.point, "blocks") as store:
-            assert [bytes(found or b"") for found in store.get_many(KEYS)] == [key * BLOCK_SIZE for key in KEYS]
+        for folder in ("files", "blocks"):
+            with BlockStore(mount.point, folder) as store:
+                assert [bytes(found or b"") for found in store.get_many(KEYS)] == [key * BLOCK_SIZE for key in KEYS]
 
 
 def anything_of(ino: int, size: int, addr: int = 0, generation: int = 1) -> Wanted:
@@ -164,7 +167,7 @@ async def test_many_connections_have_no_more_on_their_way_than_one(target: Targe
 
 async def test_what_is_not_sealed_is_not_sent(target: Target) -> None:
     """Whatever slot it names: bytes of a file that is being written are nobody's."""
-    path = target.mount.point / "blocks" / "0"
+    path = target.mount.point / "files" / "0"
     ino, new = path.stat().st_ino, b"new!" * (BLOCK_SIZE // 4)
     own = [block for block in target.blocks if block.ino == ino]
     async with target.connected() as stream:
