@@ -257,16 +257,9 @@ class Listener:
             wanted = Wanted(ino, base, addr, generation, low, high, b"")
             if without:
                 self.copies.forget(addr, without)
-            if ino in (BLOCK, BLOCK_ROW):
-                view = neighbourhood.block(wanted)
-                answer = Answer.ABSENT if view is None else Answer.HERE
-                if view is not None and not room.take(len(view)):
-                    answer, view = Answer.BUSY, None
-                if view is not None:
-                    found[place] = view
-                answers["answer"][place] = answer
-                continue
             answer, view = neighbourhood.resident(wanted)
+            if ino == BLOCK:  # a copy, which lies in no registered memory
+                flags &= ~PLACES
             if view is not None and (named := self._elsewhere(neighbourhood.client, caller, wanted, flags)):
                 answer, view = Answer.ELSEWHERE, None
                 answers["named"][place, : len(named)] = named
@@ -284,7 +277,7 @@ class Listener:
             if view is not None:
                 found[place] = view
                 self._note(caller, wanted)
-            elif answer is Answer.ABSENT:
+            elif answer is Answer.ABSENT and ino != BLOCK_ROW:
                 absent.append((place, wanted))
             answers["answer"][place] = answer
         if absent:
@@ -336,7 +329,7 @@ class Listener:
         return [client for client in ranked if client == own or client in places][:NAMED_MAX]
 
     def _note(self, caller: int, wanted: Wanted) -> None:
-        if caller in self.neighbourhood().places:  # or nobody can ask it
+        if caller in self.neighbourhood().places and wanted.ino != BLOCK_ROW:  # or nobody can ask it for that
             self.copies.note(wanted.addr, caller)
 
     def _count(self, answers: Rows) -> None:

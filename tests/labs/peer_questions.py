@@ -8,13 +8,21 @@ import struct
 import numpy as np
 
 from kvfuse.peer.peer_wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, MessageHead, Rows, pack_question
-from kvfuse.volume.views.neighbours import Wanted
+from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Wanted
 
 
 def good_question(rng: random.Random, size: int) -> tuple[MessageHead, Rows]:
     count = rng.randint(1, 6)
     wanted = [
-        Wanted(rng.randrange(10), 0, rng.randrange(10), 1, 0, rng.choice((1, 4096, size)), bytes(4))
+        Wanted(
+            rng.choice((rng.randrange(10), BLOCK, BLOCK_ROW)),
+            0,
+            rng.randrange(10),
+            1,
+            0,
+            rng.choice((1, 4096, size)),
+            bytes(4),
+        )
         for _ in range(count)
     ]
     return MessageHead(count, rng.getrandbits(64), rng.getrandbits(64)), pack_question([(one, 1, 0) for one in wanted])

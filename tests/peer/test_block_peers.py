@@ -16,8 +16,10 @@ from peer_hosts import until
 from shared_lab import volumes
 from volume_lab import MIB, Chaos, Disk, lab_options
 
+from kvfuse.native.blockforms import TOLD_SIZE
 from kvfuse.options.options import PeerOptions
 from kvfuse.peer import service
+from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Answer, Wanted
 
 
 def free_port() -> int:
@@ -110,3 +112,32 @@ async def test_of_two_hosts_the_later_put_counts_however_soon_it_is(rng: random.
             for host in hosts:
                 await host.engine.renew(is_strict=True, directory=host.folder, names=[b"key"])
             assert [await host.get(b"key") for host in (first, second)] == [b"%d" % step] * 2
+
+
+async def test_only_whole_blocks_of_this_moment_are_sent(rng: random.Random) -> None:
+    """Whatever is asked for: bytes of another block, or of a part, are nobody's."""
+    async with linked(rng, [Chaos(random.Random(0))], strict=False) as (host,):
+        own = host.volume.neighbourhood
+        assert own is not None
+        await host.put(b"key", b"old" * 3000)
+        table, row, sequence = host.engine.find(host.folder, b"key") or pytest.fail("it is there")
+        found = table.rows[row].copy()
+        slab, slot = int(found["slab"]), int(found["slot"])
+        addr = slab * host.engine.core.geometry.slab_size + host.engine.native.slot_places(slab, slot)[1]
+        block = Wanted(BLOCK, 0, addr, sequence, 0, 9000, b"")
+        answer, view = own.resident(block)
+        assert answer is Answer.HERE
+        assert view == b"old" * 3000
+        others = [
+            block._replace(generation=sequence + 1), block._replace(generation=0), block._replace(high=8999),
+            block._replace(high=9001), block._replace(low=4096),
+            *[block._replace(addr=addr + step) for step in (-addr, -1, 1, 4096, 12288, 1 << 20, (1 << 63) - addr)],
+            *[Wanted(BLOCK_ROW, 0, low, high, 0, TOLD_SIZE, b"") for low, high in ((0, 0), (1, 1), ((1 << 64) - 1, 1))],
+        ]  # fmt: skip
+        row_of_it = Wanted(BLOCK_ROW, 0, int(found["low"]), int(found["high"]), 0, TOLD_SIZE, b"")
+        assert own.resident(row_of_it)[0] is Answer.HERE
+        others += [row_of_it._replace(low=1), row_of_it._replace(high=TOLD_SIZE + 1)]
+        assert [own.resident(one) for one in others] == [(Answer.ABSENT, None)] * len(others)
+        assert [await own.stored(one) for one in others if one.ino == BLOCK] == [None] * 12
+        await host.put(b"key", b"new" * 3000)
+        assert own.resident(block) == (Answer.ABSENT, None)

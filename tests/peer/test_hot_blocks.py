@@ -61,7 +61,7 @@ def test_mounts_keep_what_they_got_and_serve_it_to_others(etcd: EtcdServers) -> 
                 assert [bytes(found or b"") for found in store.get_many(list(data))] == list(data.values())
             asked = stats(reader)["peers"]["asked"]  # a busy machine may be late: then a block comes from the segments
             late += asked["hedged"] + asked["late"]
-            assert stats(reader)["tier"]["blocks"] >= len(data) - late
+            assert stats(reader)["store"]["resident"] >= len(data) - late
         sent = [stats(mount)["peers"]["served"]["bytes"] for mount in (writer, *readers)]
         copies = [size / len(data) / BLOCK_SIZE for size in sent]
         assert late or sum(copies) <= len(readers) + 0.5, copies

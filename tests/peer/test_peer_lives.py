@@ -16,7 +16,7 @@ from kvfuse_cluster.etcd import EtcdServers
 
 FOLDER = "blocks"
 BLOCK_SIZE = 96 << 10
-SMALL_TIER = "cache.tier_size=16MiB"
+SMALL_TIER = ("cache.tier_size=16MiB", "cache.staging_size=16MiB")
 
 
 def put(writer: KvfuseMount, reader: KvfuseMount, prefix: str, count: int = 20) -> dict[bytes, bytes]:
@@ -85,7 +85,7 @@ def is_of(key: bytes, block: memoryview) -> bool:
 def test_blocks_that_change_and_go_while_they_are_read(etcd: EtcdServers, rng: random.Random) -> None:
     """Their writer's memory holds a part of them, and it overwrites and deletes them: each is whole, or absent."""
     keys = [b"%d" % number for number in range(400)]
-    with mounted(etcd, [(*listening(), SMALL_TIER), (SMALL_TIER,)]) as (writer, reader):
+    with mounted(etcd, [(*listening(), *SMALL_TIER), SMALL_TIER]) as (writer, reader):
         wait_until(lambda: states(reader) == ["connected"], "the connection")
         with BlockStore(writer.point, FOLDER) as store:
             assert store.put_many(keys, [content(rng, key) for key in keys]).all()
@@ -130,15 +130,38 @@ def is_compressed(mount: KvfuseMount) -> bool:
 
 
 def test_compressed_blocks_come_from_disk_tiers_of_others(etcd: EtcdServers, tmp_path: Path) -> None:
-    """As their slots have them; memory has them only as they were put."""
+    """Of files: as their slots have them; memory has them only as they were put."""
     disk = (f"cache.disk_path={tmp_path}", "cache.disk_size=64MiB", "cache.disk_keep=all")
     with mounted(etcd, [listening(), (*listening(), *disk), ()]) as (plain, stored, reader):
         (plain.point / FOLDER).mkdir()
-        os.setxattr(plain.point / FOLDER, "user.kvfuse.namespace", b"kind=cache compression=zstd")
+        os.setxattr(plain.point / FOLDER, "user.kvfuse.namespace", b"kind=files compression=zstd")
         wait_until(lambda: is_compressed(stored), "the setting on the other host")
         wait_until(lambda: states(reader) == ["connected"] * 2, "the connections")
         get(reader, put(plain, reader, "plain"))
         assert asked(reader)["right"] == 0
         tries = iter(range(100))
         wait_until(lambda: are_served(stored, reader, f"stored{next(tries)}-"), "blocks from the other host's disk")
+        assert asked(reader)["wrong"] == 0
+
+
+def test_blocks_that_left_memory_come_from_the_disk_tier_of_their_host(etcd: EtcdServers, tmp_path: Path) -> None:
+    """Compressed as they are there."""
+    disk = (f"cache.disk_path={tmp_path}", "cache.disk_size=256MiB", "cache.disk_keep=all", *SMALL_TIER)
+    with mounted(etcd, [(*listening(), *disk), ()]) as (stored, reader):
+        BlockStore(stored.point, FOLDER).close()
+        os.setxattr(stored.point / FOLDER, "user.kvfuse.namespace", b"compression=zstd")
+        wait_until(lambda: is_compressed(reader), "the setting on the other host")
+        wait_until(lambda: states(reader) == ["connected"], "the connection")
+        tries = iter(range(20))
+
+        def all_came() -> bool:
+            blocks = put(stored, reader, f"{next(tries)}-", 300)
+            wait_until(lambda: stats(stored)["store"]["resident"] < stats(stored)["store"]["blocks"] - 50, "evictions")
+            oldest = dict(list(blocks.items())[:20])
+            before, hits = asked(reader)["bytes"], stats(stored)["disk"]["hits"]
+            get(reader, oldest)
+            came = asked(reader)["bytes"] - before
+            return stats(stored)["disk"]["hits"] > hits and came >= BLOCK_SIZE * len(oldest)
+
+        wait_until(all_came, "blocks from the other host's disk")
         assert asked(reader)["wrong"] == 0

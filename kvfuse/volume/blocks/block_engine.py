@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -35,7 +36,6 @@ from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
-from kvfuse.volume.blocks.head_tables import plan_slab
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
@@ -257,20 +257,39 @@ class BlockEngine:
         return self.native.tell(low, high)
 
     def copy_at(self, addr: int, sequence: int) -> memoryview | None:
-        slab, offset = divmod(addr, self.core.geometry.slab_size)
-        slot = self._slot_at(slab, offset)
-        found = self.native.row_at(slab, slot, sequence) if slot is not None else None
-        table = self.tables.all.get(found[0]) if found is not None else None
-        held = self.arenas.hold(table, found[1], sequence) if table is not None and found is not None else None
+        table, row = self._row_at(addr, sequence)
+        held = self.arenas.hold(table, row, sequence) if table is not None else None
         if held is None:
             return None
         return memoryview(held.home.bytes[held.offset : held.offset + held.size].tobytes())
 
-    def _slot_at(self, slab: int, offset: int) -> int | None:
-        size = int(self._states.slot_sizes[slab]) if 0 <= slab < self.core.geometry.slab_count else 0
-        if not size or offset % size:
+    async def kept_at(self, addr: int, sequence: int) -> memoryview | None:
+        table, row = self._row_at(addr, sequence)
+        if table is None:
             return None
-        return offset // size - plan_slab(self.core.geometry, size)[1]
+        length, packed = (int(table.rows[name][row]) for name in ("length", "packed"))
+        target = memoryview(bytearray(length))
+        one = slot_read(table.namespace, addr, sequence, target, packed * forms.PAGE)
+        return target if await self.reads.read_copy(one) else None
+
+    def _row_at(self, addr: int, sequence: int) -> tuple[BlockTable | None, int]:
+        """Where the block at an address is known, whoever has the slab."""
+        slab, offset = divmod(addr, self.core.geometry.slab_size)
+        slot = self._slot_at(slab, offset)
+        number, row = (self.native.row_at(slab, slot, sequence) if slot is not None else None) or (-1, 0)
+        return self.tables.all.get(number), row
+
+    def _slot_at(self, slab: int, offset: int) -> int | None:
+        """The slot that begins there; the block store knows where those of other hosts do, too."""
+        if slab >= self.core.geometry.slab_count:
+            return None
+        with suppress(ValueError):  # the slab has no slots, or just one
+            first = self.native.slot_places(slab, 0)[1]
+            if offset <= first:
+                return 0 if offset == first else None
+            number, rest = divmod(offset - first, self.native.slot_places(slab, 1)[1] - first)
+            return None if rest else number
+        return None
 
     def _slab_granted(self, slab: int) -> None:
         """A slab came that has blocks: another host held it, or this one went on."""

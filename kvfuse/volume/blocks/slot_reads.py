@@ -67,10 +67,20 @@ class SlotReads:
         rest = [one for one, is_here in zip(wanted, are_here, strict=True) if not is_here]
         if rest:
             await self._read_segments(rest)
+        await self._unpack(wanted)
+        return are_here
+
+    async def read_copy(self, wanted: SlotRead) -> bool:
+        """Fill the memory from the disk tier; whether that has the slot, with whatever bytes."""
+        (is_here,) = await self._read_copies([wanted])
+        if is_here:
+            await self._unpack([wanted])
+        return is_here
+
+    async def _unpack(self, wanted: Sequence[SlotRead]) -> None:
         packed = [(one.target, one.plain) for one in wanted if one.plain is not None]
         if packed:
             await trio.to_thread.run_sync(self._codec.unpack, packed)
-        return are_here
 
     async def _read_copies(self, wanted: Sequence[SlotRead]) -> list[bool]:
         disk, are_here = self.core.disk, [False] * len(wanted)

@@ -22,7 +22,7 @@ from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.views.neighbours import BLOCK_ROW, Answer, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Answer, Wanted
 
 RETRY_SECONDS = 0.5
 
@@ -108,22 +108,22 @@ class Neighbourhood:
     # -- what this host has --------------------------------------------------------------------------
 
     def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
-        """From the shared-memory tier. The bytes stay as they are while the view is held."""
-        return Nearby(self.core).resident(wanted)
-
-    def block(self, wanted: Wanted) -> memoryview | None:
-        """Of the block store: a copy of a block that is in memory, or what is known of one."""
-        blocks = self.core.blocks
-        if blocks is None:
-            return None
-        if wanted.ino == BLOCK_ROW:
-            told = blocks.tell(wanted.addr, wanted.generation)
-            return memoryview(told) if told is not None and len(told) == wanted.high else None
-        found = blocks.copy_at(wanted.addr, wanted.generation)
-        return found if found is not None and len(found) == wanted.high and not wanted.low else None
+        """From memory, or what is known of a block. The bytes stay as they are while the view is held."""
+        if wanted.ino not in (BLOCK, BLOCK_ROW):
+            return Nearby(self.core).resident(wanted)
+        view, blocks = None, self.core.blocks
+        if blocks is not None and wanted.ino == BLOCK:
+            view = blocks.copy_at(wanted.addr, wanted.generation)
+        elif blocks is not None and (told := blocks.tell(wanted.addr, wanted.generation)) is not None:
+            view = memoryview(told)
+        is_whole = view is not None and (wanted.low, wanted.high) == (0, len(view))
+        return (Answer.HERE, view) if is_whole else (Answer.ABSENT, None)
 
     async def stored(self, wanted: Wanted) -> memoryview | None:
         """From the disk tier, verified by what it knows of its copies."""
-        disk = self.core.disk
+        disk, blocks = self.core.disk, self.core.blocks
+        if wanted.ino == BLOCK:
+            view = await blocks.kept_at(wanted.addr, wanted.generation) if blocks is not None else None
+            return view if view is not None and (wanted.low, wanted.high) == (0, len(view)) else None
         stretch = disk.held(wanted.addr, wanted.generation, wanted.low, wanted.high) if disk is not None else None
         return await disk.read(stretch) if disk is not None and stretch is not None else None

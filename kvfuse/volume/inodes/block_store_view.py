@@ -28,6 +28,9 @@ class BlockStoreView(Protocol):
     def copy_at(self, addr: int, sequence: int) -> memoryview | None:
         """A copy of the block at an address, if it is that one, and in memory."""
 
+    async def kept_at(self, addr: int, sequence: int) -> memoryview | None:
+        """The same, from the disk tier."""
+
     def room(self) -> tuple[int, int]:
         """(blocks, bytes that are free in the slabs that the store has) of the volume."""
 
