@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
@@ -141,3 +142,22 @@ async def test_only_whole_blocks_of_this_moment_are_sent(rng: random.Random) -> 
         assert [await own.stored(one) for one in others if one.ino == BLOCK] == [None] * 12
         await host.put(b"key", b"new" * 3000)
         assert own.resident(block) == (Answer.ABSENT, None)
+
+
+async def test_the_segments_are_asked_soon_where_a_host_is_late(rng: random.Random) -> None:
+    """Not when it would have failed: nobody asks them beside it."""
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with linked(rng, chaos, strict=False) as (one, two):
+        await one.put(b"key", b"content" * 10_000)
+        await one.written()
+        patience: list[float] = []
+
+        async def read(wanted: Sequence[Wanted], targets: object, seconds: float = inf) -> list[bool]:
+            patience.append(seconds)
+            return [False] * len(wanted)
+
+        neighbours = two.engine.core.reads.neighbours
+        assert neighbours is not None
+        neighbours.read = read  # type: ignore[method-assign]
+        assert await two.get(b"key") == b"content" * 10_000
+        assert max(patience) < service.LATE_MIN

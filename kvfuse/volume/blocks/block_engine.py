@@ -41,6 +41,7 @@ from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
 from kvfuse.volume.blocks.write_behind import WriteBehind
+from kvfuse.volume.content.nearby import Nearby
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import SegmentsTier
 from kvfuse.volume.measures.speeds import Tier, worth_reading
@@ -724,7 +725,8 @@ class BlockEngine:
                 wanted.append(Wanted(BLOCK, 0, addr, int(row["sequence"]), 0, int(row["length"]), checksum))
                 places.append(number)
         if wanted:
-            came[places] = await neighbours.read(wanted, [targets[number] for number in places])
+            patience = Nearby(self.core).patience(neighbours, wanted)  # then the segments are asked
+            came[places] = await neighbours.read(wanted, [targets[number] for number in places], patience)
         return came
 
     async def _are_confirmed(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
