@@ -165,3 +165,16 @@ def test_blocks_that_left_memory_come_from_the_disk_tier_of_their_host(etcd: Etc
 
         wait_until(all_came, "blocks from the other host's disk")
         assert asked(reader)["wrong"] == 0
+
+
+def test_blocks_that_move_to_other_slots_meanwhile_are_found(etcd: EtcdServers) -> None:
+    """Their host compresses them when it writes them, and the reader knows where they were before that."""
+    with mounted(etcd, [listening(), ()]) as (writer, reader):
+        BlockStore(writer.point, FOLDER).close()
+        os.setxattr(writer.point / FOLDER, "user.kvfuse.namespace", b"compression=zstd")
+        wait_until(lambda: is_compressed(reader), "the setting on the other host")
+        wait_until(lambda: states(reader) == ["connected"], "the connection")
+        for number in range(20):
+            blocks = put(writer, reader, f"{number}-")
+            wait_until(lambda: stats(writer)["store"]["dirty_bytes"] == 0, "blocks on the medium")
+            get(reader, blocks)

@@ -64,8 +64,13 @@ class RowCalls:
         name = call.names[0]
         if door.terms.is_strict or door.store.find(namespace.ino, name) is None:
             await door.store.renew(is_strict=door.terms.is_strict, directory=namespace.ino, names=[name])
+        was_found = False
         for _ in range(4):
             found = door.store.find(namespace.ino, name)
+            was_found, was_lost = found is not None, was_found and found is None
+            if was_lost:  # its host may have it in another slot by now
+                await door.store.renew(is_strict=door.terms.is_strict, directory=namespace.ino, names=[name])
+                continue
             if found is None:
                 if not door.has_files:
                     door.store.note_chain(namespace.ino, name_columns([name]), is_read=True)
