@@ -64,7 +64,7 @@ class RowCalls:
         name = call.names[0]
         if door.terms.is_strict or door.store.find(namespace.ino, name) is None:
             await door.store.renew(is_strict=door.terms.is_strict, directory=namespace.ino, names=[name])
-        was_found = False
+        was_found = was_fetched = False
         for _ in range(4):
             found = door.store.find(namespace.ino, name)
             was_found, was_lost = found is not None, was_found and found is None
@@ -88,7 +88,8 @@ class RowCalls:
                     return True
             elif await call.attempt(partial(_copy, door, table)):
                 return True
-            if (await door.store.fetch(table, [name], rows, sequences))[0]:
+            if not was_fetched and (await door.store.fetch(table, [name], rows, sequences))[0]:
+                was_fetched = True  # where it leaves memory again before it is copied, it is copied here
                 continue
             data = await door.store.read(table, name)
             if data is None:
