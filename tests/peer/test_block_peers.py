@@ -161,3 +161,20 @@ async def test_the_segments_are_asked_soon_where_a_host_is_late(rng: random.Rand
         neighbours.read = read  # type: ignore[method-assign]
         assert await two.get(b"key") == b"content" * 10_000
         assert max(patience) < service.LATE_MIN
+
+
+async def test_a_block_whose_bytes_were_wrong_once_is_found_again(rng: random.Random) -> None:
+    """By a round, though its head is as it was."""
+    options = lab_options(capacity=64 * MIB)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as mounted:
+        one, two = await block_hosts(mounted)
+        await one.put(b"key", b"content" * 1000)
+        await one.written()
+        await two.engine.renew(is_strict=True)
+        segment = next(segment for segment in disk.segments.values() if b"content" * 1000 in segment)
+        place = segment.index(b"content" * 1000)
+        segment[place] ^= 1
+        assert await two.get(b"key") is None
+        segment[place] ^= 1
+        await two.until(b"key", b"content" * 1000)

@@ -743,8 +743,9 @@ class BlockEngine:
         still = (found["sequence"][rows] == sequences) & (found["arena"][rows] == 0)
         foreign = still & (found["flags"][rows] & np.uint32(forms.FOREIGN) != 0)
         if foreign.any() and self.others is not None:  # the other host has replaced or removed them
+            slabs = found["slab"][rows[foreign]].tolist()
             self.native.drop_rows(table.number, rows[foreign], sequences[foreign], np.zeros(len(rows), np.int64))
-            self.others.expire()
+            self.others.expire(slabs)
             still &= ~foreign
         if still.any():
             self.core.counters.checksum_failures += int(np.count_nonzero(still))
@@ -946,9 +947,9 @@ class BlockEngine:
     async def read_row(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block of the medium. None: it is none any more, or it was damaged, and is dropped. EngineError."""
         data = await self._read_beside(table, row, sequence)
-        is_foreign = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
+        is_foreign, slab = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN)), int(table.rows["slab"][row])
         if data is None and self.drop_entry(table, row, sequence) and is_foreign and self.others is not None:
-            self.others.expire()
+            self.others.expire([slab])
         elif data is None and not is_foreign:
             self.core.counters.checksum_failures += 1
             log.warning("a block of directory %d is damaged, and dropped", table.readers.directory)

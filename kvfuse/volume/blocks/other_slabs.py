@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,8 +85,11 @@ class OtherSlabs:
         """A relaxed namespace need not wait for another round. Any thread. ``now``: by `time.monotonic`."""
         return now - self._began_real < RENEWED_SECONDS
 
-    def expire(self) -> None:
-        """A row was not what it said: the next call waits for another round."""
+    def expire(self, slabs: Iterable[int] = ()) -> None:
+        """Rows of these were not what they said: the next call waits for another round, in which their heads count
+        anew. They may be as they were, if bytes were wrong just once."""
+        for slab in slabs:
+            self._known.pop(slab, None)
         self.began = self._began_real = -math.inf
 
     def distrust(self) -> None:
