@@ -396,9 +396,7 @@ class BlockEviction:
                     freed += self._drop_settled(one, gone)
             if freed >= size:
                 break
-        if not freed:
-            freed = sum([self._drop(self._late.pop(one), "room") for one in numbers if one in self._late])
-        return freed
+        return freed or self._drop_late(numbers)
 
     def _drop_settled(self, number: int, gone: Victims) -> int:
         """Remove victims of a namespace, and those that were late, but for blocks that are fresh."""
@@ -433,13 +431,18 @@ class BlockEviction:
             for place in np.unique(late.tables).tolist():
                 sizes[self.tables.all[place].rows["slab"][late.rows[late.tables == place]]] = 0
         used = np.flatnonzero(sizes)
-        chosen = used[np.argsort(sizes[used], kind="stable")[:count]]
-        freed = 0
-        for number, found in self._policies.items():
-            with found.lock:
-                gone = found.policy.in_slabs(chosen.tolist(), self._now(number), forms.SHADOWS)
-            freed += self._drop_settled(number, gone)
-        return freed
+        order, freed = used[np.argsort(sizes[used], kind="stable")], 0
+        while not freed and len(order):  # of some slabs all may be fresh
+            chosen, order = order[:count], order[count:]
+            for number, found in self._policies.items():
+                with found.lock:
+                    gone = found.policy.in_slabs(chosen.tolist(), self._now(number), forms.SHADOWS)
+                freed += self._drop_settled(number, gone)
+        return freed or self._drop_late(list(self._policies))
+
+    def _drop_late(self, numbers: Sequence[int]) -> int:
+        """Remove blocks that are fresh, as there are no others."""
+        return sum([self._drop(self._late.pop(one), "room") for one in numbers if one in self._late])
 
     def _drop(self, gone: Victims, reason: str) -> int:
         """The bytes of slots that are free."""

@@ -89,13 +89,12 @@ async def test_a_file_that_was_closed_stays_until_it_has_its_name(
         await close_file(b"temporary", 1000)
         await close_file(b"other", 1000)
         for _ in range(3):
-            engine.eviction.make_room_in(directory, BLOCK) if by == "policy" else engine.eviction.empty_slabs()
-        assert engine.use(directory)[1] < 102, "others went"
+            assert engine.eviction.make_room_in(directory, BLOCK) if by == "policy" else engine.eviction.empty_slabs()
         await volume.tree.rename(directory, b"temporary", directory, b"name", 0)
         found = engine.find(directory, b"name")
         assert found is not None
         assert bytes(await engine.read(found[0], b"name") or b"") == b"temporary" * 1000
-        while engine.eviction.make_room_in(directory, 24 * MIB):
+        while engine.eviction.make_room_in(directory, 24 * MIB) if by == "policy" else engine.eviction.empty_slabs():
             pass
         assert engine.use(directory) == (0, 0)
 
