@@ -284,6 +284,7 @@ class Client:
             tier=tier,
             chunk_size=MIB,
             strict=True,
+            strict_blocks=True,
             read_only=False,
             inodes=SharedNumberRange(schema.COUNTER_INODE),
             generations=generations,
