@@ -30,6 +30,7 @@ WORDS = (
     "namespace.kind=blocks",
     "namespace.eviction=lru",
     "namespace.admission=all",
+    "publish=strict",
 )
 BLOCK = 256 * KIB
 Mounts = tuple[KvfuseMount, KvfuseMount]

@@ -313,6 +313,7 @@ def test_namespaces_are_the_same_on_both(folders: tuple[Path, Path], mounts: tup
     one, two = [folder / "space" for folder in folders]
     one.mkdir()
     os.setxattr(one, SETTINGS, b"kind=blocks admission=all ttl=3600")
+    os.setxattr(one, "user.kvfuse.publish", b"strict")
     wait_until(lambda: b"ttl=3600" in _settings(two), "the other mount hears of the namespace")
     os.setxattr(two, f"{SETTINGS}.ttl", b"60")
     wait_until(lambda: b"ttl=60" in _settings(one), "the first one hears of the change")
