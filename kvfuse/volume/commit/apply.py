@@ -179,7 +179,7 @@ class Settling:
         self._terms = terms
         self._headers = headers
         self._freeing = trio.Lock()
-        self._durable_epoch = 0
+        self._durable_epoch = -1  # the daemon before may have been killed between a commit and its sync
         """epoch of the last synced commit, which made all before it durable, too"""
 
     def is_durable(self, node: Node) -> bool:
