@@ -137,8 +137,10 @@ class Handle(Protocol):
     """opened with O_DIRECT"""
     appends: bool
     """opened with O_APPEND"""
-    number: int
-    """inode by which the next daemon finds the file; 0: the one by which it was opened"""
+
+    @property
+    def number(self) -> int:
+        """Inode by which the next daemon finds the file; 0: the one by which it was opened."""
 
     @property
     def size(self) -> int:
