@@ -58,6 +58,9 @@ MOONCAKE_CELLS = {
 """with a row of their own for each of these"""
 MEDIAN_TARGETS = {Cell("read", 4 * KIB, 1): 60.0, Cell("exists", 4 * KIB, KEYS_PER_CALL): 1000.0}
 """microseconds of a batch"""
+FILE_OPERATIONS = ("read", "write")
+BLOCK_SIZE_MAX = 4 * MIB
+"""of blocks here: those that are larger than a slab are files"""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def bench_operation(operation: str, setting: RingSetting) -> list[Figure]:
         ring_session(daemon.mountpoint, pattern) as session,
         _references(setting, pattern) as references,
     ):
-        for size in setting.sizes:
+        for size in [size for size in setting.sizes if operation in FILE_OPERATIONS or size <= BLOCK_SIZE_MAX]:
             figures += _bench_size(operation, size, setting, session, references)
     return figures
 
