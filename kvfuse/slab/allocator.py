@@ -22,7 +22,7 @@ with the slots before it in that call already moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from typing import NamedTuple
 
 import numpy as np
@@ -202,6 +202,12 @@ class Allocator:
             self._dirty.add(slab.index)
 
     # -- slabs that are lent -------------------------------------------------------------------------
+
+    def next_free(self, count: int) -> list[int]:
+        """The slabs that `lend` of so many would lend now."""
+        returned = nsmallest(count, self._returned)
+        unused = min(count, self.free_slab_count) - len(returned)
+        return [*returned, *range(self._unused_start, self._unused_start + unused)]
 
     def lend(self, count: int, token: bytes) -> list[int]:
         """Lend up to ``count`` free slabs. Their images are `LENT`, with the token, from the next commit on."""

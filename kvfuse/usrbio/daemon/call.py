@@ -357,11 +357,24 @@ class Completions:
         with self._lock:
             if _is_answered(call) or are_keys_there:
                 return bytes(len(call.names))
-            if self._journal.has_begun(call.entry.user_data):
-                return self._aux[start:end].tobytes()
-            self._aux[start:end] = 0
-            self._journal.mark_begun(call.entry.user_data)
-            return bytes(len(call.names))
+            return self._begin_answers(entry, bytes(len(call.names)))
+
+    def begin_known_answers(self, entry: Entry, found: npt.NDArray[np.bool_]) -> bytes | None:
+        """As `begin_answers`, where the ring's thread knows what it ``found``, and removes it next.
+
+        The answers lie elsewhere than the keys. None: the ring has stopped.
+        """
+        with self._lock:
+            return None if self.stopped else self._begin_answers(entry, bytes(found))
+
+    def _begin_answers(self, entry: Entry, found: bytes) -> bytes:
+        """What a former daemon noted; else note ``found``. The caller holds the lock."""
+        start, end = entry.offset, entry.offset + len(found)
+        if self._journal.has_begun(entry.user_data):
+            return self._aux[start:end].tobytes()
+        self._aux[start:end] = np.frombuffer(found, np.uint8)
+        self._journal.mark_begun(entry.user_data)
+        return bytes(len(found))
 
     def note_found(self, call: Call, number: int) -> None:
         """Note that the key of this number exists, before the caller removes it. EngineError."""

@@ -66,7 +66,7 @@ class EntryServer:
         """entries that were taken and wait"""
         self.reads = ColumnReads(ring, registered)
         self.rows = RowOps(ring, registered, aux)
-        self.row_keys = RowKeys(registered, aux)
+        self.row_keys = RowKeys(registered, aux, ring.completions)
         self.writes = WriteFinder(ring, registered)
         self._checks = EntryChecks(ring, registered, aux, self.lines, weigh)
         allowed = {op: operation for op, operation in OPERATIONS.items() if op_mask >> op & 1}
@@ -105,6 +105,9 @@ class EntryServer:
         Where it is answered at once, it gets no place.
         """
         entry = Entry._make(SQE_STRUCT.unpack(packed))
+        if entry.op == Op.DELETE:  # it notes at its place what it finds, before it removes it
+            self._completions.take(packed, taken_at)
+            return not len(self.serve(np.frombuffer(packed, SQE), taken_at))
         in_thread = self._in_thread.get(entry.op)
         results = in_thread(Batch(entry, np.frombuffer(packed, SQE), taken_at)) if in_thread is not None else None
         if results is not None and (result := int(results[0])) != LEFT:

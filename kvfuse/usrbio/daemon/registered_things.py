@@ -11,10 +11,13 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
@@ -116,6 +119,13 @@ class BlockDoor:
         ttl, priority = PutHints.unpack(hints)
         expires = min(self.store.now(self.namespace) + ttl, TTL_MAX) if ttl else 0
         return self.terms._replace(expires=expires, priority=self.terms.priority + priority)
+
+    def find(self, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which blocks the directory has, whoever may read them, and whatever they are worth. Any thread."""
+        found = np.zeros(len(names), np.bool_)
+        for table in self.store.tables_of(self.directory):
+            found |= table.find(names, self.store.now(table.namespace))[0] >= 0
+        return found
 
     @property
     def sees_all(self) -> bool:

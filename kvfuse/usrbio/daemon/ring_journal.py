@@ -10,8 +10,9 @@ A kill may happen between any two stores, and both positions change with one: `c
 words that is not the present one, and then makes that half the present one. Earlier writes, for a completion or for
 entries that are being taken, count from that store on. Each place says in one word what it has:
 
-* taken, and the position in the submission queue: in flight if that queue's position is beyond it. A mark beside it
-  says that answers of the entry are in the aux area (`mark_begun`), those of a DELETE before it removes a block;
+* taken, and the position in the submission queue: in flight if that queue's position is beyond it. A mark beside it,
+  which stays until the place is free, says that answers of the entry are in the aux area (`mark_begun`), those of a
+  DELETE before it removes a block;
 * pinned, and a pin: in flight; a GET has the pin of the view that will answer it;
 * done, and the position of the last completion that was posted with it: in flight until that was committed, then free.
 
@@ -185,13 +186,13 @@ class RingJournal:
 
     def finish_one(self, place: int, taken: int, given: int) -> None:
         """`finish` of one."""
-        self._state_words[place] = _DONE | given - 1
+        self._state_words[place] = self._state_words[place] & _BEGUN | _DONE | given - 1
         self.commit(taken, given)
         self._busy[place] = 0
 
     def finish(self, places: Places | list[int], taken: int, given: int) -> None:
         """Commit the written completions of these, with the positions."""
-        self._states[places] = _DONE | given - 1
+        self._states[places] = self._states[places] & np.uint64(_BEGUN) | np.uint64(_DONE | given - 1)
         self.commit(taken, given)
         self._are_busy[places] = 0
 
@@ -225,8 +226,7 @@ class RingJournal:
         """Begin with these entries in flight, which `read_state` returned. A kill meanwhile changes nothing of them."""
         places = rows["user_data"].astype(np.intp)
         self._words[_LONE] = 0
-        states = self._states[places]
-        begun = np.where(states & np.uint64(_KIND) == _TAKEN, states & np.uint64(_BEGUN), np.uint64(0))
+        begun = self._states[places] & np.uint64(_BEGUN)
         self._states[places] = np.arange(len(places), dtype=np.uint64) + _TAKEN + begun
         self._are_busy[:] = 0
         self._are_busy[places] = 1

@@ -158,20 +158,14 @@ class RowCalls:
 
     async def _renew(self, door: BlockDoor, names: Sequence[bytes]) -> None:
         """Look for blocks of other hosts, where that may find more of these."""
-        if door.store.is_shared and (door.terms.is_strict or not self._look_for(door, names).all()):
+        if door.store.is_shared and (door.terms.is_strict or not door.find(names).all()):
             await door.store.renew(is_strict=door.terms.is_strict, directory=door.directory, names=names)
 
     async def are_there(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
         """Which blocks exist, whatever they are worth."""
         await self._renew(door, names)
-        answers: list[bool] = self._look_for(door, names).tolist()
+        answers: list[bool] = door.find(names).tolist()
         return answers
-
-    def _look_for(self, door: BlockDoor, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        found = np.zeros(len(names), np.bool_)
-        for table in door.store.tables_of(door.directory):
-            found |= table.find(names, door.store.now(table.namespace))[0] >= 0
-        return found
 
     async def prefetch(self, door: BlockDoor, namespace: NamespaceHandle, names: Sequence[bytes]) -> list[bool]:
         """Bring blocks into memory. Which are there then."""

@@ -1,6 +1,7 @@
 """Serves EXISTS, DELETE and PREFETCH of blocks that are rows in a ring's thread, where that needs no wait.
 
-The answers, a byte for each key, go to the client's memory; the result is how many are not 0.
+The answers, a byte for each key, go to the client's memory; the result is how many are not 0. Those of a DELETE are
+there before it removes a block: where a kill comes between, the next daemon finds nothing, and answers so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from kvfuse.keys import file_names
 from kvfuse.native.blockforms import name_columns
 from kvfuse.usrbio.daemon.batches import LEFT, Batch, Results
-from kvfuse.usrbio.daemon.call import Entry
+from kvfuse.usrbio.daemon.call import Completions, Entry
 from kvfuse.usrbio.daemon.client_memory import Bytes
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
@@ -31,6 +32,7 @@ Found = npt.NDArray[np.bool_]
 class _Keys(NamedTuple):
     """What one entry asks about."""
 
+    entry: Entry
     namespace: NamespaceHandle
     door: BlockDoor
     names: Sequence[bytes]
@@ -39,8 +41,9 @@ class _Keys(NamedTuple):
 class RowKeys:
     """Of one ring (`batches.InThread`), whose thread owns it."""
 
-    def __init__(self, registered: ClientRegistry, aux: Bytes) -> None:
+    def __init__(self, registered: ClientRegistry, aux: Bytes, completions: Completions) -> None:
         self._registered = registered
+        self._completions = completions
         self._aux = aux
 
     def close(self) -> None:
@@ -51,7 +54,7 @@ class RowKeys:
         return self._serve(batch, _look_up, flags=_PREFIX)
 
     def delete(self, batch: Batch) -> Results | None:
-        return self._serve(batch, _drop)
+        return self._serve(batch, self._drop)
 
     def prefetch(self, batch: Batch) -> Results | None:
         return self._serve(batch, _find_resident)
@@ -68,7 +71,7 @@ class RowKeys:
             names = self._read_names(entry, batch.taken_at)
             if names is None or not _is_open(namespace, door):
                 continue
-            found = answer(_Keys(namespace, door, names))
+            found = answer(_Keys(entry, namespace, door, names))
             if found is None:
                 continue
             if first.flags & _PREFIX and not found.all():
@@ -93,6 +96,17 @@ class RowKeys:
         except ValueError:
             return None
 
+    def _drop(self, keys: _Keys) -> Found | None:
+        namespace, door = keys.namespace, keys.door
+        if namespace.read_only or not namespace.may_copy or namespace.waits or door.store.is_shared:
+            return None
+        former = self._completions.begin_known_answers(keys.entry, door.find(keys.names))
+        if former is None:
+            return None
+        found: Found = np.frombuffer(former, np.uint8) != 0
+        found |= np.array(door.store.drop(door.directory, keys.names), np.bool_)
+        return found
+
 
 def _is_open(namespace: NamespaceHandle, door: BlockDoor) -> bool:
     """What is known of the client's rights, and of the directory, is as it was; all that it has are rows."""
@@ -108,12 +122,6 @@ def _look_up(keys: _Keys) -> Found | None:
     if found is not None:
         measure(keys.namespace, "exists", time.perf_counter() - began, 1)
     return found
-
-
-def _drop(keys: _Keys) -> Found | None:
-    if keys.namespace.read_only or not keys.namespace.may_copy or keys.namespace.waits or keys.door.store.is_shared:
-        return None
-    return np.array(keys.door.store.drop(keys.door.directory, keys.names), np.bool_)
 
 
 def _find_resident(keys: _Keys) -> Found | None:

@@ -145,15 +145,15 @@ class BlockSlabs:
 
     async def _lend(self, count: int) -> bool:
         await self.announce()
+        await self._make_segments(count)
+        if not self.allocator.free_slab_count and self.more is not None and await self.more():
+            await self._make_segments(count)
         token = os.urandom(TOKEN_SIZE)
         lent = self.allocator.lend(count, token)
-        if not lent and self.more is not None and await self.more():
-            lent = self.allocator.lend(count, token)
         if not lent:
             return False
         self.arriving = len(lent)
         try:
-            await self.make_segments({self.geometry.locate_head(slab)[0] for slab in lent})
             await self.store_records()
         except BaseException:
             for slab in lent:
@@ -164,6 +164,13 @@ class BlockSlabs:
         self.loans += 1
         self.core.add_slabs(np.array(lent, np.uint32), int.from_bytes(token, "little"))
         return True
+
+    async def _make_segments(self, count: int) -> None:
+        """Make those of the slabs that are lent next: from when they are, any commit may say so."""
+        made: set[int] = set()
+        while not (wanted := {self.geometry.locate_head(slab)[0] for slab in self.allocator.next_free(count)}) <= made:
+            await self.make_segments(wanted)  # others may take slabs meanwhile
+            made |= wanted
 
     def give_back(self, count: int) -> list[int]:
         """Give up to so many free slabs back to the volume."""

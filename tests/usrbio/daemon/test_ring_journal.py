@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
+from killed_lines import Killed, killed_at
 
 from kvfuse.usrbio.daemon import call, ring_journal
 from kvfuse.usrbio.daemon.call import Completion, Completions
@@ -28,32 +25,6 @@ KILLS = 300
 LINES = 120
 """that a step of a daemon has, about"""
 FILES = {module.__file__ for module in (call, ring_journal, queues)}
-
-
-class Killed(BaseException):
-    """Nothing runs after this, in a daemon that was killed."""
-
-
-@contextmanager
-def killed_at(line: int) -> Iterator[None]:
-    """Raise Killed before the ``line``-th line of the modules that matter."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name == "full":  # a lock of the whole process
-            return None
-        if event == "line":
-            count += 1
-            if count == line:
-                raise Killed
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
 
 
 class Client:
@@ -168,7 +139,7 @@ def test_each_entry_is_completed_once_whenever_daemons_are_killed(descriptors: l
     while kills < KILLS:
         client.submit(rng.randrange(client.room + 1))
         try:
-            with killed_at(rng.randrange(1, LINES)):
+            with killed_at(rng.randrange(1, LINES), FILES):
                 daemon.take()
                 daemon.complete()
         except Killed:
@@ -189,7 +160,7 @@ def go_on(descriptors: list[int], held: set[int], rng: random.Random) -> Daemon:
     while True:
         daemon = Daemon(descriptors, held, rng)
         try:
-            with killed_at(rng.randrange(1, LINES)):
+            with killed_at(rng.randrange(1, LINES), FILES):
                 daemon.go_on()
         except Killed:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,17 +10,23 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pytest
+from killed_lines import Killed, killed_at
 
 from kvfuse.keys import file_name
+from kvfuse.usrbio.daemon import call, ring_journal, row_keys
 from kvfuse.usrbio.daemon.batches import LEFT, Batch
-from kvfuse.usrbio.daemon.call import Entry
+from kvfuse.usrbio.daemon.call import Completions, Entry
 from kvfuse.usrbio.daemon.registered_things import NO_GROUP, BlockDoor, NamespaceHandle
+from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.row_keys import KEYS_AT_ONCE, RowKeys
-from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Flag, Op, pack_keys
+from kvfuse.usrbio.protocol import queues
+from kvfuse.usrbio.protocol.queues import RingMemory
+from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Flag, Layout, Op, pack_keys
 from kvfuse.volume.api import NameColumns
 
 AUX = 1 << 16
 HANDLE, DIRECTORY = 7, 5
+SERVING = {__file__, *(module.__file__ for module in (call, ring_journal, row_keys, queues))}
 KEYS = [*(b"key-%d" % number for number in range(30)), b"a/b", b".", b"%", b"x" * 255]
 
 
@@ -35,9 +42,10 @@ class _Store:
         self.rows: npt.NDArray[np.void] = np.zeros(len(KEYS), [("arena", np.uint32)])
         self.readers = None
         self.namespace = 1
+        self.tables: tuple[Any, ...] = (self,)
 
     def tables_of(self, directory: int) -> tuple[Any, ...]:
-        return TABLES
+        return self.tables
 
     def now(self, namespace: int) -> int:
         return 0
@@ -62,18 +70,22 @@ class _Store:
         return found
 
 
-TABLES = ()
+class _Completions:
+    """Of entries that no daemon served before."""
+
+    def begin_known_answers(self, entry: Entry, found: npt.NDArray[np.bool_]) -> bytes:
+        return bytes(len(found))
 
 
 def make(store: _Store) -> tuple[RowKeys, NamespaceHandle, npt.NDArray[np.uint8]]:
     door = BlockDoor(
-        cast(Any, store), DIRECTORY, 1, None, TABLES, (cast(Any, store),), has_files=False, reads_all=True
+        cast(Any, store), DIRECTORY, 1, None, store.tables, store.tables, has_files=False, reads_all=True
     )  # fmt: skip
     namespace = NamespaceHandle(DIRECTORY, 0o644, NO_GROUP, blocks=door)
     namespace.epoch = namespace.gates.epoch
     aux = np.zeros(AUX, np.uint8)
     registered = SimpleNamespace(namespaces={HANDLE: namespace})
-    return RowKeys(cast(Any, registered), aux), namespace, aux
+    return RowKeys(cast(Any, registered), aux, cast(Any, _Completions())), namespace, aux
 
 
 def make_entry(op: Op, keys: list[bytes], aux: npt.NDArray[np.uint8], **fields: int) -> npt.NDArray[np.void]:
@@ -178,3 +190,49 @@ def test_nothing_is_done_without_the_right_to(rng: random.Random) -> None:
     assert serve(server, make_entry(Op.EXISTS, [b"key-1", b"key-2"], aux)) == 1
     store.with_files.add(DIRECTORY)
     assert serve(server, make_entry(Op.EXISTS, [b"key-1"], aux)) == LEFT
+
+
+def test_a_delete_answers_once_whichever_line_its_daemon_is_killed_at(rng: random.Random) -> None:
+    """The next daemon finds no block where the former one removed it, and answers what that one found."""
+    layout, bell, line = Layout.of(16, AUX), os.eventfd(0, os.EFD_NONBLOCK), 0
+    is_killed = True
+    while is_killed:
+        line, is_killed = line + 1, False
+        store = _Store(rng)
+        keys = rng.sample(KEYS, 12)
+        expected = [file_name(key) in store.names for key in keys]
+        memory, descriptor = RingMemory.create(layout)
+        _, journal_descriptor = RingJournal.create(layout.entries)
+        entry = make_entry(Op.DELETE, keys, memory.aux)
+        memory.sq.write(entry)
+        memory.sq.publish(1)
+        try:
+            with killed_at(line, SERVING):
+                run(store, descriptor, journal_descriptor, bell)
+        except Killed:
+            is_killed = True
+        run(store, descriptor, journal_descriptor, bell)
+        answers = int(entry["offset"][0])
+        assert memory.aux[answers : answers + len(keys)].tolist() == expected, line
+        assert memory.cq.given == 1
+        assert memory.cq.read(1)["result"] == sum(expected), line
+        assert store.names.isdisjoint(map(file_name, keys))
+        for number in (descriptor, journal_descriptor):
+            os.close(number)
+    os.close(bell)
+    assert line > 20
+
+
+def run(store: _Store, descriptor: int, journal_descriptor: int, bell: int) -> None:
+    """A daemon: go on with what is in flight, or take the entry; serve it, and end."""
+    memory = RingMemory.attach(descriptor)
+    completions = Completions(memory, bell, lambda pin: None, RingJournal(journal_descriptor, memory.layout.entries))
+    rows, _ = completions.restore()
+    if not len(rows) and memory.sq.given != memory.sq.position:
+        packed = memory.sq.read_packed(1)
+        completions.take(packed, 1e9)
+        rows = memory.sq.unpacked(packed)
+    if len(rows):
+        server = make(store)[0]
+        server._aux, server._completions = memory.aux, completions
+        completions.post(rows["user_data"], [serve(server, rows)])

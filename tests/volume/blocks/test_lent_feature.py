@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import inside
 import pytest
 from block_tree import engine_of, make_block_tree
 from namespace_lab import make_namespace
@@ -54,6 +55,32 @@ async def test_no_slab_is_lent_before_the_superblock_is_stored(
         await tree.put(engine, {b"a": b"bytes"})
         assert engine.core.slabs.lent
     assert formatting.read_superblock(tree.options.volume_path).features & layout.FEATURE_LENT
+
+
+async def test_no_record_says_that_a_slab_is_lent_before_its_segment_is_there(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is committed while the segment is made: the daemon may be killed then."""
+    tree = await make_block_tree(tmp_path, rng)
+    async with open_volume(tree.options) as volume:
+        engine = engine_of(volume)
+        tree.directory = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks")
+        made: list[set[int]] = []
+
+        async def fail(segments: set[int]) -> None:
+            made.append(segments)
+            await engine.commit()
+            raise EngineError("injected")
+
+        monkeypatch.setattr(engine.slabs, "make_segments", fail)
+        with pytest.raises(EngineError, match="injected"):
+            await tree.put(engine, {b"a": b"bytes"})
+        lent = await inside.records(volume).scan(b"s")
+        assert made
+        assert not lent
+        monkeypatch.undo()
+        await tree.put(engine, {b"a": b"bytes"})
+    assert not (await tree.check()).problems
 
 
 async def test_features_of_a_shared_superblock_add_up(tmp_path: Path) -> None:
