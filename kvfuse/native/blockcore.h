@@ -1367,9 +1367,9 @@ typedef struct {
     } *rows;
 } Landing;
 
-/* Reserve memory for blocks that only a slab has. ``places``: address, or 0; then ``sizes`` has the reason. ``packed``:
-   bytes in the slot, if they are compressed there; the block's own belong to its place. Names may come
-   from the medium, and be anything: they count if they have the fingerprint. */
+/* Reserve memory for blocks that only a slab has. ``places``: address, or 0; then ``sizes`` has the reason, 0 for a block
+   that is in memory by now. ``packed``: bytes in the slot, if they are compressed there; the block's own belong to its
+   place. Names may come from the medium, and be anything: they count if they have the fingerprint. */
 static void reserve_all(Core *core, Landing *landing, const Names *names, const int64_t *rows, const uint64_t *sequences,
                         uint64_t *places, int64_t *sizes, uint32_t *slabs, uint64_t *offsets, int64_t *packed)
 {
@@ -1384,9 +1384,11 @@ static void reserve_all(Core *core, Landing *landing, const Names *names, const 
         const Row *row = table->index.rows + rows[i];
         Fingerprint wanted = fingerprint_of(table->index.multipliers, row->directory, name, length);
         lock(core);
-        if (!table->is_ended && (row->version & 1) && row->sequence == sequences[i] && !row->arena &&
-            data_place(core, row->slab, row->slot, offsets + i, &count) && row->name_length == length &&
-            is_same(row->fingerprint, wanted)) {
+        int is_there = !table->is_ended && (row->version & 1) && row->sequence == sequences[i];
+        if (is_there && row->arena) {
+            sizes[i] = 0;
+        } else if (is_there && data_place(core, row->slab, row->slot, offsets + i, &count) &&
+                   row->name_length == length && is_same(row->fingerprint, wanted)) {
             one->row = (uint32_t)rows[i], one->sequence = row->sequence, one->length = row->length;
             one->arena = take_memory(core, table, row->length, length, &one->offset, &one->note);
             sizes[i] = one->arena ? (int64_t)row->length : NO_MEMORY;

@@ -637,7 +637,7 @@ class RowApi(Protocol):
         self, table: Any, names: Sequence[bytes], rows: Numbers, sequences: npt.NDArray[np.uint64],
         *, is_ahead: bool = False,
     ) -> Numbers:  # fmt: skip
-        """Bring blocks into memory: 1 for each that came. ``is_ahead``: nobody reads them now. EngineError."""
+        """Bring blocks into memory: 1 for each that is there then. ``is_ahead``: nobody reads them now. EngineError."""
 
     async def read(self, table: Any, name: bytes) -> bytearray | None:
         """A copy of a block; None: there is none any more. EngineError."""

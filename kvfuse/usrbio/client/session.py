@@ -95,7 +95,11 @@ class Session:
         """words of rings"""
         self._socket = _connect(mount, deadline)
         try:
-            reply, _ = self.request(Request.HELLO, VERSION)
+            try:
+                reply, _ = self.request(Request.HELLO, VERSION)
+            except Disconnected:  # a daemon that is killed as it accepts a client has not kept it for the next one
+                self._socket, self._closing = _connect(mount, deadline), False
+                reply, _ = self.request(Request.HELLO, VERSION)
             if reply.values[0] != VERSION:
                 raise Disconnected(f"the daemon speaks version {reply.values[0]} of the ring protocol, not {VERSION}")
             for token in tokens:

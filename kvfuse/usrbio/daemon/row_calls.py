@@ -183,7 +183,7 @@ class RowCalls:
             if len(wanted):
                 some = [names[number] for number in wanted.tolist()]
                 loaded[wanted] = (
-                    await door.store.fetch(table, some, rows[wanted], sequences[wanted], is_ahead=True) != 0
+                    await door.store.fetch(table, some, rows[wanted], sequences[wanted], is_ahead=True) == 1
                 )
         answers: list[bool] = loaded.tolist()
         return answers

@@ -67,6 +67,8 @@ SEQUENCE_LAG_US = 1000
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 """of where a listing goes on: the place of a table above"""
+LOOKS_AHEAD, AHEAD_SECONDS = 3, 1.0
+"""how often, and for how long, memory may be made free for blocks that are brought ahead"""
 SWEPT_AT_ONCE = 20_000
 SHARED_PARTS = 16
 """one slab in so many is the most that a host of a shared volume has free ahead of need"""
@@ -654,10 +656,11 @@ class BlockEngine:
         self._work.set()
         self.writer.wake()
 
-    async def _look_soon(self) -> None:
-        """Return when `_keep_ready` has looked, or the writer has moved."""
-        with trio.move_on_after(ACTIVE_SECONDS):
+    async def _look_soon(self) -> bool:
+        """Return when `_keep_ready` has looked, or after a moment. Whether it has."""
+        with trio.move_on_after(ACTIVE_SECONDS) as scope:
             await self._has_looked.wait()
+        return not scope.cancelled_caught
 
     # -- gets ----------------------------------------------------------------------------------------------
 
@@ -673,7 +676,26 @@ class BlockEngine:
     async def fetch(
         self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words, *, is_ahead: bool = False
     ) -> Numbers:
-        """Bring blocks into memory. 1 for each that came; what is damaged is dropped. EngineError."""
+        """Bring blocks into memory. 1 for each that is there then; what is damaged is dropped. EngineError.
+
+        ``is_ahead``: nobody reads them now, so it waits for memory, unless they are half of what there is already.
+        """
+        results, is_short = await self._fetch(table, names, rows, sequences, is_ahead=is_ahead)
+        looks, give_up = LOOKS_AHEAD if is_ahead else 0, trio.current_time() + AHEAD_SECONDS
+        while is_short.any() and looks and trio.current_time() < give_up:
+            if 2 * int(table.rows["length"][rows[results == 1]].sum()) > self.arenas.capacity:
+                break
+            self.wake()
+            looks -= await self._look_soon()
+            at = np.flatnonzero(is_short)
+            some = [names[number] for number in at.tolist()]
+            results[at], is_short[at] = await self._fetch(table, some, rows[at], sequences[at], is_ahead=True)
+        return results
+
+    async def _fetch(
+        self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words, *, is_ahead: bool
+    ) -> tuple[Numbers, Mask]:
+        """`fetch` without waiting for memory: (results, which lack memory)."""
         count = len(names)
         places, sizes = np.zeros(count, np.uint64), np.zeros(count, np.int64)
         slabs, offsets, packed = np.zeros(count, np.uint32), np.zeros(count, np.uint64), np.zeros(count, np.int64)
@@ -707,7 +729,9 @@ class BlockEngine:
         if len(again := wanted[is_wrong & are_copies]):  # the segments are asked
             some = [names[number] for number in again.tolist()]
             results[again] = await self.fetch(table, some, rows[again], sequences[again])
-        return results
+        lack_place = places == 0
+        results[lack_place] = sizes[lack_place] == 0
+        return results, lack_place & (sizes == forms.NO_MEMORY)
 
     async def _read_nearby(self, found: npt.NDArray[np.void], targets: Sequence[memoryview]) -> npt.NDArray[np.bool_]:
         """Read blocks of other hosts from their memory. Which came: their bytes are right."""

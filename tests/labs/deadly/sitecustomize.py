@@ -2,8 +2,9 @@
 
 It does so once for each file in the folder KVFUSE_TESTS_DEADLY, which has the name of a kind of request: of the kernel,
 or, as ``KIND-done``, ``KIND-told`` and ``KIND-noted``, of a client of rings: before its reply, after it, and when
-nothing but the message in the socket tells of it any more. Or, as ``hello-new``, before anything is kept of a client;
-as ``cut-told``, when it was kept that a client knows what is lost of a file.
+nothing but the message in the socket tells of it any more. Or, as ``accept-new``, before the socket of a client is
+kept, and as ``hello-new``, before anything else is; as ``cut-told``, when it was kept that a client knows what is lost
+of a file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def die() -> NoReturn:
 
 def be_deadly_to_rings(folder: Path) -> None:
     from kvfuse.usrbio.daemon.connection import Connection
-    from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
+    from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping
     from kvfuse.usrbio.protocol.wire import Message, Request
 
     answer, reply, answered, greet = (
@@ -45,7 +46,7 @@ def be_deadly_to_rings(folder: Path) -> None:
         ConnectionKeeping.end_reply,
         ConnectionKeeping.keep_connection,
     )
-    told = ConnectionKeeping.clear_cut
+    told, accept = ConnectionKeeping.clear_cut, Arrivals.keep
     present: list[str] = []
 
     def look(moment: str) -> None:
@@ -75,13 +76,18 @@ def be_deadly_to_rings(folder: Path) -> None:
         look("new")
         greet(self, *args)
 
+    def accept_(self: Any, *args: Any) -> str:
+        present[:] = ["accept"]
+        look("new")
+        return accept(self, *args)
+
     def told_(self: Any, *args: Any) -> None:
         told(self, *args)
         present[:] = ["cut"]
         look("told")
 
     Connection._answer, Connection._reply, ConnectionKeeping.clear_cut = answer_, reply_, told_
-    ConnectionKeeping.end_reply, ConnectionKeeping.keep_connection = answered_, greet_
+    ConnectionKeeping.end_reply, ConnectionKeeping.keep_connection, Arrivals.keep = answered_, greet_, accept_
 
 
 if "KVFUSE_TESTS_DEADLY" in os.environ and "kvfuse.cli" in sys.orig_argv:

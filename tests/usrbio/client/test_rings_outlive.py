@@ -321,7 +321,9 @@ def test_a_daemon_may_die_over_any_request(
         client = dies("hello", lambda: connect(mount.point, deadline=3 * PATIENCE_S))
         ends.callback(client.close)
         if moment == "new":
-            return
+            client.close()
+            with dies("accept", lambda: connect(mount.point, deadline=3 * PATIENCE_S)):
+                return
         namespace = dies("open_namespace", lambda: client.namespace("blocks"))
         iov = dies("add_iov", lambda: client.iov(65536))
         file = dies("add_file", lambda: client.file(mount.point / "file"))

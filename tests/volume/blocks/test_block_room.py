@@ -142,3 +142,22 @@ async def test_files_and_blocks_share_a_quota(disk: Disk, options: Options, quot
                     assert accounts.use(directory).files > 1
                 check_sum()
                 await trio.lowlevel.checkpoint()
+
+
+async def test_a_block_comes_ahead_of_need_where_all_memory_is_in_use(disk: Disk, options: Options) -> None:
+    """Memory of folders that are not used goes to the one whose blocks are prefetched."""
+    async with opened(disk, options) as volume:
+        engine = engine_of(volume)
+        directory = await make_namespace(volume, ROOT_INODE, b"kv", kind="blocks", admission="all")
+        modes = range(0o600, 0o600 + 16)  # a table each
+        tables = [engine.table(directory, directory, 0, 0, mode) for mode in modes]
+        for number, table in enumerate(tables):
+            await engine.put(table, [b"%d" % number], [memoryview(random.Random(number).randbytes(BLOCK))], RowTerms())
+        await engine.writer.flush()
+        was_here = []
+        for number, table in enumerate(tables):
+            rows, sequences = table.find([b"%d" % number], 0)
+            was_here.append(bool(table.rows["arena"][rows[0]]))
+            for _ in range(2):  # one that is there is there
+                assert (await engine.fetch(table, [b"%d" % number], rows, sequences, is_ahead=True)).tolist() == [1]
+        assert not all(was_here)
