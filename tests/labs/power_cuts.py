@@ -1,13 +1,13 @@
 """Engines in memory that know what a loss of power may leave: what was synced, and any part of what came later.
 
-Segment writes since the last sync may be there or not, each sector of 512 bytes for itself, in any order. Commits since
-the last durable one are there in order, up to any of them.
+Each sector of 512 bytes has those of its writes since the last sync that came before some instant, another one for each
+sector. Commits since the last durable one are there in order, up to any of them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -47,25 +47,37 @@ class Instant:
             for number, size in self.sizes.items()
         }  # fmt: skip
         mode = mode or rng.choice(MODES)
-        writes = list(self.writes)
-        if mode == "prefix":
-            writes = writes[: rng.randint(0, len(writes))]
-        elif mode != "all":
-            rng.shuffle(writes)
-        share = rng.random()
-        for segment, offset, data in writes if mode != "none" else ():
-            if mode in ("prefix", "all") or (mode == "some" and rng.random() < share):
-                segments[segment][offset : offset + len(data)] = data
-            elif mode == "sectors":
-                start = offset
-                while start < offset + len(data):
-                    end = min(offset + len(data), (start // SECTOR + 1) * SECTOR)
-                    if rng.random() < share:
-                        segments[segment][start:end] = data[start - offset : end - offset]
-                    start = end
+        writes = self.writes[: {"none": 0, "prefix": rng.randint(0, len(self.writes))}.get(mode)]
+        lasts = _choose_lasts(writes, rng, each=mode == "sectors") if mode in ("some", "sectors") else None
+        for order, (segment, offset, data) in enumerate(writes):
+            for start, end in _pieces(offset, len(data)) if lasts is not None else [(offset, offset + len(data))]:
+                if lasts is None or order <= lasts.get((segment, start // SECTOR), -1):
+                    segments[segment][start:end] = data[start - offset : end - offset]
         number = rng.randint(0, len(self.commits))
         records = dict(self.commits[number - 1] if number else self.records)
         return Disk(self.superblock, records, self.version, segments)
+
+
+def _pieces(offset: int, length: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of the part of a write in each sector."""
+    start = offset
+    while start < offset + length:
+        end = min(offset + length, (start // SECTOR + 1) * SECTOR)
+        yield start, end
+        start = end
+
+
+def _choose_lasts(
+    writes: Sequence[tuple[int, int, bytes]], rng: random.Random, *, each: bool
+) -> dict[tuple[int, int], int]:
+    """(segment, sector) -> the number of the last write that it has. ``each``: sectors of a write go apart."""
+    lasts, share = dict[tuple[int, int], int](), rng.random()
+    for order, (segment, offset, data) in enumerate(writes):
+        is_there = rng.random() < share
+        for start, _ in _pieces(offset, len(data)):
+            if (rng.random() < share) if each else is_there:
+                lasts[segment, start // SECTOR] = order
+    return lasts
 
 
 @dataclass
