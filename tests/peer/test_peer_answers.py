@@ -228,7 +228,7 @@ async def test_many_reads_that_a_host_was_late_for_at_once_are_few_failures() ->
             for number in range(64):
                 nursery.start_soon(reader.read, writer.wanted(1 + number % 8))
         proxy.be_honest()
-        assert reader.peers.counters.late == 64
+        assert 8 < reader.peers.counters.late <= 64, "those that began before it was known to be late"
         neighbour = reader.peers.neighbours[1]
         assert trio.current_time() < neighbour._shunned_until < trio.current_time() + 1
         assert await is_served_again(writer, reader)
