@@ -19,6 +19,7 @@ import trio
 from kvfuse.errors import BadHandle, EngineError, OperationError, Stale
 from kvfuse.kept.keeper import Keeper
 from kvfuse.kept.rows import Rows
+from kvfuse.native import fusewire
 from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
 
 FORM = 1
@@ -40,8 +41,11 @@ ROW_SIZE = _NAMES_AT + 2 * _NAME_ROOM
 assert _NAMES_AT == _SERIAL_AT + 8 == 64
 
 PLACE_BITS = 24
-SERIAL_MAX = (1 << 61 - PLACE_BITS) - 1
-"""an fh has 61 bits; see `virtual` and `fusewire`"""
+SERIAL_MAX = (1 << 60 - PLACE_BITS) - 1
+"""an fh has 60 bits, and the mark; see `virtual` and `fusewire`"""
+GIVEN_IN_C = 1 << 60
+"""mark of an fh that C gave to a block which is read (``native/blockdoor.h``). It has no row: its inode tells all"""
+NOBODY = Caller(0, 0)
 NO_PLACE = (1 << PLACE_BITS) - 1
 """place of a handle without a row: it does not outlive this daemon"""
 KEPT_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_DIRECT | os.O_NOATIME
@@ -272,6 +276,9 @@ class OpenFiles:
         """
         while (handle := self._handles.get(fh)) is None:
             row = self._table.before.get(fh) if self._table is not None else None
+            if fh & GIVEN_IN_C and (ino := fusewire.node()):
+                self._handles[fh] = await self._volume.files.open(ino, os.O_RDONLY, NOBODY)
+                continue
             if row is None or self._table is None:
                 raise BadHandle(f"handle {fh} is not open")
             try:
@@ -327,7 +334,7 @@ class OpenFiles:
         handle = self._handles.pop(fh, None)
         if handle is None:
             return False
-        if self._table is not None:
+        if self._table is not None and not fh & GIVEN_IN_C:
             self._remove_row(fh, self._inodes.pop(fh))
         await self._volume.files.release(handle)
         return True

@@ -62,6 +62,8 @@ KEPT = "fuse/connection"
 """keeper entry: INIT, and the descriptor; see `keeper`"""
 KEPT_DEVICE = "fuse/device"
 """keeper entry: the mount's st_dev: an unmount may precede the next daemon's stat"""
+READERS = 2
+"""threads that read requests, and answer some of them in C"""
 END_SECONDS = 20.0
 """timeout of each step of the way out, so that SIGTERM always ends a daemon"""
 DOORS_SECONDS = 5.0
@@ -103,6 +105,8 @@ async def serve_mount(
                     words = build_kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options, handover)
                     fusewire.configure(is_shared=options.is_shared)
+                    if (way := volume.begin_kernel_answers(operations.attr_timeout)) is not None:
+                        fusewire.use(way, READERS)
                     kernel = FuseKernelCache(volume.is_known_to_kernel, operations.names, operations.absences)
                     volume.connect_kernel(kernel)
                     leaving = leaving or Leaving()
@@ -179,6 +183,7 @@ def make_operations(volume: Volume, options: Options, handover: KeptHandover | N
         attr_timeout=min(options.mount.attr_timeout, SHARED_ATTR_SECONDS if options.is_shared else math.inf),
         negative_timeout=options.mount.negative_timeout,
         handover=handover,
+        answered_in_c=volume.kernel_answers,
     )
     return operations
 
@@ -300,6 +305,7 @@ async def _run_main_loop(session: _Session) -> None:
         if others is not None:
             raise others from None
     finally:
+        fusewire.end_readers()
         wakefulness.close()
 
 

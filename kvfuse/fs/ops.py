@@ -104,6 +104,7 @@ class KvfuseOperations(pyfuse3.Operations):
     ``names``, ``absences``: directories whose names, or absent names, the kernel may cache.
     A file's handle is the volume's; a directory's has its inode number, so the next daemon knows it.
     ``handover``: state of the former daemon, and for the next one. None: nothing outlives this daemon.
+    ``answered_in_c``: counts of requests that did not come here; see `Volume.kernel_answers`.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class KvfuseOperations(pyfuse3.Operations):
         attr_timeout: float,
         negative_timeout: float,
         handover: KeptHandover | None = None,
+        answered_in_c: Callable[[], dict[str, int]] = dict,
     ) -> None:
         super().__init__()
+        self._answered_in_c = answered_in_c
         self._volume = volume
         self._virtual = virtual
         if handover is not None:
@@ -129,7 +132,7 @@ class KvfuseOperations(pyfuse3.Operations):
         self._once = IdempotentChanges(volume, decisions, lambda: self.number_of_request())
         self._entry = EntryAttributes()
         self.names = CachedNames(entry_timeout, LISTING_SECONDS)
-        self._attr_timeout = attr_timeout
+        self.attr_timeout = attr_timeout
         self._entry.st_blksize = BLOCK_SIZE
         self._absent = EntryAttributes()  # inode 0: the kernel caches that the name does not exist
         self._absent.entry_timeout = negative_timeout
@@ -155,10 +158,12 @@ class KvfuseOperations(pyfuse3.Operations):
 
     def stats(self) -> dict[str, int | dict[str, int]]:
         """Counters and gauges of the door."""
+        answered = self._answered_in_c()
         return {
-            "open_handle_count": len(self._open),
+            "open_handle_count": len(self._open) + answered.pop("open_handles", 0),
             "unexpected_error_count": self.unexpected_error_count,
-            "requests": dict(self.requests),
+            "requests": {kind: self.requests[kind] + answered.get(kind, 0) for kind in {*self.requests, *answered}},
+            "answered_in_c": answered,
             "wire": fusewire.counts(),
         }
 
@@ -167,7 +172,7 @@ class KvfuseOperations(pyfuse3.Operations):
         entry = self._entry
         if directory is not None:
             entry.entry_timeout = self.names.note_directory(directory) if self._may_keep_names(directory) else 0.0
-        entry.attr_timeout = self._attr_timeout if self._volume.inodes.may_keep_attributes(attributes.ino) else 0.0
+        entry.attr_timeout = self.attr_timeout if self._volume.inodes.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
         entry.st_nlink = attributes.nlink

@@ -29,6 +29,7 @@ import trio
 
 from kvfuse import failing
 from kvfuse.fs.wakefulness import LINGER_SECONDS, Wakefulness
+from kvfuse.native import fusewire
 
 TURN_SECONDS = 0.0005
 """longest time that workers answer requests in a row before the event loop's other tasks run"""
@@ -82,11 +83,13 @@ class RequestGate:
     def shut(self) -> None:
         """Stop reading. Workers answer what they have read; later requests wait in the kernel."""
         self.is_shut = True
+        fusewire.hold_readers()
 
     def open(self) -> None:
         """Read on, unless the gate has ended."""
         if not self._is_over:
             self.is_shut = False
+            fusewire.let_readers_go_on()
             self._wake_waiters()
 
     def end(self) -> None:
@@ -116,7 +119,8 @@ class Requests:
         self._wakefulness = wakefulness
         self._gate = gate or RequestGate()
         self._poll = select.poll()
-        self._descriptor = -1
+        self._connection = self._source = -1
+        """what the kernel's requests come by, and what is readable once there is one"""
         self._turn_began = 0.0
         self._usual = 0.0
         """moving average of waits, in seconds"""
@@ -129,14 +133,18 @@ class Requests:
 
         Makes ``descriptor`` non-blocking.
         """
-        if descriptor != self._descriptor:
+        if descriptor != self._connection:
             os.set_blocking(descriptor, False)
-            self._poll = select.poll()
-            self._poll.register(descriptor, select.POLLIN)
-            self._descriptor = descriptor
+            self._connection = descriptor
         while True:
-            if self._gate.is_shut:
+            source = fusewire.source(descriptor)
+            if source != self._source:
+                self._poll = select.poll()
+                self._poll.register(source, select.POLLIN)
+                self._source = source
+            if self._is_shut:
                 await self._gate.wait_until_open()
+                continue
             began = time.perf_counter()
             if self._poll.poll(0) or self._spin_for_request(began):
                 self._wakefulness.note_wait(0.0)
@@ -145,11 +153,22 @@ class Requests:
                 await trio.lowlevel.checkpoint()
                 self._turn_began = time.perf_counter()
             else:
-                await self._sleep_until_request(descriptor)
+                await self._sleep_until_request(source)
                 self._turn_began = time.perf_counter()
                 self._learn_wait(self._turn_began - began)
-            if self._poll.poll(0) and not self._gate.is_shut:  # the request is still pending
+            if self._poll.poll(0) and not self._is_shut:  # the request is still pending
                 return
+
+    @property
+    def _is_shut(self) -> bool:
+        """Requests stay in the kernel; those that readers have read do not."""
+        return self._gate.is_shut and self._source == self._connection
+
+    def notify_closing(self, descriptor: int) -> None:
+        """As `trio.lowlevel.notify_closing`, for whoever waits for a request."""
+        trio.lowlevel.notify_closing(descriptor)
+        if descriptor == self._connection and self._source not in (-1, descriptor):
+            trio.lowlevel.notify_closing(self._source)
 
     async def _sleep_until_request(self, descriptor: int) -> None:
         """Sleep until a request is pending."""
@@ -219,5 +238,7 @@ def take_turns(wakefulness: Wakefulness, gate: RequestGate | None = None) -> Non
     if names["trio"] is trio:
         names["_session_loop"] = retry_reads(names["_session_loop"])
     # New objects for each mount: its descriptor may reuse the number of the last mount's.
-    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), "wait_readable": Requests(wakefulness, gate).wait_for_request})
+    requests = Requests(wakefulness, gate)
+    changed = {"wait_readable": requests.wait_for_request, "notify_closing": requests.notify_closing}
+    lowlevel = SimpleNamespace(**{**vars(trio.lowlevel), **changed})
     names["trio"] = SimpleNamespace(**{**vars(trio), "Lock": TurnLock, "lowlevel": lowlevel})

@@ -240,3 +240,26 @@ def table_get(
     copies: bool,
 ) -> None:
     """``arenas``: `ARENA`, those that are mapped. Without ``copies``, results are rows."""
+
+class Door:
+    """What the file door shows of a core's blocks without the interpreter (blockdoor.h)."""
+
+    def __init__(self, core: Core, multipliers: Any, attr_timeout: float, tick_max_ns: int, lag_ns: int, /) -> None: ...
+    def set_limits(self, attr_timeout: float, arenas_max: int, /) -> None:
+        """Seconds for which the kernel keeps attributes; arenas that open blocks may pin."""
+    def offer(self, folder: int, tables: Any, is_bare: bool, seconds: float, /) -> None:
+        """``tables``: u16, places. ``is_bare``: names mean their blocks, or nothing."""
+    def take_back(self, folder: int, /) -> None:
+        """0: all folders."""
+    def hold_name(self, folder: int, name: bytes, by: int, /) -> None: ...
+    def hold_row(self, table: int, row: int, sequence: int, by: int, /) -> None: ...
+    def hold_inode(self, ino: int, by: int, /) -> None: ...
+    def name_of(self, ino: int, /) -> bytes | None:
+        """The name by which a block was looked up here, if that was a moment ago."""
+    def take_notes(self) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
+        """(table, row) of blocks that were opened; (folder, name) of names that mean nothing."""
+    def statistics(self) -> dict[str, int]: ...
+    def answer(self, descriptor: int, request: Any, /) -> bool:
+        """Answer a request of the kernel's protocol there. False: Python has to."""
+    def way(self) -> object:
+        """A capsule for `_fusewire`; the door has to outlive its use."""

@@ -2,7 +2,12 @@
 
 pyfuse3 asks the dynamic linker for libfuse's functions. Loaded before it, for all to see, this module is asked first:
 it has five of them, under their own names. All but the one that reads requests end in a call of libfuse's. All are called
-with Python's lock held, by the one thread that answers the kernel; that lock also guards the state here.
+with Python's lock held, by the one thread that answers the kernel; that lock also guards the state here, but for that of
+the readers.
+
+*Readers* are threads that read requests, one at a time, and answer what needs no interpreter: blocks, by the `way` that the
+block store's core gives (blockdoor.h). What is left queues for pyfuse3. They read one descriptor, as answers have to go to
+the one by which a request was read, and libfuse knows one.
 
 *A kill is no error.* The kernel copies requests and answers page by page. Where a page is not in the daemon's page tables
 it takes the way of a page fault, which a fatal signal ends at once; then the kernel fails the request with EIO, and nobody
@@ -19,9 +24,13 @@ pages of an answer are populated before the kernel copies it: a daemon that is k
 #include <fuse_lowlevel.h>
 #include <linux/fuse.h>
 #include <math.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -60,7 +69,7 @@ static struct {
     unsigned long long capability_count;
 } wire;
 
-static uint64_t unique;      /* of the request that is being handled */
+static uint64_t unique, nodeid; /* of the request that is being handled */
 static int is_from_the_cache; /* it writes back pages, by whichever handle */
 static struct fuse_lseek_in seek; /* it asks where data or a hole begins; whence 0: it asks for something else */
 
@@ -78,7 +87,34 @@ static struct {
     char *bytes;
     size_t size;
     size_t size_wanted; /* since the kernel knows how much a WRITE may have */
+    int is_lent;        /* it is a reader's */
 } request_room = {.size_wanted = CONTENT_SIZE_MIN + HEADER_SIZE};
+
+/* One request that was read. */
+typedef struct room {
+    char *bytes;
+    size_t size;
+    int length; /* of the request; or an error */
+    struct room *next;
+} Room;
+
+enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 50000, SPIN_GAP_NS = 30000 };
+
+typedef struct {
+    int (*answer)(void *, int, const void *, size_t);
+    void *door;
+} Way;
+
+static struct {
+    pthread_mutex_t lock;  /* of what is not the reading thread's alone */
+    pthread_mutex_t turn;  /* of the one that reads next */
+    pthread_cond_t freed;
+    pthread_t threads[READERS_MAX];
+    int count, is_stopping, is_over; /* ``is_over``: the mount is gone */
+    int fd, queued, wake; /* the connection; readable while something is queued; readable once they are to stop */
+    Room *free, *first, **last, *present; /* ``present``: what pyfuse3 has now */
+    Way way;
+} readers = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, .fd = -1, .queued = -1, .wake = -1};
 
 /* Answers whose pages are in the page tables. Pages that were used so lately are not reclaimed. */
 static struct populated {
@@ -106,17 +142,26 @@ static const struct fuse_in_header *header_of(size_t size)
     return size < sizeof(struct fuse_in_header) ? NULL : (const void *)request_room.bytes;
 }
 
+/* Memory for a request, populated, locked and no child's. NULL: there is none. */
+static char *map_room(size_t size)
+{
+    char *bytes = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (bytes == MAP_FAILED)
+        return NULL;
+    madvise(bytes, size, MADV_DONTFORK); /* a fork would have the kernel copy each page at its next write */
+    mlock(bytes, size);                  /* where it may be swapped all the same, a kill finds it there most likely */
+    return bytes;
+}
+
 /* 0: there is no memory. */
 static int make_room(void)
 {
     if (request_room.size >= request_room.size_wanted)
         return 1;
     size_t size = request_room.size_wanted;
-    char *bytes = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    if (bytes == MAP_FAILED)
+    char *bytes = map_room(size);
+    if (!bytes)
         return 0;
-    madvise(bytes, size, MADV_DONTFORK); /* a fork would have the kernel copy each page at its next write */
-    mlock(bytes, size);                  /* where it may be swapped all the same, a kill finds it there most likely */
     if (request_room.bytes)
         munmap(request_room.bytes, request_room.size);
     request_room.bytes = bytes;
@@ -125,18 +170,18 @@ static int make_room(void)
 }
 
 /* The kernel asks for this attribute before each write. What pyfuse3 needs 20 us for takes 1 us here. */
-static int answers_itself(struct fuse_session *se, size_t size)
+static int answers_itself(int fd, const char *bytes, size_t size)
 {
-    const struct fuse_in_header *in = header_of(size);
+    const struct fuse_in_header *in = size < sizeof *in ? NULL : (const void *)bytes;
     const size_t name_at = sizeof(*in) + sizeof(struct fuse_getxattr_in);
     if (!in || in->opcode != FUSE_GETXATTR || size < name_at + sizeof(CAPABILITY) || *place_of(in->nodeid) != in->nodeid)
         return 0;
-    if (memcmp(request_room.bytes + name_at, CAPABILITY, sizeof(CAPABILITY)) != 0)
+    if (memcmp(bytes + name_at, CAPABILITY, sizeof(CAPABILITY)) != 0)
         return 0;
     struct fuse_out_header out = {.len = sizeof(out), .error = -ENODATA, .unique = in->unique};
-    if (write(session_fd(se), &out, sizeof(out)) < 0 && errno != ENOENT) /* who asked was killed */
+    if (write(fd, &out, sizeof(out)) < 0 && errno != ENOENT) /* who asked was killed */
         return 0;
-    wire.capability_count++;
+    __atomic_fetch_add(&wire.capability_count, 1, __ATOMIC_RELAXED);
     return 1;
 }
 
@@ -158,6 +203,131 @@ static int receive(struct fuse_session *se)
     return size < (ssize_t)sizeof(struct fuse_in_header) ? -EIO : (int)size;
 }
 
+/* -- readers: their threads never need the interpreter ------------------------------------------ */
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+/* Read one request: its size, 0 where they are to stop, or an error. ``spins``: another one is likely to come at once. */
+static int read_next(Room *room, int spins)
+{
+    int64_t until = spins ? now_ns() + SPIN_NS : 0;
+    for (;;) {
+        if (__atomic_load_n(&readers.is_stopping, __ATOMIC_ACQUIRE))
+            return 0;
+        ssize_t size = read(readers.fd, room->bytes, room->size);
+        if (size >= 0)
+            return size < (ssize_t)sizeof(struct fuse_in_header) ? -EIO : (int)size;
+        if (errno == ENOENT || errno == EINTR) /* who asked was killed */
+            continue;
+        if (errno != EAGAIN)
+            return -errno;
+        if (now_ns() < until)
+            continue;
+        struct pollfd ready[2] = {{.fd = readers.fd, .events = POLLIN}, {.fd = readers.wake, .events = POLLIN}};
+        poll(ready, 2, -1);
+    }
+}
+
+/* Memory to read to. NULL: they are to stop. */
+static Room *take_room(void)
+{
+    pthread_mutex_lock(&readers.lock);
+    while (!readers.free && !readers.is_stopping)
+        pthread_cond_wait(&readers.freed, &readers.lock);
+    Room *room = readers.is_stopping ? NULL : readers.free;
+    if (room)
+        readers.free = room->next;
+    pthread_mutex_unlock(&readers.lock);
+    return room;
+}
+
+static void give_room(Room *room)
+{
+    room->next = readers.free;
+    readers.free = room;
+    pthread_cond_signal(&readers.freed);
+}
+
+static void queue_room(Room *room, int length)
+{
+    pthread_mutex_lock(&readers.lock);
+    room->length = length, room->next = NULL;
+    *readers.last = room;
+    readers.last = &room->next;
+    uint64_t one = 1;
+    if (readers.first == room && write(readers.queued, &one, sizeof one) < 0)
+        abort(); /* nobody would ever see it */
+    pthread_mutex_unlock(&readers.lock);
+}
+
+static void *read_requests(void *none)
+{
+    Room *room = take_room();
+    int64_t answered_at = 0;
+    while (room) {
+        pthread_mutex_lock(&readers.turn);
+        int length = read_next(room, now_ns() - answered_at < SPIN_GAP_NS);
+        pthread_mutex_unlock(&readers.turn);
+        if (!length)
+            break;
+        if (length > 0 && (answers_itself(readers.fd, room->bytes, (size_t)length)
+                           || readers.way.answer(readers.way.door, readers.fd, room->bytes, (size_t)length))) {
+            answered_at = now_ns();
+            continue;
+        }
+        queue_room(room, length);
+        if (length < 0)
+            return NULL; /* pyfuse3 decides; ENODEV: the mount is gone */
+        room = take_room();
+    }
+    if (room) {
+        pthread_mutex_lock(&readers.lock);
+        give_room(room);
+        pthread_mutex_unlock(&readers.lock);
+    }
+    return NULL;
+}
+
+/* The next request that was queued, as `receive` has it. */
+static int receive_queued(struct fuse_session *se)
+{
+    pthread_mutex_lock(&readers.lock);
+    Room *room = readers.first, *former = readers.present;
+    if (room && !(readers.first = room->next)) {
+        uint64_t count;
+        readers.last = &readers.first;
+        if (read(readers.queued, &count, sizeof count) < 0)
+            abort();
+    }
+    if (!room && !readers.count && !former) { /* they have stopped: it reads by itself */
+        former = readers.free;
+        readers.free = former->next;
+    }
+    readers.present = room || readers.count ? room : former;
+    if (former && former != readers.present)
+        give_room(former);
+    pthread_mutex_unlock(&readers.lock);
+    if (!readers.present)
+        return -EAGAIN;
+    if (!request_room.is_lent)
+        munmap(request_room.bytes, request_room.size);
+    request_room.bytes = readers.present->bytes, request_room.size = readers.present->size, request_room.is_lent = 1;
+    if (!room)
+        return receive(se);
+    if (session_exited(se))
+        return 0;
+    if (room->length == -ENODEV) {
+        session_exit(se);
+        return 0;
+    }
+    return room->length;
+}
+
 __attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
     if (!make_room())
@@ -168,8 +338,8 @@ __attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_
         size = (int)init.size;
         init.is_due = 0;
     } else
-        size = receive(se);
-    if (size == -EAGAIN || (size > 0 && answers_itself(se, size)))
+        size = readers.queued >= 0 ? receive_queued(se) : receive(se);
+    if (size == -EAGAIN || (size > 0 && answers_itself(session_fd(se), request_room.bytes, size)))
         return -EINTR; /* pyfuse3 waits for the next one */
     buf->size = size > 0 ? size : 0;
     buf->flags = 0;
@@ -263,7 +433,7 @@ __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse
     buf->mem = request_room.bytes;
     const struct fuse_in_header *in = header_of(buf->size);
     seek.whence = 0;
-    unique = in ? in->unique : 0;
+    unique = in ? in->unique : 0, nodeid = in ? in->nodeid : 0;
     is_from_the_cache = in && in->opcode == FUSE_WRITE && buf->size >= sizeof(*in) + sizeof(struct fuse_write_in)
         && ((const struct fuse_write_in *)(in + 1))->write_flags & FUSE_WRITE_CACHE;
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
@@ -401,6 +571,78 @@ static PyObject *replay(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *start_readers(PyObject *self, PyObject *args)
+{
+    int fd, count;
+    PyObject *capsule;
+    if (!PyArg_ParseTuple(args, "iiO", &fd, &count, &capsule))
+        return NULL;
+    const Way *way = PyCapsule_GetPointer(capsule, "kvfuse.door");
+    if (!way)
+        return NULL;
+    if (readers.count || count < 1 || count > READERS_MAX) {
+        PyErr_SetString(PyExc_ValueError, "there are readers, or too many are wanted");
+        return NULL;
+    }
+    readers.way = *way, readers.fd = fd, readers.is_stopping = 0;
+    if (readers.queued < 0) {
+        readers.last = &readers.first;
+        readers.queued = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), readers.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        for (int i = 0; readers.queued >= 0 && readers.wake >= 0 && i < count + ROOMS_MORE; i++) {
+            Room *room = calloc(1, sizeof *room);
+            if (!room || !(room->bytes = map_room(request_room.size_wanted)))
+                return PyErr_NoMemory();
+            room->size = request_room.size_wanted;
+            give_room(room);
+        }
+        if (readers.queued < 0 || readers.wake < 0)
+            return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are Python's */
+    int error = 0;
+    while (readers.count < count && !error) {
+        error = pthread_create(&readers.threads[readers.count], NULL, read_requests, NULL);
+        readers.count += !error;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error)
+        return PyErr_Format(PyExc_OSError, "only %d of %d readers could be started: %s", readers.count, count, strerror(error));
+    Py_RETURN_NONE;
+}
+
+static PyObject *source(PyObject *self, PyObject *args)
+{
+    int fd;
+    if (!PyArg_ParseTuple(args, "i", &fd))
+        return NULL;
+    pthread_mutex_lock(&readers.lock);
+    fd = readers.count || readers.first ? readers.queued : fd;
+    pthread_mutex_unlock(&readers.lock);
+    return PyLong_FromLong(fd);
+}
+
+static PyObject *stop_readers(PyObject *self, PyObject *none)
+{
+    uint64_t one = 1, count;
+    if (!readers.count)
+        Py_RETURN_NONE;
+    pthread_mutex_lock(&readers.lock);
+    __atomic_store_n(&readers.is_stopping, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&readers.freed);
+    pthread_mutex_unlock(&readers.lock);
+    if (write(readers.wake, &one, sizeof one) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_BEGIN_ALLOW_THREADS
+    for (; readers.count; readers.count--)
+        pthread_join(readers.threads[readers.count - 1], NULL);
+    Py_END_ALLOW_THREADS
+    if (read(readers.wake, &count, sizeof count) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
 static PyObject *forget(PyObject *self, PyObject *ino)
 {
     uint64_t number = PyLong_AsUnsignedLongLong(ino);
@@ -419,6 +661,8 @@ static PyObject *request(PyObject *self, PyObject *none)
 {
     return Py_BuildValue("KO", (unsigned long long)(unique & ~SENT_AGAIN), unique & SENT_AGAIN ? Py_True : Py_False);
 }
+
+static PyObject *node(PyObject *self, PyObject *none) { return PyLong_FromUnsignedLongLong(nodeid); }
 
 static PyObject *writes_back(PyObject *self, PyObject *none)
 {
@@ -439,6 +683,10 @@ static PyMethodDef methods[] = {
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
     {"connection", connection, METH_NOARGS, "See fusewire.py."},
     {"replay", replay, METH_VARARGS, "See fusewire.py."},
+    {"start_readers", start_readers, METH_VARARGS, "See fusewire.py."},
+    {"source", source, METH_VARARGS, "See fusewire.py."},
+    {"stop_readers", stop_readers, METH_NOARGS, "See fusewire.py."},
+    {"node", node, METH_NOARGS, "See fusewire.py."},
     {"forget", forget, METH_O, "See fusewire.py."},
     {"counts", counts, METH_NOARGS, "See fusewire.py."},
     {NULL, NULL, 0, NULL},

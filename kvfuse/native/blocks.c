@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "blockdoor.h"
 #include "blockpack.h"
 
 typedef struct {
@@ -1209,6 +1210,255 @@ static PyTypeObject core_type = {
     .tp_new = core_new,
 };
 
+/* -- the file door ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    CoreObject *of;
+    Door *door;
+    struct {
+        int (*answer)(void *, int, const void *, size_t);
+        void *door;
+    } way; /* for _fusewire */
+} DoorObject;
+
+#define DOOR (((DoorObject *)self)->door)
+
+static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *words)
+{
+    CoreObject *of;
+    Py_buffer multipliers;
+    double attr_timeout;
+    long long tick_max_ns, lag_ns;
+    if (!PyArg_ParseTuple(args, "O!y*dLL", &core_type, &of, &multipliers, &attr_timeout, &tick_max_ns, &lag_ns))
+        return NULL;
+    DoorObject *self = NULL;
+    if (multipliers.len != 8 * SUMS * MULTIPLIER_ROWS)
+        PyErr_SetString(PyExc_ValueError, "no multipliers");
+    else if ((self = (DoorObject *)type->tp_alloc(type, 0)) && !(self->door = calloc(1, sizeof *self->door)))
+        PyErr_NoMemory();
+    if (self && self->door) {
+        self->of = (CoreObject *)Py_NewRef(of);
+        *self->door = (Door){.core = of->core, .attr_timeout = attr_timeout, .tick_max_ns = tick_max_ns, .lag_ns = lag_ns};
+        memcpy(self->door->multipliers, multipliers.buf, sizeof self->door->multipliers);
+        self->way.answer = answer_request, self->way.door = self->door;
+    }
+    PyBuffer_Release(&multipliers);
+    if (PyErr_Occurred())
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void door_free(DoorObject *self)
+{
+    if (self->door) {
+        free(self->door->held);
+        free(self->door->handles);
+        free(self->door);
+    }
+    Py_XDECREF(self->of);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *door_offer(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    double seconds;
+    int is_bare;
+    Py_buffer tables;
+    if (!PyArg_ParseTuple(args, "Ky*pd", &ino, &tables, &is_bare, &seconds))
+        return NULL;
+    Py_ssize_t count = tables.len / 2;
+    int is_sound = ino && count <= FOLDER_TABLES && seconds >= 0 && seconds < 1e6;
+    for (Py_ssize_t i = 0; is_sound && i < count; i++)
+        is_sound = ((const uint16_t *)tables.buf)[i] < TABLES;
+    if (is_sound) {
+        lock(DOOR->core);
+        Folder *folder = folder_place(DOOR, ino);
+        *folder = (Folder){.ino = ino, .until = coarse_now() + (uint64_t)(seconds * 1e9), .is_bare = (uint16_t)is_bare,
+                           .count = (uint16_t)count};
+        memcpy(folder->tables, tables.buf, (size_t)count * 2);
+        unlock(DOOR->core);
+    } else
+        PyErr_SetString(PyExc_ValueError, "no such folder");
+    PyBuffer_Release(&tables);
+    return is_sound ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *door_take_back(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    lock(DOOR->core);
+    if (!ino)
+        memset(DOOR->folders, 0, sizeof DOOR->folders);
+    else if (folder_place(DOOR, ino)->ino == ino)
+        *folder_place(DOOR, ino) = (Folder){0};
+    unlock(DOOR->core);
+    Py_RETURN_NONE;
+}
+
+static PyObject *held_with(PyObject *self, uint64_t key, int by)
+{
+    lock(DOOR->core);
+    int is_done = hold_key(DOOR, key, by);
+    unlock(DOOR->core);
+    return is_done ? Py_NewRef(Py_None) : PyErr_NoMemory();
+}
+
+static PyObject *door_hold_name(PyObject *self, PyObject *args)
+{
+    unsigned long long folder;
+    Py_buffer name;
+    int by;
+    if (!PyArg_ParseTuple(args, "Ky*i", &folder, &name, &by))
+        return NULL;
+    size_t length = name.len < NAME_MAX_BYTES ? (size_t)name.len : NAME_MAX_BYTES;
+    Fingerprint one = fingerprint_of(DOOR->multipliers, folder, name.buf, length);
+    PyBuffer_Release(&name);
+    return held_with(self, mix(HELD_NAME, one.low, one.high), by);
+}
+
+static PyObject *door_hold_row(PyObject *self, PyObject *args)
+{
+    unsigned table, row;
+    unsigned long long sequence;
+    int by;
+    if (!PyArg_ParseTuple(args, "IIKi", &table, &row, &sequence, &by))
+        return NULL;
+    return held_with(self, mix(HELD_ROW, (uint64_t)table << 32 | row, sequence), by);
+}
+
+static PyObject *door_hold_inode(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    int by;
+    if (!PyArg_ParseTuple(args, "Ki", &ino, &by))
+        return NULL;
+    return held_with(self, mix(HELD_INODE, ino, 0), by);
+}
+
+static PyObject *door_set_limits(PyObject *self, PyObject *args)
+{
+    unsigned count;
+    double attr_timeout;
+    if (!PyArg_ParseTuple(args, "dI", &attr_timeout, &count))
+        return NULL;
+    lock(DOOR->core);
+    DOOR->arenas_max = count, DOOR->attr_timeout = attr_timeout;
+    unlock(DOOR->core);
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_take_notes(PyObject *self, PyObject *none)
+{
+    PyObject *uses = PyList_New(0), *looks = PyList_New(0);
+    Door *door = DOOR;
+    for (int is_more = 1; uses && looks && is_more && !PyErr_Occurred();) {
+        Use use = {0};
+        Look look = {0};
+        lock(door->core);
+        int has_use = door->use_head < door->use_tail, has_look = door->look_head < door->look_tail;
+        if (has_use)
+            use = door->uses[door->use_head++ % USES];
+        if (has_look)
+            look = door->looks[door->look_head++ % LOOKS];
+        unlock(door->core);
+        is_more = has_use || has_look;
+        PyObject *one = has_use ? Py_BuildValue("II", use.table, use.row) : NULL;
+        PyObject *other = has_look ? Py_BuildValue("Ky#", (unsigned long long)look.number, look.name, (Py_ssize_t)look.length) : NULL;
+        if (one)
+            PyList_Append(uses, one);
+        if (other)
+            PyList_Append(looks, other);
+        Py_XDECREF(one);
+        Py_XDECREF(other);
+    }
+    if (uses && looks && !PyErr_Occurred())
+        return Py_BuildValue("NN", uses, looks);
+    Py_XDECREF(uses);
+    Py_XDECREF(looks);
+    return NULL;
+}
+
+static PyObject *door_name_of(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    lock(DOOR->core);
+    Look look = *named_place(DOOR, ino);
+    unlock(DOOR->core);
+    if (look.number != ino)
+        Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize((const char *)look.name, look.length);
+}
+
+static PyObject *door_statistics(PyObject *self, PyObject *none)
+{
+    static const struct {
+        const char *name;
+        int opcode;
+    } kinds[] = {{"lookup", FUSE_LOOKUP}, {"getattr", FUSE_GETATTR}, {"open", FUSE_OPEN}, {"read", FUSE_READ},
+                 {"release", FUSE_RELEASE}, {"forget", FUSE_FORGET}};
+    PyObject *found = Py_BuildValue("{s:K,s:K,s:I}", "absent", (unsigned long long)DOOR->absent, "read_bytes",
+                                    (unsigned long long)DOOR->read_bytes, "open_handles", DOOR->open_count);
+    for (size_t i = 0; found && i < sizeof kinds / sizeof *kinds; i++) {
+        uint64_t count = __atomic_load_n(&DOOR->answered[kinds[i].opcode], __ATOMIC_RELAXED);
+        if (kinds[i].opcode == FUSE_FORGET)
+            count += __atomic_load_n(&DOOR->answered[FUSE_BATCH_FORGET], __ATOMIC_RELAXED);
+        PyObject *value = PyLong_FromUnsignedLongLong(count);
+        if (!value || PyDict_SetItemString(found, kinds[i].name, value) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(value);
+    }
+    return found;
+}
+
+static PyObject *door_answer(PyObject *self, PyObject *args)
+{
+    int fd;
+    Py_buffer request;
+    if (!PyArg_ParseTuple(args, "iy*", &fd, &request))
+        return NULL;
+    int is_answered;
+    Py_BEGIN_ALLOW_THREADS
+    is_answered = answer_request(DOOR, fd, request.buf, (size_t)request.len);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&request);
+    return PyBool_FromLong(is_answered);
+}
+
+static PyObject *door_way(PyObject *self, PyObject *none)
+{
+    return PyCapsule_New(&((DoorObject *)self)->way, "kvfuse.door", NULL);
+}
+
+static PyMethodDef door_methods[] = {
+    {"offer", door_offer, METH_VARARGS, "offer(folder, tables, is_bare, seconds)"},
+    {"take_back", door_take_back, METH_VARARGS, "take_back(folder, or 0 for all)"},
+    {"hold_name", door_hold_name, METH_VARARGS, "hold_name(folder, name, by)"},
+    {"hold_row", door_hold_row, METH_VARARGS, "hold_row(table, row, sequence, by)"},
+    {"hold_inode", door_hold_inode, METH_VARARGS, "hold_inode(ino, by)"},
+    {"set_limits", door_set_limits, METH_VARARGS, "set_limits(attr_timeout, arenas_max)"},
+    {"name_of", door_name_of, METH_VARARGS, "name_of(ino) -> the name by which it was looked up, or None"},
+    {"take_notes", door_take_notes, METH_NOARGS, "take_notes() -> (uses, looks)"},
+    {"statistics", door_statistics, METH_NOARGS, "statistics()"},
+    {"answer", door_answer, METH_VARARGS, "answer(descriptor, request) -> whether it was answered there"},
+    {"way", door_way, METH_NOARGS, "way() -> what _fusewire answers by, as long as the door lives"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject door_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kvfuse.native._blocks.Door",
+    .tp_basicsize = sizeof(DoorObject),
+    .tp_dealloc = (destructor)door_free,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = door_methods,
+    .tp_new = door_new,
+};
+
 /* -- tables, for any process that maps one ------------------------------------------------------------------------ */
 
 static PyObject *begin_table(PyObject *self, PyObject *args)
@@ -1492,11 +1742,13 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvfuse.native._block
 PyMODINIT_FUNC PyInit__blocks(void)
 {
     crc32c_begin();
-    if (PyType_Ready(&core_type) < 0 || PyType_Ready(&batch_type) < 0 || PyType_Ready(&landing_type) < 0)
+    if (PyType_Ready(&core_type) < 0 || PyType_Ready(&batch_type) < 0 || PyType_Ready(&landing_type) < 0 ||
+        PyType_Ready(&door_type) < 0)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made && (PyModule_AddObjectRef(made, "Core", (PyObject *)&core_type) < 0 ||
                  PyModule_AddObjectRef(made, "Batch", (PyObject *)&batch_type) < 0 ||
+                 PyModule_AddObjectRef(made, "Door", (PyObject *)&door_type) < 0 ||
                  PyModule_AddIntConstant(made, "ROW", sizeof(Row)) < 0))
         Py_CLEAR(made);
     return made;

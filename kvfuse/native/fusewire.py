@@ -14,6 +14,7 @@ With it the daemon
 * answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
   made here and never got an attribute has none. On shared volumes that holds in relaxed folders, until this host hears
   that another one changed the file (`forget`);
+* has threads that read requests, and answer in C what is asked most of blocks (`use`); the event loop gets the others;
 * gets LSEEK from the kernel (`sought`), which pyfuse3 does not know: the handler of GETXATTR is called for it.
 
 Without it - it was not built, or pyfuse3 was there first - everything works, with more requests.
@@ -81,10 +82,60 @@ def marks(*, direct: bool, close_is_awaited: bool) -> int:
 def configure(*, is_shared: bool) -> None:
     """Before a mount. ``is_shared``: other hosts may give attributes to files that were made here, which counts at once
     in folders where closes are awaited."""
+    let_readers_go_on()
     if _wire is not None:
         _wire.configure(
             wanted=DIRECT_IO_ALLOW_MMAP, unwanted=AUTO_INVAL_DATA, background=BACKGROUND, knows_plain=not is_shared
         )
+
+
+_way: tuple[object, int] | None = None
+"""what readers answer by, and how many of them there are to be"""
+_are_reading = _are_held = False
+
+
+def use(way: object, count: int) -> None:
+    """Have ``count`` threads read requests from the next `source` on. ``way``: a `Door`'s; they answer some by it."""
+    global _way
+    if _wire is not None and count:
+        _way = way, count
+
+
+def source(descriptor: int) -> int:
+    """What is readable once there is a request for the event loop. ``descriptor``: the connection, not blocking."""
+    global _are_reading
+    if _wire is None or _way is None:
+        return descriptor
+    if not (_are_reading or _are_held) and _wire.connection() is not None:
+        _are_reading = True
+        _wire.start_readers(descriptor, _way[1], _way[0])
+    return int(_wire.source(descriptor))
+
+
+def hold_readers() -> None:
+    """Have no thread read requests for a while. What they have read is there."""
+    global _are_reading, _are_held
+    _are_held = True
+    if _wire is not None and _are_reading:
+        _wire.stop_readers()
+        _are_reading = False
+
+
+def let_readers_go_on() -> None:
+    global _are_held
+    _are_held = False
+
+
+def end_readers() -> None:
+    """Before what they answer by ends."""
+    global _way
+    hold_readers()
+    _way = None
+
+
+def node() -> int:
+    """The inode that the request which is being handled is about. As for `request`."""
+    return _wire.node() if _wire is not None else 0
 
 
 def connection() -> tuple[bytes, int] | None:

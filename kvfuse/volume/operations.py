@@ -514,8 +514,10 @@ class Tree:
         core, lookups = self._core, self._lookups
         core.counters.lookups += 1
         at = await self._block_folder(parent, name) if name not in DOTS else None
-        if at is not None and (found := at[0].look_up(at[1], name)) is not None:
-            return found
+        if at is not None:
+            await at[0].files.offer(at[1])
+            if (found := at[0].look_up(at[1], name)) is not None:
+                return found
         node = (await (lookups.find_dots if name in DOTS else lookups.find_for_kernel)(parent, name)).node
         if node is None:
             core.counters.absent_lookups += 1

@@ -67,6 +67,18 @@ class Volume:
     def left_open(self) -> RestoredFiles:
         return RestoredFiles(self.parts)
 
+    def begin_kernel_answers(self, attr_timeout: float) -> object | None:
+        """What C may answer the kernel by; see `Door`. ``attr_timeout``: seconds for which it keeps attributes. None:
+        there is nothing that C may answer."""
+        engine = self.parts.engine
+        if engine is None or engine.is_shared:
+            return None
+        return engine.answers.begin(attr_timeout, engine.arenas.pinned_max)
+
+    def kernel_answers(self) -> dict[str, int]:
+        """How many requests of each kind were answered in C; ``absent`` of them, and ``open_handles`` now."""
+        return self.parts.engine.answers.statistics() if self.parts.engine is not None else {}
+
     @property
     def rows(self) -> RowApi | None:
         return self.parts.engine
@@ -109,11 +121,14 @@ class Volume:
     def stats(self) -> dict[str, Any]:
         core = self.parts.core
         slabs = core.slabs.statistics()
+        counters, answered = dataclasses.asdict(core.counters), self.kernel_answers()
+        counters["lookups"] += answered.get("lookup", 0)
+        counters["absent_lookups"] += answered.get("absent", 0)
         return {
             "volume": core.superblock.volume_id.hex(),
             "degraded": core.health.rows(),
             "uptime": round(time.time() - self._opened, 3),
-            "counters": dataclasses.asdict(core.counters),
+            "counters": counters,
             "records": {**dataclasses.asdict(core.records.counters), "round_trips": core.records.counters.round_trips},
             "segments": {
                 **dataclasses.asdict(core.segments.counters),

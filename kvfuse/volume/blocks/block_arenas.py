@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 ARENA_SIZE = 64 << 20
 ARENAS_MAX = 256
+PINNED_SHARE = 8
+"""one arena in so many may be pinned by blocks that are open in Python, and another one by those that are open in C"""
 SPARES = 3
 """arenas that wait to be filled, once blocks are stored"""
 FREED_AT_ONCE = 2
@@ -135,6 +137,11 @@ class BlockArenas:
     def block_max(self) -> int:
         """Bytes of the largest block that fits into an arena."""
         return self.arena_size - (64 << 10)
+
+    @property
+    def pinned_max(self) -> int:
+        """How many blocks that are open in Python may pin, and as many again those that are open in C."""
+        return max(1, self.capacity // self.arena_size // PINNED_SHARE)
 
     async def keep_spares(self) -> bool:
         """Have `SPARES` arenas wait to be filled, and free sealed ones. True: it freed one, made one, or took one from

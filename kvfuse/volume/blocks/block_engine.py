@@ -36,6 +36,7 @@ from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
@@ -150,7 +151,11 @@ class BlockEngine:
             self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync, self.packer, self.reads
         )
         self.news = BlockNews(self.native, self.tables, core.namespaces.news)
-        self.eviction = BlockEviction(self.native, self.tables, core, self._states.slot_sizes, self.use, self.news)
+        self.answers = KernelAnswers(self.native, self.tables.multipliers, SEQUENCE_LAG_US)
+        self.tables.when_entered = self.answers.take_back
+        self.eviction = BlockEviction(
+            self.native, self.tables, core, self._states.slot_sizes, self.use, self.news, self.answers
+        )
         self._epochs: dict[int, int] = {}
         self._spaces: dict[int, int] = {}
         """namespace -> its place in the core"""
@@ -161,7 +166,7 @@ class BlockEngine:
         self._more_to_load = trio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
         self.shown = ShownTables(self.tables, self.arenas, core.tier.validity, core.dentries, self.eviction)
-        self.with_files: set[int] = FileDirectories(self.shown)
+        self.with_files: set[int] = FileDirectories(self.shown, self.answers)
         self.directories: dict[int, frozenset[bytes]] = {}
         """directory -> names in it that may mean directories; any thread may look"""
         self._is_closing = self._has_peers = False

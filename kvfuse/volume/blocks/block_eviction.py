@@ -29,6 +29,7 @@ from kvfuse.volume.api import NameColumns
 from kvfuse.volume.blocks.block_books import BlockBooks
 from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
@@ -83,6 +84,7 @@ class BlockEviction:
     slot_sizes: npt.NDArray[np.uint32]
     use: Callable[[int], tuple[int, int]]
     news: BlockNews
+    answers: KernelAnswers
     ahead: dict[int, int] = field(default_factory=dict)
     """namespace -> seconds by which its clock was moved ahead"""
     books: defaultdict[int, BlockBooks] = field(default_factory=lambda: defaultdict(BlockBooks))
@@ -156,10 +158,24 @@ class BlockEviction:
 
     def named(self, directory: int, name: bytes) -> None:
         """A file was made under a name: the kernel looked it up for that."""
+        self._hear_answers()
         self._looked.pop((directory, name), None)
+
+    def _hear_answers(self) -> None:
+        """Note what C has answered the kernel."""
+        uses, looks = self.answers.take_notes()
+        by_table = defaultdict[int, list[int]](list)
+        for place, row in uses:
+            by_table[place].append(row)
+        for place, rows in by_table.items():
+            if (table := self.tables.all.get(place)) is not None:
+                self.note_use(table, np.array(rows, np.int64))
+        for directory, name in looks:
+            self.looked(directory, name)
 
     def _settle_looks(self) -> None:
         """Count names that the kernel did not find, and that nobody made since."""
+        self._hear_answers()
         before, settled = time.monotonic() - LOOK_SECONDS, defaultdict[int, list[bytes]](list)
         for place in list(takewhile(lambda place: self._looked[place] <= before, self._looked)):
             del self._looked[place]

@@ -13,6 +13,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from stat import S_IFREG, S_IMODE, S_ISDIR
 from typing import Any
 
@@ -46,6 +47,8 @@ NOBODY = Caller(0, 0)
 ROOM_SECONDS = 1.0
 """for which a write waits for memory before its sketch becomes an ordinary file"""
 
+BARE_SECONDS = 10.0
+"""for which a directory is taken to have subdirectories, or files"""
 TIME_MAX_US = (1 << 32) * 10**6 - 1
 """the latest time that a block can have"""
 
@@ -69,15 +72,42 @@ class BlockFiles:
 
     def __post_init__(self) -> None:
         memory = CopyMemory(self.engine.staging_size)
-        self.sketches = Sketches(memory, self.engine.names_held)
+        self.sketches = Sketches(memory, self.engine.names_held, self.engine.answers)
         self.open_blocks = OpenBlocks(self.engine, memory)
         self.search = NameSearch(self.engine)
+        self._bare: dict[int, tuple[bool, float]] = {}
+        """directory -> whether no name of it means an inode; if one does, when to look again"""
         self._drafts: set[tuple[int, bytes]] = set()
         """files that get another name soon"""
         self._looked_at: set[int] = set()
         """directories of which is known whether they have ordinary files"""
         self._restored: dict[int, OpenBlock] = {}
         """blocks that were open in the former daemon, and whose handles were not asked for yet"""
+
+    async def offer(self, folder: Node) -> None:
+        """Have C answer the kernel about a folder of which it just asked, if all it has are known blocks."""
+        engine = self.engine
+        if engine.is_shared or not engine.slabs.loaded.is_set() or await self.may_have_files(folder.ino):
+            return
+        if folder.nlink and not self.core.namespaces.measures[folder.namespace].limiters:
+            is_bare = await self._is_bare(folder.ino)
+            engine.answers.offer(folder.ino, engine.tables_of(folder.ino), is_bare=is_bare)
+
+    async def _is_bare(self, directory: int) -> bool:
+        """No name of it means an inode, now and until one is about to: it has blocks and sketches alone."""
+        is_bare, until = self._bare.get(directory, (False, 0.0))
+        if not is_bare and trio.current_time() > until:
+            self._bare[directory] = True, inf
+            self.core.dentries.watch_names(directory, "kernel", lambda: self._names_come(directory))
+            if await Listing(self.lookups, directory).read_entries(0, 1):
+                self._names_come(directory)
+                self._bare[directory] = False, trio.current_time() + BARE_SECONDS
+        return self._bare.get(directory, (False, 0.0))[0]
+
+    def _names_come(self, directory: int) -> None:
+        """A name of a directory is about to mean an inode, or may be."""
+        self._bare.pop(directory, None)
+        self.engine.answers.take_back(directory)
 
     # -- numbers ---------------------------------------------------------------------------------------
 
@@ -384,7 +414,7 @@ class BlockFiles:
                 self.open_blocks.rewrite(sketch.ino, bytes(sketch.data))
             if sketch.block is not None and not sketch.is_changed and sketch.nlink and sketch.node is None:
                 self.open_blocks.written.note(sketch.ino, sketch.block)
-                self.open_blocks.looked_up.note(replace(sketch.block, ino=sketch.ino))
+                self.open_blocks.looked_up.note(replace(sketch.block, ino=sketch.ino), sketch.name)
             self.sketches.end(sketch)
         elif not sketch.writers:
             self.sketches.leave(sketch)

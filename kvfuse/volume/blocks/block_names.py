@@ -66,7 +66,7 @@ class BlockNames:
         if found is not None:
             self._count_lookup(found.ino, folder.ino, name)
         if isinstance(found, BlockEntry):
-            self.files.open_blocks.looked_up.note(found)
+            self.files.open_blocks.looked_up.note(found, name)
         return found
 
     def look_failed(self, folder: Node, name: bytes) -> None:

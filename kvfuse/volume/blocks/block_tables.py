@@ -147,6 +147,8 @@ class BlockTables:
         """to be looked at in any thread; replaced, never changed"""
         self.all: dict[int, BlockTable] = {}
         """place -> table"""
+        self.when_entered: Callable[[int], None] = lambda directory: None
+        """called when a directory has got a table, before anything is in it"""
         self.ended: list[BlockTable] = []
         """whose slots are not all given back yet"""
         self._left: list[BlockTable] = []
@@ -206,6 +208,7 @@ class BlockTables:
         fence()
         self.all[table.place] = table
         self.by_directory = {**self.by_directory, directory: (*self.of(directory), table)}
+        self.when_entered(directory)
 
     def renew(self, table: BlockTable) -> None:
         """Have a table go on in other memory: who has it, or its arenas, mapped sees nothing that is stored later.

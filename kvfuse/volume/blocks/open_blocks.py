@@ -24,11 +24,10 @@ from kvfuse.volume.api import Caller
 from kvfuse.volume.blocks.block_engine import SEQUENCE_LAG_US, BlockEngine
 from kvfuse.volume.blocks.block_numbers import inode_of, is_block, split_inode, tag_of
 from kvfuse.volume.blocks.block_tables import BlockTable
+from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
 from kvfuse.volume.views import clock
 
-PINNED_SHARE = 4
-"""one arena in so many may be pinned by open blocks"""
 SECOND = 1_000_000_000
 TORN_READS = 8
 WRITTEN_MAX = 8192
@@ -159,7 +158,8 @@ class WrittenNumbers:
     Of the last ``count_max`` blocks that the file door stored. Event loop only.
     """
 
-    def __init__(self, count_max: int = WRITTEN_MAX) -> None:
+    def __init__(self, answers: KernelAnswers, count_max: int = WRITTEN_MAX) -> None:
+        self._answers = answers
         self._count_max = count_max
         self._blocks: OrderedDict[int, tuple[BlockTable, int, int]] = OrderedDict()
         self._numbers: dict[tuple[int, int, int], int] = {}
@@ -172,6 +172,7 @@ class WrittenNumbers:
         self.forget(ino)
         self._blocks[ino] = entry.table, entry.row, entry.sequence
         self._numbers[entry.table.place, entry.row, entry.sequence] = ino
+        self._hold(ino, entry.table, entry.row, entry.sequence, 1)
         if len(self._blocks) > self._count_max:
             self.forget(next(iter(self._blocks)))
 
@@ -180,6 +181,12 @@ class WrittenNumbers:
         if (known := self._blocks.pop(ino, None)) is not None:
             table, row, sequence = known
             self._numbers.pop((table.place, row, sequence), None)
+            self._hold(ino, table, row, sequence, -1)
+
+    def _hold(self, ino: int, table: BlockTable, row: int, sequence: int, by: int) -> None:
+        self._answers.hold_row(table.place, row, sequence, by)
+        if is_block(ino):
+            self._answers.hold_inode(ino, by)
 
     def show(self, entry: BlockEntry) -> BlockEntry:
         """The block, under the number by which the kernel knows it."""
@@ -197,16 +204,22 @@ class LookedUp:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[int, BlockEntry] = OrderedDict()
+        self._names: dict[int, bytes] = {}
 
-    def note(self, entry: BlockEntry) -> None:
+    def note(self, entry: BlockEntry, name: bytes) -> None:
         self._entries[entry.ino] = entry
+        self._names[entry.ino] = name
         self._entries.move_to_end(entry.ino)
         if len(self._entries) > LOOKED_UP_MAX:
-            self._entries.popitem(last=False)
+            self.forget(next(iter(self._entries)))
 
     def forget(self, ino: int) -> None:
         """Other people may read it than until now."""
         self._entries.pop(ino, None)
+        self._names.pop(ino, None)
+
+    def name_of(self, ino: int) -> bytes | None:
+        return self._names.get(ino)
 
     def find(self, ino: int) -> BlockEntry | None:
         """A block that has lost its name."""
@@ -264,10 +277,13 @@ class OpenBlocks:
 
     engine: BlockEngine
     memory: CopyMemory
-    written: WrittenNumbers = field(default_factory=WrittenNumbers)
+    written: WrittenNumbers = field(init=False)
     looked_up: LookedUp = field(default_factory=LookedUp)
     by_ino: dict[int, list[OpenBlock]] = field(default_factory=dict)
     _pins: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.written = WrittenNumbers(self.engine.answers)
 
     def entry_of(self, ino: int) -> BlockEntry:
         """The block of an inode number; without a name, if it was removed or replaced a moment ago, or is open.
@@ -314,6 +330,8 @@ class OpenBlocks:
             self.engine.eviction.note_use(entry.table, np.array([entry.row], np.int64))
         if self.share(handle):
             return
+        if not entry.arena and entry.nlink:
+            await self._bring(entry)
         if (found := self._pin_content(entry)) is not None:
             handle.content, handle.pinned = found
         elif self.memory.take(entry.size):
@@ -324,6 +342,14 @@ class OpenBlocks:
                 self.memory.give(handle.copied)
                 handle.copied = 0
                 raise
+
+    async def _bring(self, entry: BlockEntry) -> None:
+        """Bring a block into memory, if its name is known: whoever opens it next finds it there. EngineError."""
+        name = self.looked_up.name_of(entry.ino) or self.engine.answers.name_of(entry.ino)
+        if name is not None:
+            self._follow(entry)
+            rows, sequences = np.array([entry.row], np.int64), np.array([entry.sequence], np.uint64)
+            await self.engine.fetch(entry.table, [name], rows, sequences)
 
     def share(self, handle: OpenBlock) -> bool:
         """Keep the content with another handle that does. False: there is none."""
@@ -415,7 +441,7 @@ class OpenBlocks:
     @property
     def _may_pin_more(self) -> bool:
         arenas = self.engine.arenas
-        return len(self._pins) < max(1, arenas.capacity // arenas.arena_size // PINNED_SHARE)
+        return len(self._pins) < arenas.pinned_max
 
     def _pin(self, arena: int) -> bool:
         if arena not in self._pins and not self.engine.native.pin_arena(arena, 1):

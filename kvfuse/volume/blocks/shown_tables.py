@@ -31,6 +31,7 @@ from kvfuse.volume.api import FindAncestors
 from kvfuse.volume.blocks.block_arenas import BlockArenas
 from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_tables import COMPLETE, NEIGHBOURS, VALID_UNTIL, BlockTable, BlockTables
+from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.tier.touches import TouchPage
 from kvfuse.volume.tier.validity import Validity
@@ -58,13 +59,14 @@ class RowTouches(TouchPage):
 class FileDirectories(set[int]):
     """Directories of which a name may mean an ordinary file. `add` comes before the name means it."""
 
-    def __init__(self, shown: ShownTables) -> None:
+    def __init__(self, shown: ShownTables, answers: KernelAnswers) -> None:
         super().__init__()
-        self._shown = shown
+        self._shown, self._answers = shown, answers
 
     def add(self, directory: int) -> None:
         self._shown.names_come(directory)
         super().add(directory)
+        self._answers.take_back(directory)
 
 
 @dataclass
@@ -178,7 +180,7 @@ class ShownTables:
     def begin_look(self, directory: int) -> None:
         """Somebody is about to look whether a name of a directory means a file."""
         self._looked_at[directory] = False
-        self.dentries.watch_names(directory, lambda: self.names_come(directory))
+        self.dentries.watch_names(directory, "clients", lambda: self.names_come(directory))
 
     def end_look(self, directory: int, *, has_files: bool, knows_all: bool) -> bool:
         """``has_files``: what was found. ``knows_all``: heads of all slabs were read."""

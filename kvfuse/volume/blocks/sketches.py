@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.volume.api import Caller
+from kvfuse.volume.blocks.block_numbers import is_block
+from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
 from kvfuse.volume.inodes.node import Node
@@ -130,11 +132,12 @@ class SketchHandle:
 class Sketches:
     """All sketches of a volume. Event loop only.
 
-    ``names_held``: directory -> names in it that sketches have.
+    ``names_held``: directory -> names in it that sketches have. ``answers``: hears of them.
     """
 
     memory: CopyMemory
     names_held: Counter[int]
+    answers: KernelAnswers
     by_ino: dict[int, Sketch] = field(default_factory=dict)
     by_place: dict[tuple[int, bytes], Sketch] = field(default_factory=dict)
     _room: trio.Event = field(default_factory=trio.Event)
@@ -142,6 +145,8 @@ class Sketches:
     def add(self, sketch: Sketch) -> None:
         """A new sketch. Its name is free, if it has one."""
         self.by_ino[sketch.ino] = sketch
+        if is_block(sketch.ino):
+            self.answers.hold_inode(sketch.ino, 1)
         if sketch.nlink:
             self.enter(sketch)
 
@@ -149,12 +154,14 @@ class Sketches:
         """The name of the sketch means it from now on, if it means no other one."""
         if sketch.place not in self.by_place:
             self.by_place[sketch.place] = sketch
+            self.answers.hold_name(*sketch.place, 1)
             self.names_held[sketch.directory] += 1
 
     def leave(self, sketch: Sketch) -> None:
         """The name means the sketch no longer."""
         if self.by_place.get(sketch.place) is sketch:
             del self.by_place[sketch.place]
+            self.answers.hold_name(*sketch.place, -1)
             self.names_held[sketch.directory] -= 1
             if not self.names_held[sketch.directory]:
                 del self.names_held[sketch.directory]
@@ -173,7 +180,8 @@ class Sketches:
     def end(self, sketch: Sketch) -> None:
         """Nobody has it open."""
         self.leave(sketch)
-        self.by_ino.pop(sketch.ino, None)
+        if self.by_ino.pop(sketch.ino, None) is not None and is_block(sketch.ino):
+            self.answers.hold_inode(sketch.ino, -1)
         sketch.data = bytearray()
         self.resize(sketch, 0)
 

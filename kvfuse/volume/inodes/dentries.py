@@ -107,7 +107,7 @@ class Dentries:
         self._directories: dict[int, StoredNames] = {}
         self._reading: dict[int, set[bytes]] = {}
         """directory of which a page is being read -> names that changed meanwhile: their rows may be stale"""
-        self._watches: dict[int, Callable[[], None]] = {}
+        self._watches: dict[int, dict[str, Callable[[], None]]] = {}
         """directory -> what hears of the next name there"""
         self._bound: dict[int, set[Binding]] = {}
         """inode -> bindings of its names, and of the names in it"""
@@ -144,23 +144,23 @@ class Dentries:
         elif dentry.binding is not None and dentry.binding.ino != ino:
             self._unbind(dentry)
         if ino and parent in self._watches:
-            self._watches.pop(parent)()
+            self.names_come(parent)
         dentry.ino, dentry.version, dentry.record = ino, version, None
         self.noted += 1
         if self._reading and parent in self._reading:
             self._reading[parent].add(name)
         return dentry
 
-    def watch_names(self, directory: int, hear: Callable[[], None]) -> None:
-        """Call ``hear`` before a name of the directory means an inode, once."""
-        self._watches[directory] = hear
+    def watch_names(self, directory: int, who: str, hear: Callable[[], None]) -> None:
+        """Call ``hear`` before a name of the directory means an inode, once. ``who``: has one for each directory."""
+        self._watches.setdefault(directory, {})[who] = hear
 
     def names_come(self, directory: int | None = None) -> None:
         """Names of a directory (None: of any) may mean something from now on: another host has made them, or may
         have. Before anything here believes it."""
         for heard in [directory] if directory is not None else list(self._watches):
-            if heard in self._watches:
-                self._watches.pop(heard)()
+            for hear in self._watches.pop(heard, {}).values():
+                hear()
 
     def forget(self, parent: int, name: bytes) -> None:
         """Forget the stored state of a name. A pending change stays."""

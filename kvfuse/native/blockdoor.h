@@ -1,0 +1,512 @@
+/* What the file door asks most of blocks, answered from the core's tables without the interpreter.
+
+   Threads that read the kernel's requests (`_fusewire.c`) show each one to `answer_request`. It answers LOOKUP in a folder of
+   blocks, GETATTR, OPEN for reading, READ and RELEASE of blocks, and FORGET. All else, and whatever is not plain, goes on to
+   Python, which is always right. What may be answered here is what Python has said:
+
+   folder   all its blocks are known, and tables are these; names of others mean nothing (`is_bare`), or Python knows. Until
+            `until`, or until it is taken back
+   held     of a name, a row or a number: Python knows more of it than the tables do, as somebody writes it
+
+   A handle that was given here has bit HANDLE_MARK. Python makes one of its own of it where it gets a request by it: the
+   number of the block, which comes with it, says all. The content of an open block stays, as its arena is pinned. */
+
+#ifndef KVFUSE_BLOCKDOOR_H
+#define KVFUSE_BLOCKDOOR_H
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fuse.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "blockcore.h"
+
+enum { FOLDERS = 1 << 12, FOLDER_TABLES = 8, HELD_MIN = 1 << 10, HANDLES_MAX = 1 << 16, LOOKS = 1 << 10, USES = 1 << 12 };
+enum { ROW_SHIFT = 26, TABLE_SHIFT = 52, NO_FLUSH = 1 << 5 };
+enum { COUNTED = 64 }; /* operations of the kernel are smaller numbers */
+
+#define BLOCK_MARK (1ull << 62)
+#define HANDLE_MARK (1ull << 60)
+#define LOW_26 ((1ull << 26) - 1)
+#define SENT_BEFORE (1ull << 63) /* of a request's number: another daemon may have served it */
+#define SECOND_NS 1000000000ll
+
+/* Ways in which a key is held, mixed into it. */
+enum { HELD_NAME = 1, HELD_ROW = 2, HELD_INODE = 3 };
+
+typedef struct {
+    uint64_t ino, until; /* 0: no folder; nanoseconds of CLOCK_MONOTONIC_COARSE */
+    uint16_t is_bare, count, tables[FOLDER_TABLES];
+} Folder;
+
+typedef struct {
+    uint64_t key;
+    uint32_t count, is_known;
+} Held;
+
+/* A block that is open for reading. */
+typedef struct {
+    uint64_t fh, ino, size;
+    const uint8_t *content;
+    Arena *arena;
+    struct fuse_attr attr;
+    uint32_t next; /* free: index + 1 of the next free one */
+    int is_shared; /* Python may have made one of its own of it */
+} Handle;
+
+/* A name that was looked up. ``number``: of its block, or of the folder where it means nothing. */
+typedef struct {
+    uint64_t number;
+    uint8_t length, name[NAME_MAX_BYTES];
+} Look;
+
+typedef struct {
+    uint32_t table, row;
+} Use;
+
+typedef struct {
+    Core *core;
+    uint64_t multipliers[SUMS * MULTIPLIER_ROWS];
+    double attr_timeout;
+    int64_t tick_max_ns, lag_ns;
+    uint32_t arenas_max; /* that may be pinned */
+    Folder folders[FOLDERS];
+    Held *held;
+    uint64_t held_count, held_room;
+    Handle *handles;
+    uint32_t handle_count, free_handle, serial, open_count, pinned_count;
+    uint32_t pins[ARENAS];
+    Look looks[LOOKS]; /* names that mean nothing */
+    Look named[LOOKS]; /* blocks that were looked up, each at the place of its number */
+    uint64_t look_head, look_tail;
+    Use uses[USES];
+    uint64_t use_head, use_tail;
+    uint64_t answered[COUNTED], absent, read_bytes;
+} Door;
+
+/* -- what Python says --------------------------------------------------------------------------------------------- */
+
+static uint64_t mix(uint64_t kind, uint64_t one, uint64_t other)
+{
+    uint64_t word = (one ^ kind << 60) * 0x9E3779B97F4A7C15ull;
+    word = (word ^ word >> 32 ^ other) * 0xD6E8FEB86659FD93ull;
+    return word ^ word >> 29;
+}
+
+static Held *held_place(Held *all, uint64_t room, uint64_t key)
+{
+    uint64_t place = key & (room - 1);
+    while (all[place].is_known && all[place].key != key)
+        place = (place + 1) & (room - 1);
+    return all + place;
+}
+
+static int is_held(const Door *door, uint64_t key) { return door->held_room && held_place(door->held, door->held_room, key)->count; }
+
+/* Keys of two things may be equal: then both go to Python. 0: no memory. */
+static int hold_key(Door *door, uint64_t key, int by)
+{
+    if (2 * door->held_count >= door->held_room) {
+        uint64_t used = 0;
+        for (uint64_t i = 0; i < door->held_room; i++)
+            used += door->held[i].count != 0;
+        uint64_t room = door->held_room > HELD_MIN ? door->held_room : HELD_MIN;
+        while (4 * used >= room)
+            room *= 2;
+        Held *all = calloc(room, sizeof *all);
+        if (!all)
+            return 0;
+        for (uint64_t i = 0; i < door->held_room; i++)
+            if (door->held[i].count)
+                *held_place(all, room, door->held[i].key) = door->held[i];
+        free(door->held);
+        door->held = all, door->held_room = room, door->held_count = used;
+    }
+    Held *place = held_place(door->held, door->held_room, key);
+    door->held_count += !place->is_known;
+    if (by < 0 && place->count < (uint32_t)-by)
+        return 1;
+    *place = (Held){key, place->count + (uint32_t)by, 1};
+    return 1;
+}
+
+static Folder *folder_place(Door *door, uint64_t ino) { return door->folders + (ino * 0x9E3779B97F4A7C15ull >> 52) % FOLDERS; }
+
+static uint64_t coarse_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    return (uint64_t)now.tv_sec * SECOND_NS + (uint64_t)now.tv_nsec;
+}
+
+static const Folder *find_folder(Door *door, uint64_t ino)
+{
+    const Folder *found = folder_place(door, ino);
+    return found->ino == ino && coarse_now() < found->until ? found : NULL;
+}
+
+/* -- blocks ------------------------------------------------------------------------------------------------------- */
+
+static uint64_t block_tag(uint64_t sequence) { return sequence * 0x9E3779B97F4A7C15ull >> 38; }
+
+static uint64_t block_inode(uint32_t table, uint32_t row, uint64_t sequence)
+{
+    return BLOCK_MARK | (uint64_t)table << TABLE_SHIFT | (uint64_t)row << ROW_SHIFT | block_tag(sequence);
+}
+
+static uint32_t now_in(const Table *table)
+{
+    return (uint32_t)((uint64_t)time(NULL) + __atomic_load_n(&table->index.header->ahead, __ATOMIC_RELAXED));
+}
+
+static int has_expired(const Table *table, const Row *row) { return row->expires && now_in(table) >= row->expires; }
+
+/* The block of a number, as long as it is one. NULL: it is none, or Python knows more of it. */
+static const Row *row_of(Door *door, uint64_t ino, uint32_t *place)
+{
+    uint32_t t = (uint32_t)(ino >> TABLE_SHIFT) & 1023, number = (uint32_t)(ino >> ROW_SHIFT & LOW_26);
+    const Table *table = door->core->tables + t;
+    if (!table->is_known || table->is_ended || number >= table->index.rows_max)
+        return NULL;
+    const Row *row = table->index.rows + number;
+    if (!(row->version & 1) || row->flags & FOREIGN || block_tag(row->sequence) != (ino & LOW_26) || has_expired(table, row) ||
+        is_held(door, mix(HELD_ROW, (uint64_t)t << 32 | number, row->sequence)))
+        return NULL;
+    *place = t;
+    return row;
+}
+
+static void set_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
+{
+    *seconds = (uint64_t)(ns / SECOND_NS), *rest = (uint32_t)(ns % SECOND_NS);
+}
+
+/* As `BlockEntry` of open_blocks.py has it. */
+static void fill_attr(const Door *door, uint32_t place, const Row *row, uint64_t ino, struct fuse_attr *attr)
+{
+    const TableHeader *header = door->core->tables[place].index.header;
+    int64_t mtime = row->stored * SECOND_NS + (int64_t)(row->flags >> MICROS) * 1000, stored = (int64_t)row->sequence * 1000;
+    int64_t used = row->used * SECOND_NS, late = mtime - stored;
+    *attr = (struct fuse_attr){.ino = ino, .size = row->length, .blocks = padded(row->length) / 512, .nlink = 1,
+                               .mode = S_IFREG | header->mode, .uid = header->uid, .gid = header->gid, .blksize = PAGE};
+    set_time(used > mtime ? used : mtime, &attr->atime, &attr->atimensec);
+    set_time(mtime, &attr->mtime, &attr->mtimensec);
+    set_time(-door->tick_max_ns < late && late <= door->lag_ns ? mtime : stored, &attr->ctime, &attr->ctimensec);
+}
+
+static void split_seconds(double seconds, uint64_t *whole, uint32_t *rest)
+{
+    *whole = (uint64_t)seconds, *rest = (uint32_t)((seconds - (double)*whole) * 1e9);
+}
+
+/* -- answers ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    int fd;
+    const struct fuse_in_header *in;
+    const void *body;
+    size_t size; /* of the body */
+} Request;
+
+static void reply(const Request *asked, int error, const void *bytes, size_t size)
+{
+    struct fuse_out_header out = {(uint32_t)(sizeof out + size), -error, asked->in->unique};
+    struct iovec parts[2] = {{&out, sizeof out}, {(void *)(uintptr_t)bytes, size}};
+    ssize_t done;
+    do
+        done = writev(asked->fd, parts, size ? 2 : 1);
+    while (done < 0 && errno == EINTR);
+    if (done < 0 && errno == EFAULT && size) /* the pages cannot be read */
+        reply(asked, EIO, NULL, 0);
+}
+
+/* The newest block of a name. Under the lock. 0: there is none; -1: Python has to look. */
+static int find_block(Door *door, const Folder *folder, const uint8_t *name, size_t length, uint32_t *place, uint32_t *number)
+{
+    Fingerprint wanted = fingerprint_of(door->multipliers, folder->ino, name, length);
+    uint64_t sequence = 0;
+    if (is_held(door, mix(HELD_NAME, wanted.low, wanted.high)))
+        return -1;
+    for (int i = 0; i < folder->count; i++) {
+        const Table *table = door->core->tables + folder->tables[i];
+        if (!table->is_known || table->is_ended || table->index.header->directory != folder->ino)
+            return -1;
+        int64_t found = find_row(&table->index, wanted);
+        if (found < 0 || table->index.rows[found].sequence <= sequence || has_expired(table, table->index.rows + found))
+            continue;
+        sequence = table->index.rows[found].sequence;
+        *place = folder->tables[i], *number = (uint32_t)found;
+    }
+    return sequence != 0;
+}
+
+static void note_look(Door *door, uint64_t folder, const uint8_t *name, size_t length)
+{
+    if (door->look_tail - door->look_head == LOOKS)
+        return;
+    Look *look = door->looks + door->look_tail++ % LOOKS;
+    *look = (Look){.number = folder, .length = (uint8_t)length};
+    memcpy(look->name, name, length);
+}
+
+static Look *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
+
+static int answer_lookup(Door *door, const Request *asked)
+{
+    const uint8_t *name = asked->body;
+    size_t length = strnlen(asked->body, asked->size);
+    if (length == asked->size || length > NAME_MAX_BYTES || !is_plain_name(name, length))
+        return 0;
+    struct fuse_entry_out entry = {0};
+    uint32_t place, number;
+    int found = -1;
+    lock(door->core);
+    const Folder *folder = find_folder(door, asked->in->nodeid);
+    if (folder)
+        found = find_block(door, folder, name, length, &place, &number);
+    if (!found && !folder->is_bare)
+        found = -1;
+    if (found > 0) {
+        const Row *row = door->core->tables[place].index.rows + number;
+        entry.nodeid = block_inode(place, number, row->sequence);
+        if (is_held(door, mix(HELD_ROW, (uint64_t)place << 32 | number, row->sequence)) ||
+            is_held(door, mix(HELD_INODE, entry.nodeid, 0)))
+            found = -1;
+        else {
+            Look *look = named_place(door, entry.nodeid);
+            fill_attr(door, place, row, entry.nodeid, &entry.attr);
+            look->number = entry.nodeid, look->length = (uint8_t)length;
+            memcpy(look->name, name, length);
+        }
+    } else if (!found) {
+        note_look(door, asked->in->nodeid, name, length);
+        door->absent++;
+    }
+    unlock(door->core);
+    if (found < 0)
+        return 0;
+    split_seconds(door->attr_timeout, &entry.attr_valid, &entry.attr_valid_nsec);
+    reply(asked, found ? 0 : ENOENT, &entry, found ? sizeof entry : 0);
+    return 1;
+}
+
+static Handle *handle_of(Door *door, uint64_t fh)
+{
+    uint64_t index = fh & (HANDLES_MAX - 1);
+    return fh & HANDLE_MARK && index < door->handle_count && door->handles[index].fh == fh ? door->handles + index : NULL;
+}
+
+/* Any handle of a block; the search is long, and for blocks that have lost their names alone. */
+static const Handle *open_handle(const Door *door, uint64_t ino)
+{
+    for (uint32_t i = 0; door->open_count && i < door->handle_count; i++)
+        if (door->handles[i].fh && door->handles[i].ino == ino)
+            return door->handles + i;
+    return NULL;
+}
+
+static int answer_getattr(Door *door, const Request *asked)
+{
+    const struct fuse_getattr_in *in = asked->body;
+    uint64_t ino = asked->in->nodeid;
+    struct fuse_attr_out out = {0};
+    uint32_t place;
+    if (asked->size < sizeof *in || !(ino & BLOCK_MARK))
+        return 0;
+    lock(door->core);
+    int is_free = !is_held(door, mix(HELD_INODE, ino, 0));
+    const Row *row = is_free ? row_of(door, ino, &place) : NULL;
+    if (row)
+        fill_attr(door, place, row, ino, &out.attr);
+    const Handle *lost = is_free && !row ? open_handle(door, ino) : NULL;
+    if (lost)
+        out.attr = lost->attr, out.attr.nlink = 0; /* it has lost its name */
+    unlock(door->core);
+    if (!row && !lost)
+        return 0;
+    split_seconds(door->attr_timeout, &out.attr_valid, &out.attr_valid_nsec);
+    reply(asked, 0, &out, sizeof out);
+    return 1;
+}
+
+/* -- open blocks -------------------------------------------------------------------------------------------------- */
+
+static int may_pin(const Door *door, const Arena *arena)
+{
+    return door->pins[arena - door->core->arenas] || door->pinned_count < door->arenas_max;
+}
+
+static void pin_content(Door *door, Arena *arena)
+{
+    door->pinned_count += !door->pins[arena - door->core->arenas]++;
+    arena->pins++;
+}
+
+static void unpin_content(Door *door, Arena *arena)
+{
+    door->pinned_count -= !--door->pins[arena - door->core->arenas];
+    unpin(arena);
+}
+
+/* NULL: there are too many. */
+static Handle *take_handle(Door *door)
+{
+    uint32_t index = door->free_handle ? door->free_handle - 1 : door->handle_count;
+    if (index == HANDLES_MAX)
+        return NULL;
+    if (index == door->handle_count) {
+        if (!(index & (index - 1))) { /* room for twice as many */
+            Handle *all = realloc(door->handles, (index ? 2 * index : 1) * sizeof *all);
+            if (!all)
+                return NULL;
+            door->handles = all;
+        }
+        door->handle_count++;
+    } else
+        door->free_handle = door->handles[index].next;
+    Handle *handle = door->handles + index;
+    *handle = (Handle){.fh = HANDLE_MARK | (uint64_t)++door->serial << 16 | index};
+    door->open_count++;
+    return handle;
+}
+
+static void give_handle(Door *door, Handle *handle)
+{
+    unpin_content(door, handle->arena);
+    handle->fh = 0;
+    handle->next = door->free_handle;
+    door->free_handle = (uint32_t)(handle - door->handles) + 1;
+    door->open_count--;
+}
+
+static int answer_open(Door *door, const Request *asked)
+{
+    const struct fuse_open_in *in = asked->body;
+    uint64_t ino = asked->in->nodeid;
+    struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE | NO_FLUSH};
+    uint32_t place;
+    if (asked->size < sizeof *in || !(ino & BLOCK_MARK) || in->flags & (O_ACCMODE | O_TRUNC | O_DIRECT | O_APPEND))
+        return 0;
+    lock(door->core);
+    Row *row = is_held(door, mix(HELD_INODE, ino, 0)) ? NULL : (Row *)row_of(door, ino, &place);
+    Arena *arena = row && row->arena ? arena_of(door->core, row->arena) : NULL;
+    Handle *handle = arena && may_pin(door, arena) ? take_handle(door) : NULL;
+    if (handle) {
+        const Table *table = door->core->tables + place;
+        row->used = now_in(table);
+        row->flags |= HOT;
+        pin_content(door, arena);
+        handle->ino = ino, handle->size = row->length, handle->arena = arena;
+        handle->content = arena->base + (uint64_t)row->page * PAGE;
+        fill_attr(door, place, row, ino, &handle->attr);
+        if (door->use_tail - door->use_head < USES)
+            door->uses[door->use_tail++ % USES] = (Use){place, (uint32_t)(row - table->index.rows)};
+        out.fh = handle->fh;
+    }
+    unlock(door->core);
+    if (!handle)
+        return 0;
+    reply(asked, 0, &out, sizeof out);
+    return 1;
+}
+
+/* Pages of arenas are in no page tables after a daemon's start. See _fusewire.c: a copy that meets a page fault fails where
+   the daemon is killed meanwhile. */
+static void populate_pages(const uint8_t *bytes, size_t size)
+{
+    uintptr_t begin = (uintptr_t)bytes & ~(uintptr_t)(PAGE - 1), end = ((uintptr_t)bytes + size + PAGE - 1) & ~(uintptr_t)(PAGE - 1);
+    madvise((void *)begin, end - begin, 22); /* MADV_POPULATE_READ */
+}
+
+static int answer_read(Door *door, const Request *asked)
+{
+    const struct fuse_read_in *in = asked->body;
+    if (asked->size < sizeof *in)
+        return 0;
+    lock(door->core);
+    Handle *handle = handle_of(door, in->fh);
+    const uint8_t *content = NULL;
+    uint64_t size = 0;
+    Arena *arena = NULL;
+    if (handle && is_held(door, mix(HELD_INODE, handle->ino, 0)))
+        handle->is_shared = 1;
+    else if (handle) {
+        size = in->offset < handle->size ? handle->size - in->offset : 0;
+        size = size < in->size ? size : in->size;
+        content = handle->content + (size ? in->offset : 0), arena = handle->arena;
+        arena->pins++;
+        door->read_bytes += size;
+    }
+    unlock(door->core);
+    if (!content)
+        return 0;
+    if (size)
+        populate_pages(content, size);
+    reply(asked, 0, content, size);
+    lock(door->core);
+    unpin(arena);
+    unlock(door->core);
+    return 1;
+}
+
+static int answer_release(Door *door, const Request *asked)
+{
+    const struct fuse_release_in *in = asked->body;
+    if (asked->size < sizeof *in)
+        return 0;
+    lock(door->core);
+    Handle *handle = handle_of(door, in->fh);
+    int is_ours = handle && !handle->is_shared;
+    if (handle)
+        give_handle(door, handle);
+    unlock(door->core);
+    if (is_ours)
+        reply(asked, 0, NULL, 0);
+    return is_ours;
+}
+
+/* Nothing is kept for the number of a block that the kernel knows. */
+static int answer_forget(const Request *asked)
+{
+    if (asked->in->opcode == FUSE_FORGET)
+        return (asked->in->nodeid & BLOCK_MARK) != 0 && !(asked->in->nodeid >> 63);
+    const struct fuse_batch_forget_in *batch = asked->body;
+    const struct fuse_forget_one *one = (const void *)(batch + 1);
+    if (asked->size < sizeof *batch || (asked->size - sizeof *batch) / sizeof *one < batch->count)
+        return 0;
+    for (uint32_t i = 0; i < batch->count; i++)
+        if (!(one[i].nodeid & BLOCK_MARK) || one[i].nodeid >> 63)
+            return 0;
+    return 1;
+}
+
+/* Any thread. 1: it was answered; 0: Python has to. */
+static int answer_request(void *of, int fd, const void *request, size_t size)
+{
+    Door *door = of;
+    const struct fuse_in_header *in = request;
+    Request asked = {fd, in, in + 1, size - sizeof *in};
+    int is_answered = 0;
+    if (size < sizeof *in || in->unique & SENT_BEFORE)
+        return 0;
+    if (in->opcode == FUSE_LOOKUP)
+        is_answered = answer_lookup(door, &asked);
+    else if (in->opcode == FUSE_GETATTR)
+        is_answered = answer_getattr(door, &asked);
+    else if (in->opcode == FUSE_OPEN)
+        is_answered = answer_open(door, &asked);
+    else if (in->opcode == FUSE_READ)
+        is_answered = answer_read(door, &asked);
+    else if (in->opcode == FUSE_RELEASE)
+        is_answered = answer_release(door, &asked);
+    else if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
+        is_answered = answer_forget(&asked);
+    if (is_answered)
+        __atomic_fetch_add(&door->answered[in->opcode % COUNTED], 1, __ATOMIC_RELAXED);
+    return is_answered;
+}
+
+#endif

@@ -1,0 +1,292 @@
+"""What C answers the kernel about blocks is what Python would answer; what it may not answer goes to Python."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import inside
+import pytest
+import trio
+from block_tree import BlockTree, engine_of, make_block_tree
+from volume_lab import CALLER
+
+from kvfuse.errors import NotFound
+from kvfuse.volume.api import Attributes, Changes
+from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.blocks.block_numbers import inode_of
+from kvfuse.volume.volume import Volume
+
+LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE = 1, 2, 3, 14, 15, 16, 18
+HEAD, OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
+ATTR = struct.Struct("<QQQQQQIIIIIIIIII")
+ENTRY = struct.Struct("<QQQQII")
+SENT_AGAIN = 1 << 63
+ENOENT = 2
+
+
+class Answer(NamedTuple):
+    error: int
+    body: bytes
+
+
+@dataclass
+class Kernel:
+    """Asks as the kernel does, over a socket. ``answers``: of an engine."""
+
+    engine: BlockEngine
+    ours: socket.socket
+    theirs: socket.socket
+    unique: int = 0
+
+    def ask(self, opcode: int, node: int, body: bytes = b"", *, mark: int = 0) -> Answer | None:
+        """None: Python has to answer."""
+        self.unique += 2
+        request = HEAD.pack(HEAD.size + len(body), opcode, self.unique | mark, node, 0, 0, 1, 0, 0) + body
+        if not self.engine.answers.door.answer(self.theirs.fileno(), request):
+            return None
+        if opcode == FORGET:
+            return Answer(0, b"")
+        found = self.ours.recv(1 << 21)
+        length, error, unique = OUT.unpack_from(found)
+        assert (length, unique) == (len(found), self.unique)
+        return Answer(-error, found[OUT.size :])
+
+    def look_up(self, folder: int, name: bytes) -> tuple[int, bytes] | None:
+        """(inode, its attributes); (0, b""): there is none. None: Python has to."""
+        answer = self.ask(LOOKUP, folder, name + b"\0")
+        if answer is None:
+            return None
+        if answer.error:
+            assert answer == (ENOENT, b"")
+            return 0, b""
+        ino, _, name_seconds, attr_seconds, name_rest, attr_rest = ENTRY.unpack_from(answer.body)
+        assert (name_seconds, name_rest, attr_seconds, attr_rest) == (0, 0, 1, 500_000_000)
+        return ino, answer.body[ENTRY.size :]
+
+    def open(self, ino: int, flags: int = os.O_RDONLY) -> int | None:
+        answer = self.ask(OPEN, ino, struct.pack("<II", flags, 0))
+        if answer is None:
+            return None
+        assert answer.error == 0
+        return int.from_bytes(answer.body[:8], "little")
+
+    def read(self, ino: int, fh: int, offset: int, size: int) -> bytes | None:
+        answer = self.ask(READ, ino, struct.pack("<QQIIQII", fh, offset, size, 0, 0, 0, 0))
+        return answer.body if answer is not None else None
+
+    def release(self, ino: int, fh: int) -> bool:
+        return self.ask(RELEASE, ino, struct.pack("<QIIQ", fh, 0, 0, 0)) is not None
+
+
+@pytest.fixture
+async def tree(tmp_path: Path, rng: random.Random) -> BlockTree:
+    tree = await make_block_tree(tmp_path, rng)
+    await tree.begin()
+    return tree
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    ours.settimeout(5)
+    with ours, theirs:
+        yield ours, theirs
+
+
+async def connect(volume: Volume, ends: tuple[socket.socket, socket.socket]) -> Kernel:
+    assert volume.begin_kernel_answers(1.5) is not None
+    return Kernel(engine_of(volume), *ends)
+
+
+def attributes_as_sent(found: Attributes) -> bytes:
+    """As the kernel gets them."""
+    seconds, rests = zip(*[divmod(at, 10**9) for at in (found.atime, found.mtime, found.ctime)], strict=True)
+    return ATTR.pack(
+        found.ino, found.size, found.blocks, *seconds, *rests, found.mode, found.nlink, found.uid, found.gid, 0, 4096, 0
+    )  # fmt: skip
+
+
+async def python_says(volume: Volume, folder: int, name: bytes) -> tuple[int, bytes]:
+    try:
+        found = await volume.tree.lookup(folder, name)
+    except NotFound:
+        return 0, b""
+    volume.tree.forget(found.ino, 1)
+    return found.ino, attributes_as_sent(found)
+
+
+async def test_it_says_what_python_says(
+    tree: BlockTree, rng: random.Random, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    async with tree.opened() as (volume, engine):
+        kernel = await connect(volume, ends)
+        assert kernel.look_up(tree.directory, b"key-1") is None, "nobody has asked about the folder"
+        for _ in range(300):
+            name = rng.choice([*tree.blocks, b"absent", b"key-999", b"x" * 255])
+            if rng.random() < 0.1:
+                await tree.put(engine, {name: tree.content()}, rng.choice([0o644, 0o600, 0o444]))
+            expected = await python_says(volume, tree.directory, name)
+            assert kernel.look_up(tree.directory, name) == expected
+            if expected[0]:
+                answer = kernel.ask(GETATTR, expected[0], bytes(16))
+                assert answer is not None
+                assert answer.body == struct.pack("<QII", 1, 500_000_000, 0) + expected[1]
+                assert kernel.ask(FORGET, expected[0], bytes(8)) is not None
+        said = engine.answers.statistics()
+        assert said["lookup"] > said["getattr"] > 100
+        assert said["absent"] > 10
+    assert (await tree.check()).clean
+
+
+async def test_an_open_block_keeps_its_bytes(
+    tree: BlockTree, rng: random.Random, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    """Whatever happens to its name; and its arena is free again at the end."""
+    async with tree.opened() as (volume, engine):
+        kernel = await connect(volume, ends)
+        engine.answers.begin(1.5, 100)
+        blocks = {b"new-%d" % number: tree.content() for number in range(12)}
+        await tree.put(engine, blocks)
+        opened = []
+        for name, data in blocks.items():
+            await python_says(volume, tree.directory, name)
+            found = kernel.look_up(tree.directory, name)
+            assert found is not None
+            fh = kernel.open(found[0])
+            assert fh is not None
+            opened.append((found[0], fh, data))
+        assert engine.answers.statistics()["open_handles"] == len(opened)
+        for name in list(blocks)[::2]:
+            engine.drop(tree.directory, [name])
+        await tree.put(engine, {name: tree.content() for name in list(blocks)[1::4]})
+        for number, (ino, fh, data) in enumerate(opened):
+            for _ in range(5):
+                offset, size = rng.randrange(len(data) + 4096), rng.choice([1, 4096, 1 << 20])
+                assert kernel.read(ino, fh, offset, size) == data[offset : offset + size]
+            links = 0 if number % 2 == 0 or number % 4 == 1 else 1
+            answer = kernel.ask(GETATTR, ino, bytes(16))
+            assert answer is not None
+            assert ATTR.unpack_from(answer.body, 16)[10] == links
+        for ino, fh, _ in opened:
+            assert kernel.release(ino, fh)
+            assert kernel.read(ino, fh, 0, 1) is None, "it is closed"
+        assert engine.answers.statistics()["open_handles"] == 0
+        assert not any(engine.native.arena_facts(place)[2] for place in engine.arenas._places)
+
+
+async def test_what_is_not_plain_is_pythons(
+    tree: BlockTree, ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        name = next(iter(tree.blocks))
+        await tree.put(engine, {name: b"bytes"})
+        ino, _ = await python_says(volume, folder, name)
+        assert kernel.look_up(folder, name) is not None
+        for odd in (b".", b"..", b"", b"x" * 256, b"%41"):
+            assert kernel.look_up(folder, odd) is None
+        assert kernel.ask(LOOKUP, folder, name) is None, "without an end"
+        assert kernel.ask(LOOKUP, folder, name + b"\0", mark=SENT_AGAIN) is None
+        assert kernel.look_up(1, name) is None
+        for flags in (os.O_WRONLY, os.O_RDWR, os.O_TRUNC, os.O_DIRECT, os.O_APPEND):
+            assert kernel.open(ino, flags) is None
+        assert kernel.ask(WRITE, ino, bytes(40)) is None
+        for opcode in (GETATTR, OPEN, READ, RELEASE):
+            assert kernel.ask(opcode, ino, b"short") is None
+        for number in (1, 1 << 61, ino ^ 1, ino + (1 << 26), 3 << 62, inode_of(1023, 0, 1)):
+            assert kernel.ask(GETATTR, number, bytes(16)) is None
+            assert kernel.open(number) is None
+        assert kernel.read(ino, 1 << 60, 0, 1) is None
+
+
+async def test_what_python_knows_more_of_is_pythons(tree: BlockTree, ends: tuple[socket.socket, socket.socket]) -> None:
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await tree.put(engine, {b"one": b"bytes", b"two": b"others"})
+        ino, _ = await python_says(volume, folder, b"one")
+        fh = kernel.open(ino)
+        assert fh is not None
+        handle = await volume.files.open(ino, os.O_WRONLY, CALLER)  # a sketch under the number of the block
+        assert kernel.look_up(folder, b"one") is None
+        assert kernel.ask(GETATTR, ino, bytes(16)) is None
+        assert kernel.open(ino) is None
+        assert kernel.read(ino, fh, 0, 9) is None, "its writer changes what others read"
+        assert kernel.look_up(folder, b"two") is not None
+        await volume.files.release(handle)
+        assert not kernel.release(ino, fh), "Python may have made a handle of it"
+        await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)  # another row, by the same number
+        assert kernel.look_up(folder, b"one") is None
+        assert kernel.ask(GETATTR, ino, bytes(16)) is None
+        _, made = await volume.tree.create(folder, b"three", 0o644, CALLER, os.O_WRONLY)
+        assert kernel.look_up(folder, b"three") is None, "a sketch"
+        await volume.tree.unlink(folder, b"three")
+        await python_says(volume, folder, b"two")
+        assert kernel.look_up(folder, b"three") == (0, b"")
+        assert made.nlink == 0
+
+
+async def test_other_names_than_those_of_blocks_are_pythons(
+    tree: BlockTree, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await tree.put(engine, {b"one": b"bytes"})
+        await python_says(volume, folder, b"one")
+        assert kernel.look_up(folder, b"absent") == (0, b"")
+        await volume.tree.make_directory(folder, b"below", 0o755, CALLER)
+        for name in (b"below", b"absent"):
+            assert kernel.look_up(folder, name) is None
+        await python_says(volume, folder, b"below")
+        assert kernel.look_up(folder, b"below") is None
+        assert kernel.look_up(folder, b"one") is not None, "blocks are blocks"
+        await volume.tree.make_node(folder, b"fifo", 0o010644, 0, CALLER)
+        await python_says(volume, folder, b"one")
+        assert kernel.look_up(folder, b"one") is None, "a file may have any name"
+        engine.answers.take_back(folder)
+
+
+async def test_python_hears_what_was_asked(
+    tree: BlockTree, ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await tree.put(engine, {b"one": b"bytes"})
+        ino, _ = await python_says(volume, folder, b"one")
+        assert kernel.look_up(folder, b"one") == (ino, (await python_says(volume, folder, b"one"))[1])
+        assert engine.answers.name_of(ino) == b"one"
+        assert engine.answers.name_of(ino + 1) is None
+        fh = kernel.open(ino)
+        assert fh is not None
+        for number in range(2000):
+            assert kernel.look_up(folder, b"no-%d" % number) is not None
+        uses, looks = engine.answers.take_notes()
+        assert [(place, row) for place, row in uses] == [(ino >> 52 & 1023, ino >> 26 & (1 << 26) - 1)]
+        assert looks[:2] == [(folder, b"no-0"), (folder, b"no-1")]
+        assert len(looks) == 1024, "the rest is not counted"
+        assert engine.answers.take_notes() == ([], [])
+        assert kernel.release(ino, fh)
+
+
+async def test_blocks_that_expire_are_absent(tree: BlockTree, ends: tuple[socket.socket, socket.socket]) -> None:
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await tree.put(engine, {b"one": b"bytes"})
+        table, row, _ = engine.find(folder, b"one") or pytest.fail("it is not there")
+        ino, _ = await python_says(volume, folder, b"one")
+        table.room["expires"][row] = engine.now(folder) + 3600
+        assert kernel.look_up(folder, b"one") is not None
+        engine.eviction.advance(folder, 7200)
+        engine.eviction.look()
+        await trio.lowlevel.checkpoint()
+        assert kernel.look_up(folder, b"one") == (0, b"")
+        assert kernel.open(ino) is None
+        assert inside.core(volume) is not None
