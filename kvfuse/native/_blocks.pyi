@@ -79,6 +79,8 @@ class Core:
 
         ``shown_us``: time that files show, in microseconds since the epoch; 0: now.
         """
+    def rename_row(self, table: int, row: int, sequence: int, name: Any, now_us: int) -> tuple[int, int]:
+        """Give a block that is in memory another name in its table. (Its row, or why not; its sequence)."""
     def get(
         self,
         table: int,

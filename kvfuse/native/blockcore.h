@@ -567,6 +567,12 @@ static void empty_arena(Core *core, Arena *arena, KeptRows *kept)
     __atomic_store_n(&arena->tail->notes, 0, __ATOMIC_SEQ_CST);
 }
 
+static int by_page(const void *one, const void *other)
+{
+    const struct Kept *a = one, *b = other;
+    return a->page < b->page ? -1 : a->page > b->page;
+}
+
 /* Use an arena again, for a block of so many bytes at first. Blocks that were used since they came stay, up to a quarter
    of it: they are in no memory while they move down, each to behind the one before, and so never onto one that is still
    to move. */
@@ -577,6 +583,7 @@ static void recycle_arena(Core *core, Arena *arena, uint64_t size)
     uint64_t used = 0, notes = 0;
     Table *table = core->tables + arena->table;
     empty_arena(core, arena, &kept);
+    qsort(kept.rows, kept.count, sizeof *kept.rows, by_page); /* notes of blocks that got other names come later */
     for (uint64_t i = 0; i < kept.count; i++) {
         const struct Kept *one = kept.rows + i;
         const Row *row = table->index.rows + one->row;
@@ -796,7 +803,7 @@ static int is_plain_name(const uint8_t *name, size_t length)
     return !(name[0] == '.' && (length == 1 || (length == 2 && name[1] == '.')));
 }
 
-/* Reserve slot, quota and memory. 0 or why not. */
+/* Reserve slot, quota and, where the plan has none, memory. 0 or why not. */
 static int plan_put(Core *core, Table *table, Plan *plan)
 {
     uint32_t slot_size = slot_size_for(core, plan->length);
@@ -809,7 +816,8 @@ static int plan_put(Core *core, Table *table, Plan *plan)
     int64_t slab = slab_with_room(core, slot_size);
     if (slab < 0)
         return NO_SLOT;
-    plan->arena = take_memory(core, table, plan->length, plan->name_length, &plan->offset, &plan->note);
+    if (!plan->arena)
+        plan->arena = take_memory(core, table, plan->length, plan->name_length, &plan->offset, &plan->note);
     if (!plan->arena) {
         free_slab(core, (uint32_t)slab); /* it may have been cut for this block */
         return NO_MEMORY;
@@ -886,6 +894,8 @@ static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *ter
         header->replaced = (uint32_t)former + 1;
         __atomic_store_n(&header->replacing, (uint32_t)number + 1, __ATOMIC_SEQ_CST);
     }
+    if (header->renamed) /* see `rename_block` */
+        __atomic_store_n(&header->renaming, (uint32_t)number + 1, __ATOMIC_SEQ_CST);
     end_change(row);
     if (former >= 0) {
         end_row(core, table, (uint32_t)former, number);
@@ -917,6 +927,46 @@ static int copy_name(const Names *names, int64_t i, int plain_only, uint8_t *nam
     return !plain_only || is_plain_name(name, size);
 }
 
+/* Give a block another name: its bytes stay where they are in memory, and get another slot. Its row, or why not; NOT_TRIED:
+   they are in no memory where the name may be, too. Both rows are odd for a moment, and have the same bytes: a daemon that
+   is killed then leaves words that say so. */
+static int64_t rename_block(Core *core, Table *table, uint32_t number, uint64_t wanted, Plan *plan, const PutTerms *terms,
+                            uint64_t *sequence)
+{
+    TableHeader *header = table->index.header;
+    Row *row = table->index.rows + number;
+    if (table->is_ended)
+        return ENDED;
+    if (number >= header->row_end || !(row->version & 1) || row->sequence != wanted)
+        return ABSENT;
+    Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
+    uint64_t note_size = note_bytes(plan->name_length);
+    if (!arena || arena->state == SEALED || row->flags & (FOREIGN | SHADOWS) || room_in(arena) < note_size)
+        return NOT_TRIED;
+    PutTerms as_before = *terms;
+    as_before.shown_us = row->stored * 1000000ull + (row->flags >> MICROS);
+    as_before.now = row->used, as_before.expires = row->expires, as_before.priority = row->priority;
+    plan->length = row->length, plan->checksum = row->checksum;
+    plan->arena = arena, plan->offset = (uint64_t)row->page * PAGE;
+    int why = plan_put(core, table, plan);
+    if (why)
+        return why;
+    arena->pins++;
+    plan->note = (Note *)((uint8_t *)arena->tail - arena->tail->notes) - 1;
+    *plan->note = (Note){0, NO_NOTE, (uint16_t)note_size, plan->name_length, 0};
+    memcpy(name_in(plan->note), plan->name, plan->name_length);
+    __atomic_store_n(&arena->tail->notes, arena->tail->notes + note_size, __ATOMIC_SEQ_CST);
+    header->renamed = number + 1;
+    int64_t made = publish(core, table, plan, &as_before, sequence);
+    if (made < 0)
+        undo_plan(core, table, plan);
+    else
+        drop_row(core, table, number);
+    __atomic_store_n(&header->renaming, 0, __ATOMIC_SEQ_CST);
+    header->renamed = 0;
+    return made;
+}
+
 static int64_t put_all(Core *core, Table *table, const Names *names, int plain_only, const uint64_t *sources,
                           const int64_t *sizes, int64_t count, const PutTerms *terms, Plan *plans, int64_t *results,
                           uint64_t *sequences)
@@ -928,7 +978,7 @@ static int64_t put_all(Core *core, Table *table, const Names *names, int plain_o
         Plan *plan = plans + planned;
         int64_t size = sizes[planned];
         plan->source = (const uint8_t *)(uintptr_t)sources[planned];
-        plan->length = (uint32_t)size;
+        plan->length = (uint32_t)size, plan->arena = NULL;
         if (!copy_name(names, planned, plain_only, plan->name, &plan->name_length))
             why = ODD_NAME;
         else if (size <= 0 || (uint64_t)size > core->slab_size)
@@ -1798,7 +1848,8 @@ static int is_noted(const Arena *arena, const Row *row, uint32_t number)
 /* Go on with the rows of the daemon before this one. A row with an odd version is whole, as it was made odd last, and has
    its slot and its memory: both were reserved before, and are given away after it was made even. One row may be even that
    is a block: the one that was moving, of which nothing but its memory changed. Two may be odd of one name: the one that
-   was replacing the other. What is no row's is free. */
+   was replacing the other. Two may be odd of the same bytes: the one that got another name counts. What is no row's is
+   free. */
 static void restore_table(Core *core, Table *table)
 {
     TableHeader *header = table->index.header;
@@ -1814,7 +1865,14 @@ static void restore_table(Core *core, Table *table)
         change_entries(&table->index, replaced, replacing);
         begin_change(rows + replaced);
     }
-    header->moving = header->replacing = 0;
+    uint32_t renaming = header->renaming - 1, renamed = header->renamed - 1;
+    if (header->renaming && renaming < header->row_end && header->renamed && renamed < header->row_end &&
+        renaming != renamed && (rows[renaming].version & 1) && (rows[renamed].version & 1)) {
+        core->states[rows[renamed].slab].has_stale = 1;
+        begin_change(rows + renamed);
+        change_entries(&table->index, renamed, NO_ROW);
+    }
+    header->moving = header->replacing = header->renaming = header->renamed = 0;
     header->live = 0;
     for (uint32_t number = 0; number < header->row_end; number++) {
         Row *row = rows + number;

@@ -631,6 +631,35 @@ static PyObject *put(PyObject *self, PyObject *args)
     return planned < 0 ? NULL : PyLong_FromLongLong(planned);
 }
 
+static PyObject *rename_row(PyObject *self, PyObject *args)
+{
+    unsigned place, row;
+    unsigned long long sequence, now_us;
+    Py_buffer name;
+    Plan plan = {0};
+    if (!PyArg_ParseTuple(args, "IIKy*K", &place, &row, &sequence, &name, &now_us))
+        return NULL;
+    int64_t made = ODD_NAME;
+    uint64_t found = 0;
+    Table *table = use_table(CORE, place);
+    if (table && name.len > 0 && name.len <= NAME_MAX_BYTES) {
+        PutTerms terms = {.now_us = now_us, .directory = table->index.header->directory};
+        plan.name_length = (uint8_t)name.len;
+        memcpy(plan.name, name.buf, (size_t)name.len);
+        plan.fingerprint = fingerprint_of(table->index.multipliers, terms.directory, plan.name, plan.name_length);
+        lock(CORE);
+        made = rename_block(CORE, table, row, sequence, &plan, &terms, &found);
+        unlock(CORE);
+    }
+    if (table) {
+        Py_BEGIN_ALLOW_THREADS
+        leave_table(CORE, table);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&name);
+    return table ? Py_BuildValue("LK", (long long)made, (unsigned long long)found) : NULL;
+}
+
 static PyObject *get(PyObject *self, PyObject *args)
 {
     unsigned place, now;
@@ -1183,6 +1212,7 @@ static PyMethodDef core_methods[] = {
     {"set_loading", set_loading, METH_VARARGS, "set_loading(whether)"},
     {"restore", restore, METH_NOARGS, "restore()"},
     {"put", put, METH_VARARGS, "put(...) -> how many have a place"},
+    {"rename_row", rename_row, METH_VARARGS, "rename_row(table, row, sequence, name, now_us) -> (row, sequence)"},
     {"get", get, METH_VARARGS, "get(...)"},
     {"find", find, METH_VARARGS, "find(...)"},
     {"drop", drop, METH_VARARGS, "drop(...)"},

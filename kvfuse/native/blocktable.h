@@ -71,6 +71,7 @@ typedef struct {
     uint32_t asks;  /* 1: who looks blocks up asks the daemon of those that are not in memory. At byte 132 */
     uint64_t ahead; /* seconds by which the namespace's clock is ahead of the real one */
     uint64_t origin; /* serial of the table that went on as this one; arenas name it. At byte 144 */
+    uint32_t renaming, renamed; /* row + 1 of a block that just gets the bytes of another one, and its row + 1 */
 } TableHeader;
 
 _Static_assert(sizeof(Row) == 96, "a row has 96 bytes");

@@ -48,7 +48,13 @@ def size_of(version: int) -> int:
     return 1 + version * 7919 % (3 * PAGE)
 
 
-def data_of(number: int, version: int) -> bytes:
+def code_of(number: int, version: int) -> int:
+    """Of a version of a name's bytes, which may have another name by now."""
+    return number << 40 | version
+
+
+def data_of(code: int) -> bytes:
+    number, version = code >> 40, code & (1 << 40) - 1
     return content((0, NAMES[number]), version, size_of(version))
 
 
@@ -64,7 +70,9 @@ class Killed:
         """of arenas; the last one that was given; the last version; whether the daemon runs"""
         self.numbers[:6] = [1, 2, 3, 4, 5, 5]
         self.acked, self.pending = shared(PAGE).view(np.int64), shared(PAGE).view(np.int64)
-        """of each name: version that is there; 0: none"""
+        """of each name: code of what is there; 0: nothing"""
+        self.renamed = shared(PAGE).view(np.int64)
+        """names of a block that just gets another one, + 1"""
         self.steps = 0
         self.begin()
         self.core.add_slabs(np.arange(SLABS, dtype=np.uint32), TOKEN)
@@ -100,7 +108,9 @@ class Killed:
             kind = rng.random()
             if kind < 0.5:
                 self.put(rng.sample(range(len(NAMES)), rng.choice([1, 8, 40])))
-            elif kind < 0.6:
+            elif kind < 0.56:
+                self.rename(*rng.sample(range(len(NAMES)), 2))
+            elif kind < 0.62:
                 self.drop(rng.sample(range(len(NAMES)), rng.choice([1, 5])))
             elif kind < 0.7:
                 picked = rng.sample(NAMES, 40)
@@ -125,8 +135,8 @@ class Killed:
         batches = []
         for _ in range(12):
             numbers = rng.sample(range(len(NAMES)), 100)
-            versions = np.array([self.number(6) for _ in numbers])
-            data = [np.frombuffer(data_of(n, v), np.uint8) for n, v in zip(numbers, versions.tolist(), strict=True)]
+            versions = np.array([code_of(number, self.number(6)) for number in numbers])
+            data = [np.frombuffer(data_of(code), np.uint8) for code in versions.tolist()]
             sources = np.array([one.ctypes.data for one in data], np.uint64)
             sizes = np.array([min(len(one), 900) for one in data], np.int64)
             names = name_columns([NAMES[number] for number in numbers])
@@ -151,15 +161,26 @@ class Killed:
     def put(self, numbers: list[int]) -> None:
         items = []
         for number in numbers:
-            version = self.number(6)
-            items.append((NAMES[number], data_of(number, version)))
-            self.pending[number] = version
+            code = code_of(number, self.number(6))
+            items.append((NAMES[number], data_of(code)))
+            self.pending[number] = code
         results, _ = put(self.core, 0, DIRECTORY, items)
         for number, result in zip(numbers, results, strict=True):
             if result >= 0:
                 self.acked[number] = self.pending[number]
             else:
                 self.pending[number] = self.acked[number]
+
+    def rename(self, number: int, other: int) -> None:
+        (row,), (sequence,) = find(self.core.find, 0, DIRECTORY, [NAMES[number]])
+        if row < 0:
+            return
+        self.pending[other], self.pending[number] = self.acked[number], 0
+        self.renamed[:2] = number + 1, other + 1
+        made, _ = self.core.rename_row(0, row, sequence, NAMES[other], 1)
+        for one in (number, other):
+            self.acked[one] = self.pending[one] = self.pending[one] if made >= 0 else self.acked[one]
+        self.renamed[:2] = 0
 
     def drop(self, numbers: list[int]) -> None:
         self.pending[numbers] = 0
@@ -214,24 +235,25 @@ class Killed:
     def stepped_round(self) -> bool:
         """The next one is killed within a change that needs many instructions. False: nobody may trace here."""
         self.numbers[8] = 0
-        is_moving = self.rng.random() < 0.4
+        kind = self.rng.choice(["move", "replace", "rename"])
         seed = self.rng.randrange(1 << 32)
         child = os.fork()
         if not child:
             try:
-                self.serve_stepped(random.Random(seed), is_moving)
+                self.serve_stepped(random.Random(seed), kind)
             finally:
                 os._exit(1)
         if os.WIFEXITED(os.waitpid(child, 0)[1]):
             return False
-        words = self.table[120:128].view(np.uint32)
-        """see TableHeader: what is moving, what is replacing"""
+        words = self.table[120:160].view(np.uint32)
+        word = {"move": 0, "replace": 1, "rename": 8}[kind]
+        """see TableHeader: what is moving, what is replacing, what is renaming"""
         steps, more = 0, self.rng.randrange(90)
         while steps < more:
             LIBC.ptrace(SINGLE_STEP, child, None, None)
             if os.WIFEXITED(os.waitpid(child, 0)[1]):
                 break
-            steps += bool(words[0 if is_moving else 1] or steps)
+            steps += bool(words[word] or steps)
         else:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -241,26 +263,32 @@ class Killed:
         self.abandon()
         return True
 
-    def serve_stepped(self, rng: random.Random, is_moving: bool) -> None:
+    def serve_stepped(self, rng: random.Random, kind: str) -> None:
         self.begin()
         numbers = rng.sample(range(len(NAMES)), 3)
         self.put(numbers)
-        if is_moving:
+        if kind == "move":
             while not isinstance(batch := self.core.take_dirty(1 << 60, 1 << 60), int):
                 self.write(batch)
-        versions = [self.number(6) for _ in numbers]
-        data = [np.frombuffer(data_of(n, v)[:9], np.uint8) for n, v in zip(numbers, versions, strict=True)]
+        codes = [code_of(number, self.number(6)) for number in numbers]
+        data = [np.frombuffer(data_of(code)[:9], np.uint8) for code in codes]
         names = name_columns([NAMES[number] for number in numbers])
         addresses, sizes = np.array([one.ctypes.data for one in data], np.uint64), np.full(3, 9, np.int64)
         results, sequences = np.zeros(3, np.int64), np.zeros(3, np.uint64)
-        if not is_moving:
-            self.pending[numbers] = versions
+        (row, *_), (sequence, *_) = find(self.core.find, 0, DIRECTORY, [NAMES[number] for number in numbers])
+        if kind == "replace":
+            self.pending[numbers] = codes
+        elif kind == "rename" and row >= 0:
+            self.pending[numbers[:2]] = 0, self.acked[numbers[0]]
+            self.renamed[:2] = numbers[0] + 1, numbers[1] + 1
         if LIBC.ptrace(TRACE_ME, 0, None, None):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
-        if is_moving:
+        if kind == "move":
             for place in range(len(self.arenas)):
                 self.core.remove_arena(place)
+        elif kind == "rename":
+            self.core.rename_row(0, max(row, 0), sequence, NAMES[numbers[1]], 1)
         else:
             self.core.put(0, DIRECTORY, *names, False, addresses, sizes, 1, 0, 0, 7, results, sequences)
         os._exit(0)
@@ -272,13 +300,18 @@ class Killed:
         assert len(slots) == len(live)
         sizes = self.states.view(np.uint32).reshape(-1, 4)[:, 0]
         assert self.core.space_use(0) == (int(sizes[live["slab"]].sum()), len(live))
-        found = 0
+        found, before = 0, self.acked.copy()
         for number in range(len(NAMES)):
             allowed = {int(self.acked[number]), int(self.pending[number])}
             version = self.version_of(number, allowed)
             assert version in allowed, f"{NAMES[number]!r} is {version}, and may be {allowed}"
             self.acked[number] = self.pending[number] = version
             found += version != 0
+        if self.renamed[0]:
+            one, other = (self.renamed[:2] - 1).tolist()
+            after = int(self.acked[one]), int(self.acked[other])
+            assert after in ((before[one], before[other]), (0, before[one])), "half of a name's change"
+            self.renamed[:2] = 0
         assert found == self.core.statistics()["blocks"] == len(live), "a row of no name"
         if self.rng.random() < 0.1:
             self.drop(list(range(len(NAMES))))
@@ -298,7 +331,7 @@ class Killed:
             (result,), (data,) = get(self.core, 0, DIRECTORY, [NAMES[number]], [SLAB])
         if result == blocks.ABSENT:
             return 0
-        return next((version for version in allowed if version and data_of(number, version).startswith(data)), -1)
+        return next((version for version in allowed if version and data_of(version).startswith(data)), -1)
 
 
 def main(seed: int, rounds: int) -> None:

@@ -296,6 +296,7 @@ class BlocksLab:
                 "unpacked",
                 "unpackable",
                 "renewed",
+                "renamed",
             ],
             0,
         )
@@ -345,7 +346,10 @@ class BlocksLab:
             table.number = table.place
             self.core.add_table(table.place, table.space, table.memory.ctypes.data, len(table.memory))
         for place, (number, memory) in self.arenas.items():
-            self.core.add_arena(place, number, memory.ctypes.data, len(memory), self.table_of(memory))
+            table = self.table_of(memory)
+            self.core.add_arena(place, number, memory.ctypes.data, len(memory), table)
+            if table < 0:  # it begins anew
+                self.sealed.pop(number, None)
 
     def table_of(self, arena: Bytes) -> int:
         serial = int(arena[-64:].view(np.uint64)[1])
@@ -616,6 +620,32 @@ class BlocksLab:
             if block is not None:
                 self.forget((table.place, name))
 
+    def step_rename(self) -> None:
+        """A block goes on under another name, in the place of the one of that."""
+        table = self.any_table()
+        name, other = self.name(), self.name()
+        if keys := [one for place, one in self.blocks if place == table.place]:
+            name = self.rng.choice(keys)
+        (row,), (sequence,) = find(self.core.find, table.number, table.directory, [name], self.now)
+        block = self.block(table, name, self.now)
+        if row < 0 or name == other:
+            return
+        assert block is not None
+        if self.rng.random() < 0.1:
+            assert self.core.rename_row(table.number, row, sequence + 1, other, self.now_us)[0] == blocks.ABSENT
+        made, later = self.core.rename_row(table.number, row, sequence, other, self.now_us)
+        if made == blocks.NOT_TRIED:
+            return
+        slot_size = self.sizes.slot_size(len(block.data))
+        self.count["renamed"] += made >= 0
+        if made < 0:
+            assert made in (blocks.NO_MEMORY, blocks.NO_QUOTA, blocks.NO_SLOT)
+            return
+        assert later > sequence
+        self.forget((table.place, name))
+        self.blocks[table.place, other] = Block(block.data, later, slot_size, block.expires)
+        self.past((table.place, other)).since.append(block.data)
+
     def forget(self, key: Key) -> None:
         del self.blocks[key]
         self.past(key).since.append(None)
@@ -861,6 +891,7 @@ class BlocksLab:
         "get": 12,
         "find": 5,
         "drop": 8,
+        "rename": 6,
         "drop_rows": 3,
         "list": 2,
         "land": 6,

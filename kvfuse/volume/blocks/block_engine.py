@@ -529,6 +529,25 @@ class BlockEngine:
         self.note_put()
         return results, sequences
 
+    def rename(self, table: BlockTable, row: int, sequence: int, name: bytes) -> int | None:
+        """Give a block another name in its directory, where its bytes can stay where they are. Its sequence then.
+
+        None: it has to be stored again under that name, and removed; nothing has changed.
+        """
+        if self.others is not None or self.news.is_followed(table.readers.directory):
+            return None
+        with self.eviction.becoming(table, name):
+            now_us = clock.fine() // 1000 - SEQUENCE_LAG_US
+            made, found = self.native.rename_row(table.number, row, sequence, name, now_us)
+        if made < 0:
+            return None
+        columns, sequences = forms.name_columns([name]), np.array([found], np.uint64)
+        if len(self.tables.of(table.readers.directory)) > 1:
+            self._drop_beside(table, columns, self.now(table.namespace), sequences)
+        self.eviction.note_put(table, np.array([made], np.int64), table.room["length"][[made]].astype(np.int64))
+        self.note_put()
+        return found
+
     def _drop_beside(self, table: BlockTable, names: NameColumns, now: int, sequences: Words) -> None:
         """Blocks of other readers lose their names to those that were put later. Any thread."""
         for other in self.tables.of(table.readers.directory):

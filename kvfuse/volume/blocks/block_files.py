@@ -372,6 +372,21 @@ class BlockFiles:
         entry = self.search.find(directory, name)
         return entry if entry is not None and entry.sequence == sequence else None
 
+    async def rename(self, source: BlockEntry, new: Node, name: bytes) -> bool:
+        """Give a block another name in its directory without storing it again. False: that has to be."""
+        if source.directory != new.ino or (new.ino, name) in self.sketches.by_place or new.nlink == 0:
+            return False
+        table = self.engine.tables.current(source.table)
+        sequence = self.engine.rename(table, source.row, source.sequence, name)
+        if sequence is None:
+            return False
+        if await self.may_have_files(new.ino):
+            await self.remove_file(new.ino, name)
+        entry = self.search.find(new.ino, name)
+        if entry is not None and entry.sequence == sequence:
+            self.open_blocks.written.note(source.ino, entry)
+        return True
+
     async def may_have_files(self, directory: int) -> bool:
         """A name of it may mean an ordinary file. What a former daemon left unfinished is removed at the first look."""
         if directory not in self._looked_at:

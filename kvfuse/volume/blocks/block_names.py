@@ -214,6 +214,8 @@ class BlockNames:
         if isinstance(source, Sketch):
             async with self._moving:
                 return await self._move_sketch(source, (source.directory, name), new, new_name)
+        if await self.files.rename(source, new, new_name):
+            return True
         try:
             data = await self.files.open_blocks.read_whole(source)
         except errors.Stale:
