@@ -167,11 +167,14 @@ class KvfuseOperations(pyfuse3.Operations):
             "wire": fusewire.counts(),
         }
 
-    def _fill_entry(self, attributes: Attributes, directory: int | None = None) -> EntryAttributes:
-        """Fill the reply. ``directory``: of the name, if the reply names one; else the kernel ignores its timeout."""
+    def _fill_entry(self, attributes: Attributes, directory: int) -> EntryAttributes:
+        """Fill the reply about a name of ``directory``."""
+        self._entry.entry_timeout = self._let_keep(directory, means_directory=stat.S_ISDIR(attributes.mode))
+        return self._fill_attributes(attributes)
+
+    def _fill_attributes(self, attributes: Attributes) -> EntryAttributes:
+        """Fill the reply about an inode. `EntryAttributes.entry_timeout` stays: replies without a name do not have it."""
         entry = self._entry
-        if directory is not None:
-            entry.entry_timeout = self.names.note_directory(directory) if self._may_keep_names(directory) else 0.0
         entry.attr_timeout = self.attr_timeout if self._volume.inodes.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
@@ -186,9 +189,14 @@ class KvfuseOperations(pyfuse3.Operations):
         entry.st_ctime_ns = attributes.ctime
         return entry
 
-    def _may_keep_names(self, directory: int) -> bool:
-        """The kernel may cache names in a directory."""
-        return is_virtual(directory) or self._volume.tree.may_keep(directory)
+    def _may_keep_name(self, directory: int, *, means_directory: bool) -> bool:
+        """The kernel may cache a name in a directory. False for ``means_directory``: it may cache none there."""
+        return is_virtual(directory) or self._volume.tree.may_keep(directory, means_directory=means_directory)
+
+    def _let_keep(self, directory: int, *, means_directory: bool) -> float:
+        """Seconds for which the kernel may cache a name in a directory. Later changes there invalidate it."""
+        may_keep = self._may_keep_name(directory, means_directory=means_directory)
+        return self.names.note_directory(directory) if may_keep else 0.0
 
     def _fill_file_info(self, fh: int, handle: Handle) -> FileInfo:
         """Fill the reply. O_DIRECT needs no ``direct_io``: the kernel bypasses its cache for that descriptor alone,
@@ -212,7 +220,7 @@ class KvfuseOperations(pyfuse3.Operations):
                 return self._fill_entry(self._virtual.get_attributes(FOLDER_INODE), parent_inode)
             return self._fill_entry(await self._volume.tree.lookup(parent_inode, name), parent_inode)
         except errors.NotFound:
-            if not self._may_keep_names(parent_inode):
+            if not self._may_keep_name(parent_inode, means_directory=False):
                 raise
             self.absences.note_directory(parent_inode)
             return self._absent
@@ -310,8 +318,8 @@ class KvfuseOperations(pyfuse3.Operations):
     @answer_request
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
         if is_virtual(inode):
-            return self._fill_entry(self._virtual.get_attributes(inode))
-        return self._fill_entry(await self._volume.inodes.attributes(inode))
+            return self._fill_attributes(self._virtual.get_attributes(inode))
+        return self._fill_attributes(await self._volume.inodes.attributes(inode))
 
     async def _stat(self, ino: int) -> Attributes:
         return self._virtual.get_attributes(ino) if is_virtual(ino) else await self._volume.inodes.attributes(ino)
@@ -331,7 +339,7 @@ class KvfuseOperations(pyfuse3.Operations):
             ctime=attr.st_ctime_ns if fields.update_ctime else None,
         )
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
-        return self._fill_entry(await self._volume.inodes.set_attributes(inode, changes, caller))
+        return self._fill_attributes(await self._volume.inodes.set_attributes(inode, changes, caller))
 
     @answer_request
     async def access(self, inode: int, mode: int, ctx: RequestContext) -> bool:
@@ -426,17 +434,18 @@ class KvfuseOperations(pyfuse3.Operations):
         if start_id < 2 and not await self._reply_dots(ino, start_id, token):
             return
         cookie = start_id if start_id > 2 else 0
-        if self._may_keep_names(ino):
-            self.names.note_directory(ino)  # so that later changes invalidate these names
+        self._let_keep(ino, means_directory=True)  # from before they are read
         while True:
             rows = (
                 self._virtual.list_files(cookie)
                 if is_virtual(ino)
                 else await self._volume.tree.list_directory(ino, cookie, LISTING_BATCH, reader)
             )
+            directories, others = (self._let_keep(ino, means_directory=means) for means in (True, False))
             for entry in rows:
                 name, cookie, attributes = entry
-                if not pyfuse3.readdir_reply(token, name, self._fill_entry(attributes, ino), cookie):
+                self._entry.entry_timeout = directories if stat.S_ISDIR(attributes.mode) else others
+                if not pyfuse3.readdir_reply(token, name, self._fill_attributes(attributes), cookie):
                     return
                 if not is_virtual(attributes.ino):
                     self._volume.tree.remember(ino, entry)
@@ -445,14 +454,14 @@ class KvfuseOperations(pyfuse3.Operations):
 
     async def _reply_dots(self, ino: int, start_id: int, token: ReaddirToken) -> bool:
         """Report "." and ".." after ``start_id``; False when the buffer is full."""
-        if start_id < 1 and not pyfuse3.readdir_reply(token, b".", self._fill_entry(await self._stat(ino)), 1):
+        if start_id < 1 and not pyfuse3.readdir_reply(token, b".", self._fill_attributes(await self._stat(ino)), 1):
             return False
         if is_virtual(ino):
             parent = await self._volume.inodes.attributes(ROOT_INODE)
         else:
             parent = await self._volume.tree.lookup(ino, b"..")
             self._volume.tree.forget(parent.ino, 1)
-        return pyfuse3.readdir_reply(token, b"..", self._fill_entry(parent), 2)
+        return pyfuse3.readdir_reply(token, b"..", self._fill_attributes(parent), 2)
 
     @answer_request
     async def releasedir(self, fh: int) -> None:

@@ -215,8 +215,11 @@ class TreeApi(Protocol):
     def remember(self, parent: int, entry: DirEntry) -> None:
         """Count the inode of an entry of directory ``parent`` once more as known to the kernel (readdirplus)."""
 
-    def may_keep(self, directory: int) -> bool:
-        """The kernel may cache names in a directory: no other host changes them, or it is notified soon after."""
+    def may_keep(self, directory: int, *, means_directory: bool = False) -> bool:
+        """The kernel may cache a name in a directory: only it changes the name, or it is notified soon after.
+
+        ``means_directory``: a name that means a directory, which no ring changes.
+        """
 
     async def create(
         self, parent: int, name: bytes, mode: int, caller: Caller, flags: int

@@ -542,8 +542,8 @@ class Tree:
         if not is_block(entry.attributes.ino):
             self._core.places.add(entry.attributes.ino, parent, entry.name)
 
-    def may_keep(self, directory: int) -> bool:
-        if self._blocks is not None and self._blocks.is_known_block_directory(directory):
+    def may_keep(self, directory: int, *, means_directory: bool = False) -> bool:
+        if not means_directory and self._blocks is not None and self._blocks.is_known_block_directory(directory):
             return False  # rings change names, and a name may mean another block at any time
         return not self._lookups.must_ask(directory)
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 from mounting import KVFUSE, KvfuseMount, wait_until
-from posix_calls import fails
+from posix_calls import RENAME_EXCHANGE, fails, renameat2
 
 from kvfuse.usrbio.client import connect
 from kvfuse.usrbio.client.block_store import BlockStore
@@ -233,3 +233,45 @@ def test_blocks_count(mount: KvfuseMount, folder: Path) -> None:
     mount.unmount()
     mount.mount()
     assert len(list(folder.iterdir())) == 20
+
+
+def count_lookups(mount: KvfuseMount) -> int:
+    return int(json.loads((mount.point / ".kvfuse/stats").read_text())["fs"]["requests"]["lookup"])
+
+
+def test_lookups_do_not_grow_with_the_depth(mount: KvfuseMount, folder: Path) -> None:
+    deepest, lookups = folder, []
+    for _ in range(3):
+        before = count_lookups(mount)
+        for _ in range(20):
+            deepest /= "d"
+            deepest.mkdir()
+            (deepest / "file").touch()
+        lookups.append(count_lookups(mount) - before)
+    assert max(lookups) <= 3 * 20 + 5, lookups
+    before = count_lookups(mount)
+    assert len(list(os.walk(folder))) == 61
+    assert count_lookups(mount) - before <= 10
+
+
+def test_a_name_that_meant_a_directory(mount: KvfuseMount, folder: Path) -> None:
+    with BlockStore(mount.point, "kv") as store:
+        for name in ("removed", "renamed", "exchanged"):
+            (folder / name).mkdir()
+        assert all((folder / name).is_dir() for name in os.listdir(folder))
+        (folder / "removed").rmdir()
+        (folder / "renamed").rename(folder / "other")
+        for name in ("removed", "renamed"):
+            assert not (folder / name).exists()
+            store.put(name.encode(), name.encode())
+            assert (folder / name).read_bytes() == name.encode()
+        (folder / "file").mkdir()
+        (folder / "file").rmdir()
+        (folder / "file").write_bytes(b"by file")
+        store.put(b"file", b"by ring")
+        assert (folder / "file").read_bytes() == b"by ring"
+        renameat2(folder / "exchanged", folder / "file", RENAME_EXCHANGE)
+        assert (folder / "file").is_dir()
+        assert (folder / "exchanged").read_bytes() == b"by ring"
+        store.put(b"exchanged", b"again")
+        assert (folder / "exchanged").read_bytes() == b"again"

@@ -33,7 +33,7 @@ class FailingVolume:
         self.tree = self.inodes = self.files = self
         self.seal = None
 
-    def may_keep(self, directory: int) -> bool:
+    def may_keep(self, directory: int, *, means_directory: bool = False) -> bool:
         return True
 
     def may_keep_attributes(self, ino: int) -> bool:
