@@ -169,7 +169,7 @@ def check_read_ahead() -> Iterator[Finding]:
             os.close(os.open(knob, os.O_WRONLY))
     except OSError:
         remedy = "mount as root, outside a container or with a writable /sys"
-        yield Finding("readahead", WARN, "stays at the kernel's 128KiB: cold reads are slower", remedy)
+        yield Finding("readahead", WARN, "stays at the kernel's 128KiB: cold reads need more requests", remedy)
     else:
         yield Finding("readahead", OK, "can be raised")
 

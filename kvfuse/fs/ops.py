@@ -173,7 +173,7 @@ class KvfuseOperations(pyfuse3.Operations):
         return self._fill_attributes(attributes)
 
     def _fill_attributes(self, attributes: Attributes) -> EntryAttributes:
-        """Fill the reply about an inode. `EntryAttributes.entry_timeout` stays: replies without a name do not have it."""
+        """Fill the reply about an inode. Its ``entry_timeout`` stays: a reply that has no name has none either."""
         entry = self._entry
         entry.attr_timeout = self.attr_timeout if self._volume.inodes.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino

@@ -206,7 +206,7 @@ class Files:
         self._parts, self._inodes, self._background = parts, inodes, background
         self._core, self._journal, self._lookups = parts.core, parts.journal, parts.lookups
         self._reader, self._writer, self._access = parts.reader, parts.writer, parts.mapper.access
-        self._nameless, self._coherence = parts.names.nameless, parts.coherence
+        self._nameless, self._coherence, self._fetcher = parts.names.nameless, parts.coherence, parts.fetcher
         self._opened = make_opened(parts.lookups)
         self._blocks = parts.block_names.files if parts.block_names is not None else None
         if self._blocks is not None:
@@ -457,7 +457,11 @@ class Files:
     def _drop_handle(self, node: Node) -> None:
         """Drop a released handle; the last one of an unlinked file frees the file."""
         node.handles -= 1
-        if node.handles or (self._coherence is not None and self._coherence.closed(node)) or node.nlink:
+        if node.handles:
+            return
+        if self._fetcher is not None:
+            self._fetcher.closed(node)
+        if (self._coherence is not None and self._coherence.closed(node)) or node.nlink:
             return
         if self._nameless.has_all_records(node):
             self._reap_file(node)

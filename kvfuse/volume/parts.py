@@ -124,6 +124,8 @@ class Parts:
         chunks = Chunks(core, flusher)
         refresher = Refresher(core, chunks, KernelNews(core.kernel))
         extents = OwnExtents(core) if member is None else SharedExtents(core, refresher.renew)
+        self.fetcher = extents.fetcher
+        """of bytes that the kernel will ask for; None: the page cache of the engine has them"""
         self.reader = Reader(core, chunks, extents)
         staging = Staging(core, pending, flusher)
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
@@ -257,6 +259,8 @@ class Parts:
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
             nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find_all)
             nursery.start_soon(failing.service, "rewriting", self.rewriter.run)
+            if self.fetcher is not None:
+                nursery.start_soon(failing.vital_task, self.fetcher.run)
         else:
             nursery.start_soon(failing.vital_task, self.coherence.run)
             await nursery.start(self.leases.run)

@@ -77,6 +77,8 @@ class Disk:
     shared: bool = False
     mappable: bool = False
     """segments can be mapped, as those of a shared file system can; if not shared, they always can"""
+    is_direct: bool = False
+    """segments bypass the page cache, and cannot be mapped"""
     watches: weakref.WeakSet[MemoryWatch] = field(default_factory=weakref.WeakSet)
     """of all stores of this disk"""
     fences: bool = False
@@ -425,7 +427,7 @@ class MemorySegments(SegmentStore):
     """The contract of ``segments/api.py`` over ``Disk.segments``."""
 
     def __init__(self, disk: Disk, chaos: Chaos) -> None:
-        mappable = disk.mappable or not disk.shared
+        mappable = disk.mappable or not (disk.shared or disk.is_direct)
         super().__init__(SegmentLimits(mappable=mappable, durable=disk.durable, quarantine=disk.quarantine))
         self.disk = disk
         self.chaos = chaos

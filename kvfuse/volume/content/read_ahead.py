@@ -1,14 +1,14 @@
-"""Bytes of sealed extents, fetched before the kernel asks for them: where each read is a round trip to servers.
+"""Bytes of sealed extents, fetched before the kernel asks for them: where each read waits for servers or a device.
 
 A file that is opened, or read from its start, is likely to be read on. Its extent is then fetched in parts, side by
 side, and what was fetched is kept until it was handed out once (the kernel caches it then), the file is closed, or
 the memory is needed. So a reader waits for about one round trip, and a small read costs no engine call of its own.
 A part that nobody waits for gives way to reads and stores that somebody waits for (`measures/demand`).
 
-Only what never changes is fetched: sealed extents of volumes in which nothing is written in place. A part counts
-when its bytes are those that the extent's checksums promise; whatever else came, or failed, is left to the
-read itself, which knows what to do about it (`reader`). An extent that the file no longer has is never asked for:
-the caller looks whether it is the file's before it asks, and again after it waited.
+Only sealed extents are fetched. A part counts when its bytes are those that the extent's checksums promise, and for
+as long as the extent has these checksums; whatever else came, or failed, is left to the read itself, which knows what
+to do about it (`reader`). An extent that the file no longer has is never asked for: the caller looks whether it is the
+file's before it asks, and again after it waited.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ Key = tuple[Extent, int]
 
 
 class Fetcher:
-    """Fetches parts of extents while `run` is running. `SharedExtents` owns it. Event loop only."""
+    """Fetches parts of extents while `run` is running. `Extents` that need it have one. Event loop only."""
 
     def __init__(self, core: Core, memory_max: int = MEMORY_MAX) -> None:
         self.core = core
@@ -139,9 +139,11 @@ class Fetcher:
         key = extent, number
         if offset + length > WINDOW_SIZE:
             return None
+        if (window := self._windows.get(key)) is not None and window.checksums != extent.checksums:
+            self._drop(key)  # it was changed in its slot since
         self._expect(node, base, key, offset, length)
         window = self._windows.get(key)
-        if window is None:
+        if window is None or offset + length > len(window.bytes):
             return None
         for part in window.parts[offset // PART_SIZE : -(-(offset + length) // PART_SIZE)]:
             if part is None or (part.done.is_set() and not part.is_whole):
@@ -157,6 +159,11 @@ class Fetcher:
         if window.rest <= 0 and self._windows.get(key) is window:
             self._drop(key)
         return window.between(offset, offset + length)
+
+    @staticmethod
+    def is_near_end(extent: Extent, end: int) -> bool:
+        """Who read an extent up to ``end`` is about to need what follows it."""
+        return end > extent.length - PART_SIZE
 
     async def _wait_for(self, part: _Part) -> None:
         """A reader needs the part."""

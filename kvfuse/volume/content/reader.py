@@ -18,6 +18,7 @@ from kvfuse.checksum import GRANULE_SIZE, crc32c, granule_checksums
 from kvfuse.errors import Corrupt
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.content.chunks import Chunks
+from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -152,11 +153,13 @@ class Extents(ABC):
 class OwnExtents(Extents):
     """Of a volume that one host has: nobody else frees a slot. The kernel gets views of what was verified.
 
-    This process gets none: it would not survive a medium that fails.
+    This process gets none: it would not survive a medium that fails. Where the engine has no views, no page cache
+    reads ahead for it either: then the kernel gets what was fetched.
     """
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
+        self.fetcher = None if core.segments.limits.mappable else Fetcher(core)
         self._sources: dict[int, MappedSource] = {}
         """of segments that can be mapped: each is mapped once"""
 
@@ -171,16 +174,35 @@ class OwnExtents(Extents):
             needed = ((2 << (last - first)) - 1) << first & ~extent.verified
             if needed:
                 low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
+        checksums = extent.checksums
+        if target is None and self.fetcher is not None:
+            data = await self._read_ahead(self.fetcher, node, offset, extent, start, length)
+            if not is_current(node, offset, extent) or extent.checksums is not checksums:
+                return None
+            if data is not None:
+                return data
         view = core.segments.view(segment, place + low, high - low) if target is None and not needed else None
         if view is not None:
             return view
-        checksums = extent.checksums
         buffer = await self.read_slot(extent, low, high, target)  # meanwhile it may be unsealed, replaced or shortened
         if not is_current(node, offset, extent) or extent.checksums is not checksums:
             return None
         if needed:
             self.verify(node, extent, buffer, low)
         return buffer if buffer is target else buffer[start - low : start - low + length]
+
+    async def _read_ahead(
+        self, fetcher: Fetcher, node: Node, offset: int, extent: Extent, start: int, length: int
+    ) -> memoryview | None:
+        """What was fetched. A reader that comes to the end of a chunk is likely to read the next one."""
+        if extent.packing:
+            return None
+        data = await fetcher.read(node, offset - start, extent, start, length)
+        if data is not None and fetcher.is_near_end(extent, start + length):
+            chunk = node.chunks.get(offset // node.chunk_size + 1)
+            if chunk is not None and chunk.staged is None and chunk.extents and not chunk.extents[0].packing:
+                fetcher.opened(node, chunk.extents[0])
+        return data
 
     def row(self, extent: Extent) -> MapRow | None:
         if extent.packing:

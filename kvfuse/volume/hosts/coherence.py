@@ -300,7 +300,6 @@ class Coherence:
 
     def closed(self, node: Node) -> bool:
         """The last handle of a file was closed. True: another host removed it, and nothing of it is left here."""
-        self.fetcher.closed(node)
         if node.nlink or self._held.pop(node.ino, None) is None:
             return False
         self._set_hold(node.ino, False)

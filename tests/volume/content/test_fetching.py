@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from held_reads import HeldReads
 from shared_lab import eventually, put, quiet, volumes
-from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
+from volume_lab import CALLER, MIB, Chaos, Disk, check, lab_options, opened
 
 from kvfuse import errors
 from kvfuse.options.config import Options
@@ -352,3 +352,73 @@ async def test_windows_of_one_file_are_bounded_too(
             assert fetcher.memory_size <= MIB
         await two.files.release(handle)
         assert fetcher.memory_size == 0
+
+
+# -- a volume of one host whose segments no page cache has -------------------------------------------
+
+
+@asynccontextmanager
+async def open_own(options: Options, data: bytes, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[File]:
+    """A file that was stored by a former daemon."""
+    disk = Disk.format(options)
+    disk.is_direct = True
+    async with opened(disk, options) as volume:
+        await put(volume, b"file", data)
+    async with opened(disk, options) as volume:
+        reads = HeldReads(volume, monkeypatch)
+        reads.gate.set()
+        handle = await volume.files.open((await volume.tree.lookup(ROOT_INODE, b"file")).ino, os.O_RDWR, CALLER)
+        assert isinstance(handle, FileHandle)
+        yield File(data, volume, volume, reads, handle)
+        await volume.files.release(handle)
+        fetcher = inside.reader(volume).extents.fetcher
+        assert fetcher is not None
+        assert fetcher.memory_size == 0
+    assert (await check(disk)).clean
+
+
+async def test_a_sequential_reader_waits_for_few_reads_of_a_device(
+    options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_own(options, rng.randbytes(3 * CHUNK), monkeypatch) as file:
+        for start in range(0, len(file.data), 32 * KIB):
+            assert await file.read(start, 32 * KIB) == file.data[start : start + 32 * KIB]
+            if start == CHUNK - 32 * KIB:
+                await trio.testing.wait_all_tasks_blocked()
+                assert len(file.reads.begun) == 5  # the next chunk is begun
+        assert sum(size for _, size in file.reads.begun) == len(file.data)
+        assert len(file.reads.begun) == len(file.data) // PART
+
+
+async def test_what_was_fetched_and_changed_in_its_slot_is_not_shown(
+    options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_own(options, rng.randbytes(CHUNK), monkeypatch) as file:
+        content = bytearray(file.data)
+        extent = file.handle.node.chunks[0].extents[0]
+        for _ in range(3):
+            assert await file.read(0, 32 * KIB) == content[: 32 * KIB]
+            await trio.testing.wait_all_tasks_blocked()  # the rest was fetched
+            content[100_000:104_096] = rng.randbytes(4096)
+            assert await file.two.files.write(file.handle, 100_000, bytes(content[100_000:104_096])) == 4096
+            assert await file.read() == content
+            await file.two.files.fsync(file.handle)
+            await file.two.files.release(await file.two.files.open(file.handle.node.ino, os.O_RDWR, CALLER))
+            await trio.testing.wait_all_tasks_blocked()
+            assert await file.read() == content
+        assert extent in file.handle.node.chunks[0].extents
+
+
+async def test_what_is_changed_in_its_slot_while_it_is_fetched_is_read_anew(
+    options: Options, rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_own(options, rng.randbytes(CHUNK), monkeypatch) as file:
+        content, held = bytearray(file.data), trio.Event()
+        content[100_000:104_096] = rng.randbytes(4096)
+        file.reads.gates = dict.fromkeys(range(4), held)
+        async with file.being_read() as got:
+            assert len(file.reads.begun) == 4
+            assert await file.two.files.write(file.handle, 100_000, bytes(content[100_000:104_096])) == 4096
+            held.set()
+        assert got == [content]
+        assert await file.read() == content
