@@ -45,7 +45,12 @@ BLOCK_SIZE = 4096
 READER_BIT, READERS = 44, 1 << 18
 """A directory's handle is its inode number and, from this bit on, a number of who reads it; larger inodes have none."""
 LISTING_BATCH = 128
-"""entries that one call of the volume lists: about what fits the 32 KiB buffer of a getdents call"""
+"""entries that one call of the volume lists, at most"""
+LISTING_BATCH_MIN = 16
+LISTING_BYTES = 32 << 10
+"""the buffer of a getdents call"""
+LISTED_BYTES = 24 + 128
+"""of one entry, with its attributes, besides its name"""
 INFO_XATTR = b"kvfuse.info"
 """its value is ``volume.info`` of the inode as JSON; listxattr omits it"""
 ROOT_XATTRS = b"trusted."
@@ -169,12 +174,13 @@ class KvfuseOperations(pyfuse3.Operations):
 
     def _fill_entry(self, attributes: Attributes, directory: int) -> EntryAttributes:
         """Fill the reply about a name of ``directory``."""
-        self._entry.entry_timeout = self._let_keep(directory, means_directory=stat.S_ISDIR(attributes.mode))
-        return self._fill_attributes(attributes)
+        timeout = self._let_keep(directory, means_directory=stat.S_ISDIR(attributes.mode))
+        return self._fill_attributes(attributes, timeout)
 
-    def _fill_attributes(self, attributes: Attributes) -> EntryAttributes:
-        """Fill the reply about an inode. Its ``entry_timeout`` stays: a reply that has no name has none either."""
+    def _fill_attributes(self, attributes: Attributes, name_timeout: float = 0.0) -> EntryAttributes:
+        """Fill the reply about an inode. ``name_timeout``: seconds for which the kernel may cache the reply's name."""
         entry = self._entry
+        entry.entry_timeout = name_timeout
         entry.attr_timeout = self.attr_timeout if self._volume.inodes.may_keep_attributes(attributes.ino) else 0.0
         entry.st_ino = attributes.ino
         entry.st_mode = attributes.mode
@@ -435,22 +441,26 @@ class KvfuseOperations(pyfuse3.Operations):
             return
         cookie = start_id if start_id > 2 else 0
         self._let_keep(ino, means_directory=True)  # from before they are read
+        limit, left, size = LISTING_BATCH, LISTING_BYTES, LISTED_BYTES
         while True:
             rows = (
                 self._virtual.list_files(cookie)
                 if is_virtual(ino)
-                else await self._volume.tree.list_directory(ino, cookie, LISTING_BATCH, reader)
+                else await self._volume.tree.list_directory(ino, cookie, limit, reader)
             )
             directories, others = (self._let_keep(ino, means_directory=means) for means in (True, False))
             for entry in rows:
                 name, cookie, attributes = entry
-                self._entry.entry_timeout = directories if stat.S_ISDIR(attributes.mode) else others
-                if not pyfuse3.readdir_reply(token, name, self._fill_attributes(attributes), cookie):
+                timeout = directories if stat.S_ISDIR(attributes.mode) else others
+                if not pyfuse3.readdir_reply(token, name, self._fill_attributes(attributes, timeout), cookie):
                     return
                 if not is_virtual(attributes.ino):
                     self._volume.tree.remember(ino, entry)
-            if len(rows) < LISTING_BATCH:
+                size = LISTED_BYTES + len(name)
+                left -= size
+            if len(rows) < limit:
                 return
+            limit = min(LISTING_BATCH, max(LISTING_BATCH_MIN, left // size + 1))  # what does not fit is read again
 
     async def _reply_dots(self, ino: int, start_id: int, token: ReaddirToken) -> bool:
         """Report "." and ".." after ``start_id``; False when the buffer is full."""

@@ -42,6 +42,7 @@ from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
 
 P = TypeVar("P")
+NO_CHANGES = Changes()
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Inodes:
                 return found
             ino, changes = found.ino, dataclasses.replace(changes, size=None)
         node = await _check_change(self._core, self._lookups).find_current(ino)
-        if changes == Changes():
+        if changes == NO_CHANGES:
             privileges.heed_word_of_write(node, caller)
         if changes.size is not None:
             if not node.is_file:
@@ -98,8 +99,8 @@ class Inodes:
         node.atime = node.atime if changes.atime is None else clock.storable(changes.atime)
         node.mtime = node.mtime if changes.mtime is None else clock.storable(changes.mtime)
         node.ctime = clock.now()
-        only_size = dataclasses.replace(changes, size=None, mtime=None, ctime=None) == Changes()
-        self._journal.pending.touch(node, forced=not only_size)
+        is_forced = (changes.mode, changes.uid, changes.gid, changes.atime) != (None, None, None, None)
+        self._journal.pending.touch(node, forced=is_forced)
         if node.is_directory:
             self._journal.pending.touch_times(node)
         if self._core.shared and not node.writers:

@@ -20,6 +20,7 @@ from itertools import islice
 from types import MappingProxyType
 
 import msgspec
+from sortedcontainers import SortedDict
 
 from kvfuse.remote.records.api import Versioned
 from kvfuse.volume.api import Binding
@@ -100,6 +101,8 @@ class Dentries:
         """counts changes of entries: while it is the same, no name has changed"""
         self.folders: dict[int, Node] = {}
         """directory with such changes -> its node, which stays in memory"""
+        self._ordered: dict[int, SortedDict[tuple[int, bytes], NameChange]] = {}
+        """directory that was listed while it had such changes -> (cookie, name) -> change"""
         self._names: dict[tuple[int, bytes], Dentry] = {}
         """(directory, name) -> entry, the oldest first"""
         self._room = names_max
@@ -130,6 +133,25 @@ class Dentries:
     def changes_in(self, directory: int) -> Mapping[bytes, NameChange]:
         """name -> its change that is not in the store yet, in one directory."""
         return self.changes.get(directory, _NONE)
+
+    def changes_between(self, directory: int, after: int, last: int, limit: int) -> tuple[list[NameChange], int]:
+        """The same, of the first ``limit`` names whose cookies are larger than ``after``, up to ``last``; and up to
+        which cookie these are all: equal ones are not parted."""
+        changes = self.changes.get(directory)
+        if not changes:
+            return [], last
+        ordered = self._ordered.get(directory)
+        if ordered is None:
+            rows = {(schema.name_hash(name), name): change for name, change in changes.items()}
+            ordered = self._ordered[directory] = SortedDict(rows)
+        found: list[NameChange] = []
+        cookie = after
+        for key in ordered.irange((after + 1, b""), (last + 1, b""), inclusive=(True, False)):
+            if len(found) >= limit and key[0] != cookie:
+                return found, cookie
+            cookie = key[0]
+            found.append(ordered[key])
+        return found, last
 
     def note(self, parent: int, name: bytes, ino: int, version: int = 0) -> Dentry:
         """Note the inode of a name, or none (0).
@@ -192,6 +214,8 @@ class Dentries:
         dentry = self.note(parent, name, change.node.ino if change.node is not None else 0)
         previous, dentry.change = dentry.change, change
         self.changes.setdefault(parent, {})[name] = change
+        if self._ordered and parent in self._ordered:
+            self._ordered[parent][schema.name_hash(name), name] = change
         return previous
 
     def settle(self, change: NameChange, version: int, *, puts: bool) -> None:
@@ -229,6 +253,9 @@ class Dentries:
         if not changes:
             del self.changes[change.parent]
             self.folders.pop(change.parent, None)
+            self._ordered.pop(change.parent, None)
+        elif self._ordered and change.parent in self._ordered:
+            del self._ordered[change.parent][schema.name_hash(change.name), change.name]
 
     # -- all names of a directory --------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from kvfuse.volume.store.sealed import get_sound, last_key, scan_page
 
 log = logging.getLogger(__name__)
 
+COOKIE_MAX = (1 << 63) - 1
 Meant = tuple[Node | schema.InodeRecord | int | None, int]
 """(what a listed name means, version of the row that says so)"""
 
@@ -49,18 +50,20 @@ class Listing:
                 continue
             self._epoch = epoch
             more = len(rows) + len(damaged) == limit
-            last = schema.split_entry_key(last_key(rows, damaged))[1] if more else (1 << 63) - 1
+            last = schema.split_entry_key(last_key(rows, damaged))[1] if more else COOKIE_MAX
+            changes, last = self.core.dentries.changes_between(self.ino, after, last, limit)
             page: dict[bytes, Meant] = {}
             for row in rows:
+                _, cookie, name = schema.split_entry_key(row.key)
+                if cookie > last:
+                    break
                 try:
-                    page[schema.split_entry_key(row.key)[2]] = schema.decode_entry(row.value), row.version
+                    page[name] = schema.decode_entry(row.value), row.version
                 except schema.Malformed as error:
                     log.error("%s", error)
-            for name, change in self.core.dentries.changes_in(self.ino).items():
-                if after < schema.name_hash(name) <= last:
-                    page[name] = change.node, 0
+            page.update([(change.name, (change.node, 0)) for change in changes])
             entries += await self._make_entries(page)
-            if not more:
+            if last == COOKIE_MAX:
                 break
             after = last
         return entries

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from kvfuse.volume.inodes.dentries import ABSENT, DIRECTORIES_MAX, UNKNOWN, Dentries, NameChange
+from kvfuse.volume.inodes.dentries import ABSENT, DIRECTORIES_MAX, UNKNOWN, Dentries, NameChange, settle_all
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.inodes.stored_names import HashSet
 from kvfuse.volume.store import schema
@@ -155,3 +155,30 @@ def test_a_change_that_followed_another_stays_pending_when_that_one_is_stored() 
     dentries.settle(second, 4, puts=True)
     dentry = dentries.get(7, b"name")
     assert (dentry.change, dentry.ino, dentry.version) == (None, 0, 4)
+
+
+def test_changes_in_the_order_of_cookies(rng: random.Random) -> None:
+    """Whatever was put and settled since a directory was listed first."""
+    dentries, names = Dentries(), [b"%d" % number for number in range(60)]
+    cookies = sorted(map(schema.name_hash, names))
+    for _ in range(3000):
+        parent, name = rng.randrange(2), rng.choice(names)
+        step = rng.random()
+        if step < 0.5:
+            node = Node(rng.randrange(2, 99), 0o100644, 0, 0, 4096) if rng.random() < 0.7 else None
+            dentries.put_change(NameChange(parent, name, node, False, None, node is None, 0))
+        elif step < 0.9 and (changes := dentries.changes_in(parent)):
+            change = changes[rng.choice(list(changes))]
+            if rng.random() < 0.7:
+                settle_all(dentries, [change], 0, set())
+            else:
+                dentries.give_up(parent, change.name)
+        else:
+            after, last = rng.choice([0, *cookies]), rng.choice([*cookies, (1 << 63) - 1])
+            present = dentries.changes_in(parent).values()
+            expected = [change for change in present if after < schema.name_hash(change.name) <= last]
+            expected.sort(key=lambda change: schema.name_hash(change.name))
+            limit = rng.randrange(1, 70)
+            found, reach = dentries.changes_between(parent, after, last, limit)
+            assert found == expected[:limit]
+            assert reach == (schema.name_hash(found[-1].name) if limit < len(expected) else last)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 
 import trio
 import trio.testing
@@ -34,3 +36,31 @@ async def test_a_directory_that_moves_while_it_is_listed_stays_where_it_moved(
         assert (await volume.tree.lookup(inodes[moved], b"..")).ino == other
         await volume.sync()
     assert schema.decode_inode(disk.records[schema.inode_key(inodes[moved])].value).parent == other
+
+
+async def test_a_page_has_not_all_that_is_not_stored(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Files that are open for writing are not stored: a folder may have thousands of them."""
+    options = lab_options(strict=False)
+    async with opened(Disk.format(options), options) as volume:
+        folder = (await volume.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        stored, names, handles = (
+            [b"stored %d" % number for number in range(50)],
+            [b"%d" % number for number in range(500)],
+            [],
+        )
+        for name in stored:
+            await volume.tree.make_node(folder, name, stat.S_IFREG | 0o644, 0, CALLER)
+        await volume.sync()
+        for name in names:
+            handles.append((await volume.tree.create(folder, name, 0o644, CALLER, os.O_WRONLY))[0])
+        listed: list[bytes] = []
+        cookie = 0
+        while page := await volume.tree.list_directory(folder, cookie, 20):
+            assert len(page) <= 2 * 20
+            listed += [entry.name for entry in page]
+            cookie = page[-1].cookie
+        assert sorted(listed) == sorted(stored + names)
+        for handle in handles:
+            await volume.files.release(handle)
