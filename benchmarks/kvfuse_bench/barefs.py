@@ -22,7 +22,7 @@ import pyfuse3
 import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
-TIMEOUT_S = 1.0
+TIMEOUT_S, NEGATIVE_TIMEOUT_S = 60.0, 1.0
 CAPACITY_BLOCKS = 1 << 24
 
 
@@ -50,6 +50,7 @@ class BareOperations(pyfuse3.Operations):
         self._next_ino = root.ino + 1
         self._entry = _entry()
         self._absent = _entry()
+        self._absent.entry_timeout = NEGATIVE_TIMEOUT_S
 
     def _attributes(self, node: Node) -> EntryAttributes:
         """The one entry object, refilled: a reply copies it before any other task can run."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,8 @@ READ_AHEAD = MIB
 
 BAREFS = Path(__file__).with_name("barefs.py")
 """the reference file system, a program of its own"""
+PASSTHROUGH = Path(__file__).with_name("passthrough.c")
+"""another one in C, compiled at its first use"""
 
 
 class Daemon(NamedTuple):
@@ -80,19 +83,55 @@ def fresh_volume(folder: Path) -> Iterator[Daemon]:
 def barefs_mount(mountpoint: Path) -> Iterator[Daemon]:
     """A bare pyfuse3 file system that keeps names in a dict and bytes in memory."""
     with _mounted([sys.executable, str(BAREFS), str(mountpoint)], mountpoint) as daemon:
+        _set_read_ahead(mountpoint)
         yield daemon
+
+
+@contextlib.contextmanager
+def passthrough_mount(program: Path, directory: Path, mountpoint: Path) -> Iterator[Daemon]:
+    """A file system in C (`compile_passthrough`) that passes requests on to a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with _mounted([str(program), str(directory), str(mountpoint)], mountpoint) as daemon:
+        _set_read_ahead(mountpoint)
+        yield daemon
+
+
+def compile_passthrough() -> Path:
+    """The program of `PASSTHROUGH` in the user's cache. MountError: no compiler, no pkg-config or no libfuse."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfuse-bench"
+    program = cache / f"passthrough-{zlib.crc32(PASSTHROUGH.read_bytes()):08x}"
+    if not program.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = f"{program}.{os.getpid()}"
+        flags = _output_of("pkg-config", "--cflags", "--libs", "fuse3").split()
+        _output_of(os.environ.get("CC", "cc"), "-O2", "-std=gnu11", "-o", unfinished, str(PASSTHROUGH), *flags)
+        os.rename(unfinished, program)
+    return program
+
+
+def _output_of(*command: str) -> str:
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError as error:
+        raise MountError(f"{command[0]} is not installed") from error
+    except subprocess.CalledProcessError as error:
+        raise MountError(f"{command[0]} failed: {error.stderr.strip()}") from error
 
 
 @contextlib.contextmanager
 def ceph_fuse_mount(conf_file: Path, mountpoint: Path) -> Iterator[Daemon]:
     """The CephFS of the cluster that ``conf_file`` names, with ceph-fuse's defaults but for the kernel's read-ahead."""
     with _mounted(["ceph-fuse", "-f", "-c", str(conf_file), str(mountpoint)], mountpoint) as daemon:
-        device = mountpoint.stat().st_dev
-        # left as it is where root does not own /sys, as kvfuse does
-        with contextlib.suppress(PermissionError, FileNotFoundError):
-            knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
-            knob.write_text(f"{READ_AHEAD // KIB}")
+        _set_read_ahead(mountpoint)
         yield daemon
+
+
+def _set_read_ahead(mountpoint: Path) -> None:
+    """As the mount has it; left as it is where root does not own /sys, as kvfuse does."""
+    device = mountpoint.stat().st_dev
+    with contextlib.suppress(PermissionError, FileNotFoundError):
+        knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+        knob.write_text(f"{READ_AHEAD // KIB}")
 
 
 @contextlib.contextmanager
@@ -166,6 +205,15 @@ def cpu_seconds_of(pid: int) -> float:
     """CPU time of all threads of a process since its start."""
     clock = (~pid << 3) | 2  # what clock_getcpuclockid(3) answers on Linux
     return time.clock_gettime(clock)
+
+
+def cpu_seconds_of_all(pid: int) -> float:
+    """CPU time of a process, and of those that it started and that are there: a holder has daemons."""
+    seconds = cpu_seconds_of(pid)
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # one has just ended
+            seconds += sum(cpu_seconds_of_all(int(child)) for child in children.read_text().split())
+    return seconds
 
 
 def _kilobytes(path: Path) -> dict[str, int]:

@@ -14,6 +14,7 @@ from kvfuse.cli import Failure
 from kvfuse.cli.console import doing, note, print_table
 from kvfuse_bench.cluster import CLUSTER_BENCHES
 from kvfuse_bench.cluster_mounts import ClusterSetting, cluster_servers
+from kvfuse_bench.commands.door import door
 from kvfuse_bench.commands.engines import engines
 from kvfuse_bench.commands.gpu import gpu
 from kvfuse_bench.commands.hosts import hosts
@@ -172,6 +173,7 @@ def _target(figure: Figure) -> str:
     return ", ".join(parts)
 
 
+bench.add_command(door)
 bench.add_command(engines)
 bench.add_command(hosts)
 bench.add_command(gpu)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvfuse.errors import KvfuseError
 from kvfuse.usrbio.client.iov import new_memory
-from kvfuse_bench.daemons import cpu_seconds_of
+from kvfuse_bench.daemons import cpu_seconds_of_all
 
 RATE = "GB/s"
 OPERATIONS = "operations/s"
@@ -88,7 +88,7 @@ class Meter:
     """Measures the phases of one run of a pattern."""
 
     def __init__(self, daemon: int | None = None) -> None:
-        """``daemon``: the process that serves the other side; None where the kernel does."""
+        """``daemon``: the process that serves the other side, and those that it started; None: the kernel does."""
         self.phases: list[Phase] = []
         self._daemon = daemon
 
@@ -106,7 +106,7 @@ class Meter:
         self.phases.append(phase)
 
     def _daemon_seconds(self) -> float:
-        return 0.0 if self._daemon is None else cpu_seconds_of(self._daemon)
+        return 0.0 if self._daemon is None else cpu_seconds_of_all(self._daemon)
 
 
 class Memory(AbstractContextManager["Memory"]):
