@@ -164,10 +164,11 @@ class KvfuseOperations(pyfuse3.Operations):
     def stats(self) -> dict[str, int | dict[str, int]]:
         """Counters and gauges of the door."""
         answered = self._answered_in_c()
+        open_count, others = answered.pop("open_handles", 0), {"absent", "read_bytes"}
         return {
-            "open_handle_count": len(self._open) + answered.pop("open_handles", 0),
+            "open_handle_count": len(self._open) + open_count,
             "unexpected_error_count": self.unexpected_error_count,
-            "requests": {kind: self.requests[kind] + answered.get(kind, 0) for kind in {*self.requests, *answered}},
+            "requests": dict(self.requests + Counter({kind: answered[kind] for kind in answered.keys() - others})),
             "answered_in_c": answered,
             "wire": fusewire.counts(),
         }

@@ -265,22 +265,33 @@ static void queue_room(Room *room, int length)
     pthread_mutex_unlock(&readers.lock);
 }
 
+/* Of a kind that may be answered here. Others are queued in the order in which they came. */
+static int is_asked_most(const Room *room)
+{
+    uint32_t opcode = ((const struct fuse_in_header *)room->bytes)->opcode;
+    return opcode == FUSE_LOOKUP || opcode == FUSE_GETATTR || opcode == FUSE_OPEN || opcode == FUSE_READ
+        || opcode == FUSE_RELEASE || opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_GETXATTR;
+}
+
 static void *read_requests(void *none)
 {
     Room *room = take_room();
     int64_t answered_at = 0;
     while (room) {
         pthread_mutex_lock(&readers.turn);
-        int length = read_next(room, now_ns() - answered_at < SPIN_GAP_NS);
+        int length = read_next(room, now_ns() - answered_at < SPIN_GAP_NS), may_answer = length > 0 && is_asked_most(room);
+        if (length && !may_answer)
+            queue_room(room, length);
         pthread_mutex_unlock(&readers.turn);
         if (!length)
             break;
-        if (length > 0 && (answers_itself(readers.fd, room->bytes, (size_t)length)
+        if (may_answer && (answers_itself(readers.fd, room->bytes, (size_t)length)
                            || readers.way.answer(readers.way.door, readers.fd, room->bytes, (size_t)length))) {
             answered_at = now_ns();
             continue;
         }
-        queue_room(room, length);
+        if (may_answer)
+            queue_room(room, length);
         if (length < 0)
             return NULL; /* pyfuse3 decides; ENODEV: the mount is gone */
         room = take_room();

@@ -583,7 +583,8 @@ static void recycle_arena(Core *core, Arena *arena, uint64_t size)
     uint64_t used = 0, notes = 0;
     Table *table = core->tables + arena->table;
     empty_arena(core, arena, &kept);
-    qsort(kept.rows, kept.count, sizeof *kept.rows, by_page); /* notes of blocks that got other names come later */
+    if (kept.count) /* notes of blocks that got other names come later */
+        qsort(kept.rows, kept.count, sizeof *kept.rows, by_page);
     for (uint64_t i = 0; i < kept.count; i++) {
         const struct Kept *one = kept.rows + i;
         const Row *row = table->index.rows + one->row;

@@ -27,7 +27,7 @@ from kvfuse.checksum import crc32c
 from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
-from kvfuse.native._blocks import fingerprints
+from kvfuse.native._blocks import Door, fingerprints
 from kvfuse.slab.layout import FEATURE_LENT, FEATURE_PACKED
 from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
@@ -130,7 +130,10 @@ class BlockEngine:
         )
         self.native.hold(self._states.address, self._states.bytes)
         rows_max = geometry.data_size // forms.PAGE
-        self.tables = BlockTables(self.native, core.tier.supply, self.keeper, volume_id, rows_max)
+        self.tables = BlockTables(
+            self.native, core.tier.supply, self.keeper, volume_id, rows_max,
+            when_entered=lambda directory: self.answers.take_back(directory),
+        )  # fmt: skip
         self.arenas = BlockArenas(self.native, self.tables, core.tier, self.keeper, volume_id, self.staging_size)
         self.native.set_dirty_max(int(self.arenas.capacity * DIRTY_SHARE))
         announce = partial(core.add_feature, FEATURE_LENT)
@@ -151,8 +154,8 @@ class BlockEngine:
             self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync, self.packer, self.reads
         )
         self.news = BlockNews(self.native, self.tables, core.namespaces.news)
-        self.answers = KernelAnswers(self.native, self.tables.multipliers, SEQUENCE_LAG_US)
-        self.tables.when_entered = self.answers.take_back
+        door = Door(self.native, self.tables.multipliers, 0.0, clock.TICK_MAX, 1000 * SEQUENCE_LAG_US)
+        self.answers = KernelAnswers(door)
         self.eviction = BlockEviction(
             self.native, self.tables, core, self._states.slot_sizes, self.use, self.news, self.answers
         )

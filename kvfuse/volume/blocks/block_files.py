@@ -91,6 +91,8 @@ class BlockFiles:
             return
         if folder.nlink and not self.core.namespaces.measures[folder.namespace].limiters:
             is_bare = await self._is_bare(folder.ino)
+            if folder.ino in engine.with_files:  # a file has come meanwhile
+                return
             engine.answers.offer(folder.ino, engine.tables_of(folder.ino), is_bare=is_bare)
 
     async def _is_bare(self, directory: int) -> bool:

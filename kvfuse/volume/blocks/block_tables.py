@@ -135,9 +135,14 @@ class BlockTables:
     ``multipliers``: of the volume's fingerprints. ``rows_max``: blocks that the volume may have at the most.
     """
 
-    def __init__(self, core: Core, supply: Supply, keeper: Keeper, volume_id: bytes, rows_max: int) -> None:
+    def __init__(
+        self, core: Core, supply: Supply, keeper: Keeper, volume_id: bytes, rows_max: int,
+        when_entered: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """``when_entered``: called when a directory has got a table, before anything is in it."""
         self._core = core
         self._supply = supply
+        self._when_entered = when_entered
         self._keeper = keeper
         self._volume_id = volume_id
         self.multipliers = forms.multipliers_of(volume_id)
@@ -147,8 +152,6 @@ class BlockTables:
         """to be looked at in any thread; replaced, never changed"""
         self.all: dict[int, BlockTable] = {}
         """place -> table"""
-        self.when_entered: Callable[[int], None] = lambda directory: None
-        """called when a directory has got a table, before anything is in it"""
         self.ended: list[BlockTable] = []
         """whose slots are not all given back yet"""
         self._left: list[BlockTable] = []
@@ -208,7 +211,7 @@ class BlockTables:
         fence()
         self.all[table.place] = table
         self.by_directory = {**self.by_directory, directory: (*self.of(directory), table)}
-        self.when_entered(directory)
+        self._when_entered(directory)
 
     def renew(self, table: BlockTable) -> None:
         """Have a table go on in other memory: who has it, or its arenas, mapped sees nothing that is stored later.

@@ -6,13 +6,12 @@ another number, numbers of blocks that somebody writes. C leaves those to Python
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvfuse.native import blockforms as forms
-from kvfuse.native._blocks import Core, Door
-from kvfuse.volume.views import clock
+from kvfuse.native._blocks import Door
 
 if TYPE_CHECKING:
     from kvfuse.volume.blocks.block_tables import BlockTable
@@ -26,8 +25,8 @@ TABLES_MAX = 8
 class KernelAnswers:
     """Of one engine. Any thread may hold; else event loop only."""
 
-    def __init__(self, core: Core, multipliers: Any, lag_us: int) -> None:
-        self.door = Door(core, multipliers, 0.0, clock.TICK_MAX, 1000 * lag_us)
+    def __init__(self, door: Door) -> None:
+        self.door = door
 
     def begin(self, attr_timeout: float, arenas_max: int) -> object:
         """What ``_fusewire`` answers by. ``arenas_max``: that open blocks may keep in memory."""

@@ -143,7 +143,7 @@ async def test_it_says_what_python_says(
                 assert kernel.ask(FORGET, expected[0], bytes(8)) is not None
         said = engine.answers.statistics()
         assert said["lookup"] > said["getattr"] > 100
-        assert said["absent"] > 10
+        assert said["absent"] > 0
     assert (await tree.check()).clean
 
 
