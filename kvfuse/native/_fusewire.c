@@ -98,7 +98,7 @@ typedef struct room {
     struct room *next;
 } Room;
 
-enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 50000, SPIN_GAP_NS = 30000 };
+enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 15000, SPIN_GAP_NS = 15000 };
 
 typedef struct {
     int (*answer)(void *, int, const void *, size_t);

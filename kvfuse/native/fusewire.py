@@ -92,6 +92,8 @@ def configure(*, is_shared: bool) -> None:
 _way: tuple[object, int] | None = None
 """what readers answer by, and how many of them there are to be"""
 _are_reading = _are_held = False
+_connection = -1
+"""descriptor that they read"""
 
 
 def use(way: object, count: int) -> None:
@@ -103,13 +105,20 @@ def use(way: object, count: int) -> None:
 
 def source(descriptor: int) -> int:
     """What is readable once there is a request for the event loop. ``descriptor``: the connection, not blocking."""
-    global _are_reading
+    global _connection
     if _wire is None or _way is None:
         return descriptor
-    if not (_are_reading or _are_held) and _wire.connection() is not None:
-        _are_reading = True
-        _wire.start_readers(descriptor, _way[1], _way[0])
+    _connection = descriptor
+    _start_readers()
     return int(_wire.source(descriptor))
+
+
+def _start_readers() -> None:
+    global _are_reading
+    is_due = not (_are_reading or _are_held) and _connection >= 0
+    if is_due and _wire is not None and _way is not None and _wire.connection() is not None:
+        _are_reading = True
+        _wire.start_readers(_connection, _way[1], _way[0])
 
 
 def hold_readers() -> None:
@@ -122,15 +131,17 @@ def hold_readers() -> None:
 
 
 def let_readers_go_on() -> None:
+    """At once: whoever waits for what they read hears of nothing else."""
     global _are_held
     _are_held = False
+    _start_readers()
 
 
 def end_readers() -> None:
     """Before what they answer by ends."""
-    global _way
+    global _way, _connection
     hold_readers()
-    _way = None
+    _way, _connection = None, -1
 
 
 def node() -> int:

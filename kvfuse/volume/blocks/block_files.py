@@ -154,16 +154,19 @@ class BlockFiles:
         """Open a block or a sketch. A node: it is an ordinary file by now. Stale, EngineError."""
         if not caller.is_kernel:  # rings know files by their inodes
             return await self.make_ordinary(ino)
-        sketch: Sketch | Node | None = self.sketches.by_ino.get(ino)
-        if sketch is None and not flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
-            return await self._open_block(ino, flags, caller)
-        if sketch is None:
-            sketch = await self._copy_to_sketch(ino, is_empty=bool(flags & os.O_TRUNC))
-        if isinstance(sketch, Sketch):
+        while True:
+            sketch: Sketch | Node | None = self.sketches.by_ino.get(ino)
+            if sketch is None and not flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
+                return await self._open_block(ino, flags, caller)
+            if sketch is None:
+                sketch = await self._copy_to_sketch(ino, is_empty=bool(flags & os.O_TRUNC))
+            if isinstance(sketch, Node):
+                return sketch
             await self._is_sketch(sketch)
-            sketch = sketch.node or sketch
-        if isinstance(sketch, Node):
-            return sketch
+            if sketch.node is not None:
+                return sketch.node
+            if self.sketches.by_ino.get(sketch.ino) is sketch:  # its last close has not ended it meanwhile
+                break
         handle = SketchHandle(sketch, flags, caller)
         if handle.writable and sketch.nlink:
             self.sketches.enter(sketch)
@@ -458,12 +461,14 @@ class BlockFiles:
             DECIDED.reset(token)
 
     async def _make_ordinary(self, ino: int) -> Node:
-        sketch = self.sketches.by_ino.get(ino)
-        if sketch is None:
-            entry = self.open_blocks.entry_of(ino)
-            return await self._make_block_ordinary(entry, await self.name_of(entry))
-        async with sketch.lock:
-            return sketch.node or await self._become_ordinary(sketch)
+        while (sketch := self.sketches.by_ino.get(ino)) is not None:
+            async with sketch.lock:
+                if sketch.node is not None:
+                    return sketch.node
+                if self.sketches.by_ino.get(ino) is sketch:  # its last close has not ended it meanwhile
+                    return await self._become_ordinary(sketch)
+        entry = self.open_blocks.entry_of(ino)
+        return await self._make_block_ordinary(entry, await self.name_of(entry))
 
     async def _make_block_ordinary(self, entry: BlockEntry, name: bytes) -> Node:
         data = await self.open_blocks.read_whole(entry)

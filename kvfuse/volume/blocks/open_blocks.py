@@ -205,6 +205,8 @@ class LookedUp:
     def __init__(self) -> None:
         self._entries: OrderedDict[int, BlockEntry] = OrderedDict()
         self._names: dict[int, bytes] = {}
+        self._opened: dict[int, None] = {}
+        """that were not in memory then"""
 
     def note(self, entry: BlockEntry, name: bytes) -> None:
         self._entries[entry.ino] = entry
@@ -220,6 +222,15 @@ class LookedUp:
 
     def name_of(self, ino: int) -> bytes | None:
         return self._names.get(ino)
+
+    def is_again(self, ino: int) -> bool:
+        """It was opened before, not long ago: most blocks are opened once, and the kernel has their pages then."""
+        if ino in self._opened:
+            return True
+        self._opened[ino] = None
+        if len(self._opened) > WRITTEN_MAX:
+            del self._opened[next(iter(self._opened))]
+        return False
 
     def find(self, ino: int) -> BlockEntry | None:
         """A block that has lost its name."""
@@ -330,7 +341,7 @@ class OpenBlocks:
             self.engine.eviction.note_use(entry.table, np.array([entry.row], np.int64))
         if self.share(handle):
             return
-        if not entry.arena and entry.nlink:
+        if not entry.arena and entry.nlink and self.looked_up.is_again(entry.ino):
             await self._bring(entry)
         if (found := self._pin_content(entry)) is not None:
             handle.content, handle.pinned = found

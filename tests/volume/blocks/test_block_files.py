@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import inside
 import pytest
+import trio
+import trio.testing
 from namespace_lab import make_namespace
 from volume_lab import MIB, Disk, check, lab_options, opened
 
@@ -17,6 +19,7 @@ from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, ROW_TERMS, Attributes, Caller, Changes
 from kvfuse.volume.blocks import block_tables
+from kvfuse.volume.blocks.sketches import Sketch
 from kvfuse.volume.tenancy.namespace_attributes import NAMESPACE
 from kvfuse.volume.volume import Volume
 
@@ -391,6 +394,50 @@ async def test_owners_and_modes(disk: Disk, options: Options) -> None:
         await door.volume.inodes.set_attributes((await door.look(b"one")).ino, Changes(size=0), KERNEL)
         assert await door.get(b"one") is None
         assert (await door.look(b"one")).size == 0
+
+
+@pytest.mark.parametrize("then", ["chmod", "write", "read"])
+async def test_a_file_whose_last_close_is_late_keeps_its_bytes(
+    disk: Disk, options: Options, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """It is used while its release, of which no caller hears, stores it."""
+    async with door_of(disk, options) as door:
+        files, inodes = door.volume.files, door.volume.inodes
+        handle = await door.create(b"one")
+        await files.write(handle, 0, b"bytes", by_kernel=True)
+        await files.flush(handle)
+        ino = (await door.look(b"one")).ino
+        await inodes.set_attributes(ino, Changes(uid=9), KERNEL)
+        names = inside.parts(door.volume).block_names
+        assert names is not None
+        publish, is_storing, may_end = names.files.publish, trio.Event(), trio.Event()
+
+        async def publish_late(sketch: Sketch) -> None:
+            is_storing.set()
+            await may_end.wait()
+            await publish(sketch)
+
+        async def use() -> None:
+            if then == "chmod":
+                await inodes.set_attributes(ino, Changes(mode=0o2755), KERNEL)
+                return
+            other = await files.open(ino, os.O_WRONLY if then == "write" else os.O_RDONLY, KERNEL)
+            if then == "write":
+                await files.write(other, 5, b"!", by_kernel=True)
+            else:
+                assert bytes(await files.read(other, 0, 100)) == b"bytes"
+            await door.close(other)
+
+        monkeypatch.setattr(names.files, "publish", publish_late)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(files.release, handle)
+            await is_storing.wait()
+            nursery.start_soon(use)
+            await trio.testing.wait_all_tasks_blocked()
+            may_end.set()
+        found = await door.look(b"one")
+        assert (found.ino, found.mode) == (ino, 0o102755 if then == "chmod" else 0o100644)
+        assert await door.read(b"one") == (b"bytes!" if then == "write" else b"bytes")
 
 
 async def test_a_block_is_written_again(disk: Disk, options: Options) -> None:

@@ -180,7 +180,9 @@ async def test_an_open_block_keeps_its_bytes(
             assert kernel.release(ino, fh)
             assert kernel.read(ino, fh, 0, 1) is None, "it is closed"
         assert engine.answers.statistics()["open_handles"] == 0
-        assert not any(engine.native.arena_facts(place)[2] for place in engine.arenas._places)
+        await engine.writer.flush()
+        places = [arena.place for arena in engine.arenas.by_number.values()]
+        assert not any(engine.native.arena_facts(place)[2] for place in places)
 
 
 async def test_what_is_not_plain_is_pythons(
