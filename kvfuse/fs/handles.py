@@ -277,7 +277,9 @@ class OpenFiles:
         while (handle := self._handles.get(fh)) is None:
             row = self._table.before.get(fh) if self._table is not None else None
             if fh & GIVEN_IN_C and (ino := fusewire.node()):
-                self._handles[fh] = await self._volume.files.open(ino, os.O_RDONLY, NOBODY)
+                handle = await self._volume.files.open(ino, os.O_RDONLY, NOBODY)
+                if self._handles.setdefault(fh, handle) is not handle:  # another request was faster
+                    await self._volume.files.release(handle)
                 continue
             if row is None or self._table is None:
                 raise BadHandle(f"handle {fh} is not open")

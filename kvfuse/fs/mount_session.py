@@ -62,8 +62,8 @@ KEPT = "fuse/connection"
 """keeper entry: INIT, and the descriptor; see `keeper`"""
 KEPT_DEVICE = "fuse/device"
 """keeper entry: the mount's st_dev: an unmount may precede the next daemon's stat"""
-READERS = 2
-"""threads that read requests, and answer some of them in C"""
+READERS = 0
+"""threads that read requests, and answer some of them in C; none yet: see decision 045"""
 END_SECONDS = 20.0
 """timeout of each step of the way out, so that SIGTERM always ends a daemon"""
 DOORS_SECONDS = 5.0

@@ -30,6 +30,7 @@ enum { COUNTED = 64 }; /* operations of the kernel are smaller numbers */
 
 #define BLOCK_MARK (1ull << 62)
 #define HANDLE_MARK (1ull << 60)
+#define SERIAL_MASK ((1ull << 44) - 1)
 #define LOW_26 ((1ull << 26) - 1)
 #define SENT_BEFORE (1ull << 63) /* of a request's number: another daemon may have served it */
 #define SECOND_NS 1000000000ll
@@ -77,7 +78,8 @@ typedef struct {
     Held *held;
     uint64_t held_count, held_room;
     Handle *handles;
-    uint32_t handle_count, free_handle, serial, open_count, pinned_count;
+    uint32_t handle_count, free_handle, open_count, pinned_count;
+    uint64_t serial; /* of handles: begins with the time in microseconds, so no former daemon gave the same ones */
     uint32_t pins[ARENAS];
     Look looks[LOOKS]; /* names that mean nothing */
     Look named[LOOKS]; /* blocks that were looked up, each at the place of its number */
@@ -293,10 +295,11 @@ static int answer_lookup(Door *door, const Request *asked)
     return 1;
 }
 
-static Handle *handle_of(Door *door, uint64_t fh)
+static Handle *handle_of(Door *door, uint64_t fh, uint64_t ino)
 {
     uint64_t index = fh & (HANDLES_MAX - 1);
-    return fh & HANDLE_MARK && index < door->handle_count && door->handles[index].fh == fh ? door->handles + index : NULL;
+    Handle *handle = door->handles + index;
+    return fh & HANDLE_MARK && index < door->handle_count && handle->fh == fh && handle->ino == ino ? handle : NULL;
 }
 
 /* Any handle of a block; the search is long, and for blocks that have lost their names alone. */
@@ -368,7 +371,7 @@ static Handle *take_handle(Door *door)
     } else
         door->free_handle = door->handles[index].next;
     Handle *handle = door->handles + index;
-    *handle = (Handle){.fh = HANDLE_MARK | (uint64_t)++door->serial << 16 | index};
+    *handle = (Handle){.fh = HANDLE_MARK | (++door->serial & SERIAL_MASK) << 16 | index};
     door->open_count++;
     return handle;
 }
@@ -427,7 +430,7 @@ static int answer_read(Door *door, const Request *asked)
     if (asked->size < sizeof *in)
         return 0;
     lock(door->core);
-    Handle *handle = handle_of(door, in->fh);
+    Handle *handle = handle_of(door, in->fh, asked->in->nodeid);
     const uint8_t *content = NULL;
     uint64_t size = 0;
     Arena *arena = NULL;
@@ -458,7 +461,7 @@ static int answer_release(Door *door, const Request *asked)
     if (asked->size < sizeof *in)
         return 0;
     lock(door->core);
-    Handle *handle = handle_of(door, in->fh);
+    Handle *handle = handle_of(door, in->fh, asked->in->nodeid);
     int is_ours = handle && !handle->is_shared;
     if (handle)
         give_handle(door, handle);

@@ -1271,6 +1271,9 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *words)
         self->of = (CoreObject *)Py_NewRef(of);
         *self->door = (Door){.core = of->core, .attr_timeout = attr_timeout, .tick_max_ns = tick_max_ns, .lag_ns = lag_ns};
         memcpy(self->door->multipliers, multipliers.buf, sizeof self->door->multipliers);
+        struct timespec now;
+        clock_gettime(CLOCK_REALTIME, &now);
+        self->door->serial = (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
         self->way.answer = answer_request, self->way.door = self->door;
     }
     PyBuffer_Release(&multipliers);

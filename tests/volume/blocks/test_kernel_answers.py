@@ -292,3 +292,25 @@ async def test_blocks_that_expire_are_absent(tree: BlockTree, ends: tuple[socket
         assert kernel.look_up(folder, b"one") == (0, b"")
         assert kernel.open(ino) is None
         assert inside.core(volume) is not None
+
+
+async def test_handles_of_another_daemon_are_no_handles(
+    tree: BlockTree, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    """The kernel goes on with what a former daemon gave: that may not mean another block."""
+    given = set[int]()
+    for _ in range(2):
+        async with tree.opened() as (volume, engine):
+            kernel, folder = await connect(volume, ends), tree.directory
+            await tree.put(engine, {b"one": b"bytes", b"two": b"others"})
+            one, two = [(await python_says(volume, folder, name))[0] for name in (b"one", b"two")]
+            fh = kernel.open(one)
+            assert fh is not None
+            assert fh not in given
+            for former in given:
+                assert kernel.read(one, former, 0, 9) is None
+            assert kernel.read(two, fh, 0, 9) is None, "it is a handle of another block"
+            assert not kernel.release(two, fh)
+            assert kernel.read(one, fh, 0, 9) == b"bytes"
+            given.add(fh)
+            assert kernel.release(one, fh)
