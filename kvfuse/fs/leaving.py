@@ -17,6 +17,7 @@ import trio
 
 from kvfuse.errors import KvfuseError
 from kvfuse.fs.turns import RequestGate
+from kvfuse.native import fusewire
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +109,13 @@ class Leaving:
     async def _drain_requests(self, operations: Serving) -> bool:
         self.gate.shut()
         with trio.move_on_after(TRY_SECONDS):
-            while operations.under_way_count:  # noqa: ASYNC110  an event would cost each request something
+            while self._is_busy(operations):  # noqa: ASYNC110  an event would cost each request something
                 await trio.sleep(LOOK_SECONDS)
-        return not operations.under_way_count
+        return not self._is_busy(operations)
+
+    @staticmethod
+    def _is_busy(operations: Serving) -> bool:
+        return operations.under_way_count > 0 or fusewire.are_queued()
 
     def give_up_leaving(self) -> None:
         """Stop waiting for a request to leave: the mount ends, and needs this daemon for that."""

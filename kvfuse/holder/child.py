@@ -80,8 +80,8 @@ of its own; SIGKILL by the holder, as it did not answer; another signal; an exit
 DEATH_SECONDS, END_SECONDS = 0.02, 10.0
 """timeouts from the end of the first thread to that of the last: after a death, and after an end by itself"""
 WRITE_SECONDS = 3.0
-"""the same, where a thread of a dead daemon is in a write: a late disk must not store that after what the next daemon
-writes to the same place"""
+"""the same, where a thread of a dead daemon is in a write, or runs: a late disk must not store that after what the next
+daemon writes to the same place, and no request is to be read by who cannot answer it"""
 WRITES = {"x86_64": (18, 296, 328), "aarch64": (68, 70, 287)}.get(os.uname().machine, ())
 """numbers of pwrite, pwritev and pwritev2. Other calls may wait for the next daemon's answer, as an invalidation of a
 name in a folder that a caller has locked"""
@@ -203,7 +203,7 @@ class Child:
         poll.register(self.pidfd, select.POLLIN)
         limit = time.monotonic() + WRITE_SECONDS
         while not poll.poll(1000 * (END_SECONDS if self.has_ended else DEATH_SECONDS)):
-            if not is_writing(self.pid) or time.monotonic() > limit:
+            if not is_acting(self.pid) or time.monotonic() > limit:
                 break
 
     def kill_unneeded(self) -> int:
@@ -336,13 +336,13 @@ def is_dead(pid: int) -> bool:
     return fields.get(b"State", b"")[:1] in (b"Z", b"X") or fields.get(b"CoreDumping") == b"1"
 
 
-def is_writing(pid: int) -> bool:
-    """Whether a thread of a killed process is in one of `WRITES`, which no signal ends."""
+def is_acting(pid: int) -> bool:
+    """Whether a thread of a killed process is in one of `WRITES`, which no signal ends, or runs: it will end soon."""
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/syscall", "rb") as file:
                 number = file.read().split()[0]
-            if number.isdigit() and int(number) in WRITES:
+            if number == b"running" or (number.isdigit() and int(number) in WRITES):
                 return True
     except OSError:  # the thread ended meanwhile, or has no such file
         pass

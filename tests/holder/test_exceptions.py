@@ -65,15 +65,27 @@ def words() -> tuple[str, ...]:
 
 def arm(folder: Path, name: str, number: int) -> None:
     (folder / "raised").unlink(missing_ok=True)
+    (folder / "taken").unlink(missing_ok=True)
     (folder / "arming").write_text(str(number))
     (folder / "arming").rename(folder / name)
 
 
 def raised(folder: Path) -> tuple[float, str]:
     """(time of CLOCK_MONOTONIC, where)"""
-    wait_until((folder / "raised").exists, "an await to raise")
+    wait_until(lambda: has_raised(folder), "an await to raise")
     at, where = (folder / "raised").read_text().split(" ", 1)
     return float(at), where
+
+
+def has_raised(folder: Path) -> bool:
+    """Where a daemon that was about to end had been told to raise, the next one is."""
+    if (folder / "raised").exists():
+        return True
+    with suppress(FileNotFoundError):
+        taker = int((folder / "taken").read_text())
+        if not (Path("/proc") / str(taker)).exists() and not (folder / "raised").exists():
+            arm(folder, "now", 1)
+    return False
 
 
 class Users:
@@ -189,11 +201,17 @@ class Points:
     @contextmanager
     def _takeover(self) -> Iterator[None]:
         arm(self._folder, "start", self._chance.randint(1, AWAITS_MAX))
-        pid = serving_of(self._mount.pid)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        wait_until(self._kill, "a daemon that serves")  # one that raised may have answered until now
         self._rings.work()
         yield
+
+    def _kill(self) -> bool:
+        pid = serving_of(self._mount.pid)
+        with suppress(ProcessLookupError):
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                return True
+        return False
 
     @contextmanager
     def _service(self) -> Iterator[None]:

@@ -135,7 +135,7 @@ def test_a_call_that_no_signal_ends_is_waited_for(monkeypatch: pytest.MonkeyPatc
             child = holder_child.spawn([sys.executable, "-c", f"import os; os.stat({str(mount.point / NAME)!r})"], "/")
             wait_until(lambda: f"asked for {NAME}" in mount.log.read_text(), "the look-up")
             os.kill(child.pid, signal.SIGKILL)
-            wait_until(lambda: holder_child.is_writing(child.pid), "the end of all but the call")
+            wait_until(lambda: holder_child.is_acting(child.pid), "the end of all but the call")
             killed = time.monotonic()
             child.wait_for_last_thread()
             assert time.monotonic() - killed > 0.9 * holder_child.WRITE_SECONDS

@@ -1,7 +1,8 @@
 """Has a daemon raise at an await of any of its tasks; for PYTHONPATH.
 
 In the folder KVFUSE_TESTS_RAISING, ``start`` has the number of the await, counted from the beginning of the next
-daemon's event loop, and ``now`` that from now on in the daemon that serves. The file is taken away by who reads it.
+daemon's event loop, and ``now`` that from now on in the daemon that serves. The file is taken away by who reads it, and
+``taken`` has his process then.
 When an await raises, ``raised`` says at which time of CLOCK_MONOTONIC, and where. Places that are named in ``known`` do
 not count, for a while: what is done a thousand times a second would else be nearly all that is drawn. ``adoptions`` has
 how many clients of rings are not taken over, as that raises.
@@ -68,6 +69,8 @@ def raise_somewhere(folder: Path) -> None:
             try:
                 number = int((folder / name).read_text())
                 (folder / name).unlink()
+                (folder / "taking").write_text(str(os.getpid()))
+                (folder / "taking").rename(folder / "taken")
             except FileNotFoundError:
                 return 0
             self.known = set((folder / "known").read_text().splitlines())
