@@ -45,6 +45,9 @@ SERIAL_MAX = (1 << 60 - PLACE_BITS) - 1
 """an fh has 60 bits, and the mark; see `virtual` and `fusewire`"""
 GIVEN_IN_C = 1 << 60
 """mark of an fh that C gave to a block which is read (``native/blockdoor.h``). It has no row: its inode tells all"""
+MADE_IN_C = 1 << 59
+"""likewise, to a file that it made (``native/blockdrafts.h``); the access mode is at `_ACCESS_SHIFT`"""
+_ACCESS_SHIFT = 57
 NOBODY = Caller(0, 0)
 NO_PLACE = (1 << PLACE_BITS) - 1
 """place of a handle without a row: it does not outlive this daemon"""
@@ -277,7 +280,7 @@ class OpenFiles:
         while (handle := self._handles.get(fh)) is None:
             row = self._table.before.get(fh) if self._table is not None else None
             if fh & GIVEN_IN_C and (ino := fusewire.node()):
-                handle = await self._volume.files.open(ino, os.O_RDONLY, NOBODY)
+                handle = await self._open_given(fh, ino)
                 if self._handles.setdefault(fh, handle) is not handle:  # another request was faster
                     await self._volume.files.release(handle)
                 continue
@@ -291,6 +294,20 @@ class OpenFiles:
                 self._handles[fh] = self._volume.left_open.take_over(row.ino, row.flags, row.caller)
                 self._inodes[fh] = row.ino
         return handle
+
+    async def _open_given(self, fh: int, ino: int) -> Handle:
+        """Open what C gave a handle of. EngineError, also for bytes that the former daemon had not stored."""
+        try:
+            handle: Handle = await self._volume.files.open(ino, fh >> _ACCESS_SHIFT & os.O_ACCMODE, NOBODY)
+        except Stale as error:
+            if not fh & MADE_IN_C:
+                raise
+            raise EngineError("the daemon was killed before it had stored all that was written to the file") from error
+        return handle
+
+    def take(self, fh: int, handle: Handle) -> None:
+        """Go on with a file whose handle C gave to the kernel."""
+        self._handles[fh] = handle
 
     async def drop_resent(self, unique: int) -> None:
         """Release what a resent request had opened before: the kernel never learned that fh, and gets another one."""

@@ -13,11 +13,12 @@ import os
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
+from mmap import mmap
 from typing import NamedTuple, TypeVar
 
 from kvfuse import errors
 from kvfuse.kept.keeper import Keeper
-from kvfuse.kept.rows import Rows
+from kvfuse.kept.rows import COUNT_MIN, Rows
 from kvfuse.volume.api import Attributes, Caller, Handle, VolumeApi
 from kvfuse.volume.views.handover import DECIDED
 
@@ -50,6 +51,11 @@ class Decisions:
         self.before: dict[int, Decision] = {}
         """number of a former daemon's request -> its decision"""
         self._answered: deque[int] = deque()
+        self._rows_in_c = Rows(keeper, "fuse/answers-in-c", FORM, ROW.size, COUNT_MIN, _UNIQUE_AT)
+        memory = self._rows_in_c.memory
+        for offset in self._rows_in_c.list_used():
+            ino, other, unique = ROW.unpack_from(memory, offset)
+            self.before[unique] = Decision(ino, other)
         found = [(*ROW.unpack_from(self._rows.memory, offset), offset) for offset in self._rows.list_used()]
         for ino, other, unique, offset in sorted(found, key=lambda row: row[2]):
             self.before[unique] = Decision(ino, other)
@@ -73,8 +79,14 @@ class Decisions:
         """Free the row of a request that changed nothing."""
         self._rows.free_row(offset)
 
+    @property
+    def in_c(self) -> mmap:
+        """Rows that C fills, the oldest ones again; see ``native/blockdrafts.h``."""
+        return self._rows_in_c.memory
+
     def close(self) -> None:
         self._rows.close()
+        self._rows_in_c.close()
 
 
 class IdempotentChanges:

@@ -62,7 +62,7 @@ KEPT = "fuse/connection"
 """keeper entry: INIT, and the descriptor; see `keeper`"""
 KEPT_DEVICE = "fuse/device"
 """keeper entry: the mount's st_dev: an unmount may precede the next daemon's stat"""
-READERS = 0
+READERS = 2
 """threads that read requests, and answer some of them in C; none yet: see decision 045"""
 END_SECONDS = 20.0
 """timeout of each step of the way out, so that SIGTERM always ends a daemon"""
@@ -105,8 +105,6 @@ async def serve_mount(
                     words = build_kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options, handover)
                     fusewire.configure(is_shared=options.is_shared)
-                    if (way := volume.begin_kernel_answers(operations.attr_timeout)) is not None:
-                        fusewire.use(way, READERS)
                     kernel = FuseKernelCache(volume.is_known_to_kernel, operations.names, operations.absences)
                     volume.connect_kernel(kernel)
                     leaving = leaving or Leaving()
@@ -117,12 +115,28 @@ async def serve_mount(
                     volume.sections["daemon_deaths"] = lambda: dict(keeper.deaths)
                     is_first = handover is None or handover.is_first
                     async with run_services(services, volume, must_begin=is_first):
-                        with _keep_mount(session, operations, words), failing.vital():
+                        with (
+                            _answer_in_c(volume, operations, handover),
+                            _keep_mount(session, operations, words),
+                            failing.vital(),
+                        ):
                             await _answer_kernel(session, operations, volume, stop, on_ready)
                 leaving.is_done = handover is not None and handover.is_left
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise _unwrap_error(group) from None
+
+
+@contextmanager
+def _answer_in_c(volume: Volume, operations: KvfuseOperations, handover: KeptHandover | None) -> Iterator[None]:
+    """Have C answer requests that need no interpreter, in the body."""
+    decisions = handover.decisions.in_c if handover is not None else bytearray()
+    if (way := volume.begin_kernel_answers(operations.attr_timeout, decisions)) is not None:
+        fusewire.use(way, READERS, operations.take_over)
+    try:
+        yield
+    finally:
+        volume.end_kernel_answers()
 
 
 def _unwrap_error(error: BaseException) -> BaseException:

@@ -331,6 +331,11 @@ class KvfuseOperations(pyfuse3.Operations):
     async def _stat(self, ino: int) -> Attributes:
         return self._virtual.get_attributes(ino) if is_virtual(ino) else await self._volume.inodes.attributes(ino)
 
+    def take_over(self, *, is_all: bool = False) -> None:
+        """Go on with files that C answered about alone so far."""
+        for fh, handle in self._volume.files.take_over(is_all=is_all):
+            self._open.take(fh, handle)
+
     @answer_request
     async def setattr(
         self, inode: int, attr: EntryAttributes, fields: SetattrFields, fh: int | None, ctx: RequestContext

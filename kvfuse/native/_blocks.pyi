@@ -249,17 +249,35 @@ class Door:
     def __init__(self, core: Core, multipliers: Any, attr_timeout: float, tick_max_ns: int, lag_ns: int, /) -> None: ...
     def set_limits(self, attr_timeout: float, arenas_max: int, /) -> None:
         """Seconds for which the kernel keeps attributes; arenas that open blocks may pin."""
-    def offer(self, folder: int, tables: Any, is_bare: bool, seconds: float, /) -> None:
-        """``tables``: u16, places. ``is_bare``: names mean their blocks, or nothing."""
+    def offer(self, folder: int, tables: Any, is_bare: bool, is_writable: bool, seconds: float, /) -> bool:
+        """``tables``: u16, places. ``is_bare``: names mean their blocks, or nothing. ``is_writable``: files may be
+        made. False: it was not, as changes of another folder are to be told first."""
     def take_back(self, folder: int, /) -> None:
         """0: all folders."""
     def hold_name(self, folder: int, name: bytes, by: int, /) -> None: ...
-    def hold_row(self, table: int, row: int, sequence: int, by: int, /) -> None: ...
     def hold_inode(self, ino: int, by: int, /) -> None: ...
     def name_of(self, ino: int, /) -> bytes | None:
         """The name by which a block was looked up here, if that was a moment ago."""
-    def take_notes(self) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
-        """(table, row) of blocks that were opened; (folder, name) of names that mean nothing."""
+    def take_notes(
+        self,
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, bool, bytes]], list[tuple[int, int, int]], list[tuple[int, int]]]:
+        """As `kernel_answers.Notes`."""
+    def begin_drafts(self, block_max: int, decisions: Any, /) -> int:
+        """Bytes that a block may have; memory of rows of three u64. A descriptor: readable once there are notes."""
+    def next_taken(
+        self,
+    ) -> tuple[int, int, int, int, int, int, int, int, bytes, bytes, int, int] | None:
+        """As `kernel_answers.Draft`."""
+    def take_all(self) -> None:
+        """All drafts are to be taken over."""
+    def take_over(self, request: Any, /) -> bool:
+        """Mark what is to be taken over before Python handles a request. Whether there is any, or there are notes."""
+    def has_drafts(self, folder: int, /) -> bool: ...
+    def note_written(self, ino: int, table: int, row: int, sequence: int, /) -> None: ...
+    def forget_written(self, ino: int, /) -> None: ...
+    def find_written(self, ino: int, /) -> tuple[int, int, int] | None: ...
+    def number_of(self, table: int, row: int, sequence: int, /) -> int:
+        """The inode by which the kernel knows a block."""
     def statistics(self) -> dict[str, int]: ...
     def answer(self, descriptor: int, request: Any, /) -> bool:
         """Answer a request of the kernel's protocol there. False: Python has to."""

@@ -101,7 +101,8 @@ typedef struct room {
 enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 15000, SPIN_GAP_NS = 15000 };
 
 typedef struct {
-    int (*answer)(void *, int, const void *, size_t);
+    uint64_t (*answer)(void *, int, const void *, size_t); /* 0: not; else the number of the file that was made, or 1 */
+    int (*take_over)(void *, const void *, size_t); /* whether Python has to take something over before a request */
     void *door;
 } Way;
 
@@ -114,6 +115,7 @@ static struct {
     int fd, queued, wake; /* the connection; readable while something is queued; readable once they are to stop */
     Room *free, *first, **last, *present; /* ``present``: what pyfuse3 has now */
     Way way;
+    PyObject *heir; /* takes over what has to be */
 } readers = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, .fd = -1, .queued = -1, .wake = -1};
 
 /* Answers whose pages are in the page tables. Pages that were used so lately are not reclaimed. */
@@ -270,7 +272,19 @@ static int is_asked_most(const Room *room)
 {
     uint32_t opcode = ((const struct fuse_in_header *)room->bytes)->opcode;
     return opcode == FUSE_LOOKUP || opcode == FUSE_GETATTR || opcode == FUSE_OPEN || opcode == FUSE_READ
-        || opcode == FUSE_RELEASE || opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_GETXATTR;
+        || opcode == FUSE_CREATE || opcode == FUSE_WRITE || opcode == FUSE_FLUSH || opcode == FUSE_RENAME
+        || opcode == FUSE_RENAME2 || opcode == FUSE_RELEASE || opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_GETXATTR;
+}
+
+/* 0: Python has to answer. */
+static int answer_here(const Room *room, size_t length)
+{
+    if (answers_itself(readers.fd, room->bytes, length))
+        return 1;
+    uint64_t made = readers.way.answer(readers.way.door, readers.fd, room->bytes, length);
+    if (made > 1)
+        __atomic_store_n(place_of(made), made, __ATOMIC_RELAXED);
+    return made != 0;
 }
 
 static void *read_requests(void *none)
@@ -285,8 +299,7 @@ static void *read_requests(void *none)
         pthread_mutex_unlock(&readers.turn);
         if (!length)
             break;
-        if (may_answer && (answers_itself(readers.fd, room->bytes, (size_t)length)
-                           || readers.way.answer(readers.way.door, readers.fd, room->bytes, (size_t)length))) {
+        if (may_answer && answer_here(room, (size_t)length)) {
             answered_at = now_ns();
             continue;
         }
@@ -450,6 +463,12 @@ __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
         && keep_init(in, buf->size) && process_init(se, buf, (const void *)(in + 1)))
         return;
+    if (in && readers.heir && readers.way.take_over(readers.way.door, in, buf->size)) {
+        PyObject *none = PyObject_CallNoArgs(readers.heir);
+        if (!none)
+            PyErr_WriteUnraisable(readers.heir);
+        Py_XDECREF(none);
+    }
     if (in && in->opcode == FUSE_LSEEK && buf->size >= sizeof(*in) + sizeof(seek))
         return process_seek(se, in);
     if (in && (in->opcode == FUSE_SETXATTR || in->opcode == FUSE_FORGET))
@@ -585,8 +604,8 @@ static PyObject *replay(PyObject *self, PyObject *args)
 static PyObject *start_readers(PyObject *self, PyObject *args)
 {
     int fd, count;
-    PyObject *capsule;
-    if (!PyArg_ParseTuple(args, "iiO", &fd, &count, &capsule))
+    PyObject *capsule, *heir;
+    if (!PyArg_ParseTuple(args, "iiOO", &fd, &count, &capsule, &heir))
         return NULL;
     const Way *way = PyCapsule_GetPointer(capsule, "kvfuse.door");
     if (!way)
@@ -596,6 +615,7 @@ static PyObject *start_readers(PyObject *self, PyObject *args)
         return NULL;
     }
     readers.way = *way, readers.fd = fd, readers.is_stopping = 0;
+    Py_XSETREF(readers.heir, Py_NewRef(heir));
     if (readers.queued < 0) {
         readers.last = &readers.first;
         readers.queued = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), readers.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -632,6 +652,20 @@ static PyObject *source(PyObject *self, PyObject *args)
     fd = readers.count || readers.first ? readers.queued : fd;
     pthread_mutex_unlock(&readers.lock);
     return PyLong_FromLong(fd);
+}
+
+static PyObject *end_way(PyObject *self, PyObject *none)
+{
+    Py_CLEAR(readers.heir);
+    Py_RETURN_NONE;
+}
+
+static PyObject *are_queued(PyObject *self, PyObject *none)
+{
+    pthread_mutex_lock(&readers.lock);
+    int are = readers.first != NULL;
+    pthread_mutex_unlock(&readers.lock);
+    return PyBool_FromLong(are);
 }
 
 static PyObject *stop_readers(PyObject *self, PyObject *none)
@@ -696,6 +730,8 @@ static PyMethodDef methods[] = {
     {"replay", replay, METH_VARARGS, "See fusewire.py."},
     {"start_readers", start_readers, METH_VARARGS, "See fusewire.py."},
     {"source", source, METH_VARARGS, "See fusewire.py."},
+    {"end_way", end_way, METH_NOARGS, "See fusewire.py."},
+    {"are_queued", are_queued, METH_NOARGS, "See fusewire.py."},
     {"stop_readers", stop_readers, METH_NOARGS, "See fusewire.py."},
     {"node", node, METH_NOARGS, "See fusewire.py."},
     {"forget", forget, METH_O, "See fusewire.py."},

@@ -1,12 +1,13 @@
 /* What the file door asks most of blocks, answered from the core's tables without the interpreter.
 
    Threads that read the kernel's requests (`_fusewire.c`) show each one to `answer_request`. It answers LOOKUP in a folder of
-   blocks, GETATTR, OPEN for reading, READ and RELEASE of blocks, and FORGET. All else, and whatever is not plain, goes on to
-   Python, which is always right. What may be answered here is what Python has said:
+   blocks, GETATTR, OPEN for reading, READ and RELEASE of blocks, and FORGET; and what makes most files there (blockdrafts.h).
+   All else, and whatever is not plain, goes on to Python, which is always right. What may be answered here is what Python has
+   said:
 
-   folder   all its blocks are known, and tables are these; names of others mean nothing (`is_bare`), or Python knows. Until
-            `until`, or until it is taken back
-   held     of a name, a row or a number: Python knows more of it than the tables do, as somebody writes it
+   folder   all its blocks are known, and tables are these; names of others mean nothing (`is_bare`), or Python knows. Files may
+            be made there, and nobody has to hear of that at once (`is_writable`). Until `until`, or until it is taken back
+   held     of a name or a number: Python knows more of it than the tables do, as somebody writes it
 
    A handle that was given here has bit HANDLE_MARK. Python makes one of its own of it where it gets a request by it: the
    number of the block, which comes with it, says all. The content of an open block stays, as its arena is pinned. */
@@ -17,6 +18,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fuse.h>
+#include <sched.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -25,22 +28,28 @@
 #include "blockcore.h"
 
 enum { FOLDERS = 1 << 12, FOLDER_TABLES = 8, HELD_MIN = 1 << 10, HANDLES_MAX = 1 << 16, LOOKS = 1 << 10, USES = 1 << 12 };
-enum { ROW_SHIFT = 26, TABLE_SHIFT = 52, NO_FLUSH = 1 << 5 };
+enum { ROW_SHIFT = 26, TABLE_SHIFT = 52, NO_FLUSH = 1 << 5, PRIORITY = 128 };
+enum { DRAFTS = 256, WRITTEN = 1 << 13, PUTS = 1 << 12 };
+enum { DRAFT_TABLE = 1023, ACCESS_SHIFT = 57 }; /* place of a table that there is not; of the access mode in the handle of a draft */
+enum { ABSENT_NAME, MADE }; /* kinds of a look: the name means nothing, or a file was made under it */
 enum { COUNTED = 64 }; /* operations of the kernel are smaller numbers */
 
 #define BLOCK_MARK (1ull << 62)
 #define HANDLE_MARK (1ull << 60)
-#define SERIAL_MASK ((1ull << 44) - 1)
+#define DRAFT_MARK (1ull << 59) /* of a handle, too */
+#define SERIAL_MASK ((1ull << 43) - 1)
+#define DRAFT_SERIAL_MASK ((1ull << 41) - 1)
 #define LOW_26 ((1ull << 26) - 1)
 #define SENT_BEFORE (1ull << 63) /* of a request's number: another daemon may have served it */
 #define SECOND_NS 1000000000ll
 
 /* Ways in which a key is held, mixed into it. */
-enum { HELD_NAME = 1, HELD_ROW = 2, HELD_INODE = 3 };
+enum { HELD_NAME = 1, HELD_INODE = 2, OF_BLOCK = 3 };
 
 typedef struct {
     uint64_t ino, until; /* 0: no folder; nanoseconds of CLOCK_MONOTONIC_COARSE */
-    uint16_t is_bare, count, tables[FOLDER_TABLES];
+    int64_t changed; /* when names changed here, in nanoseconds, if Python does not know it yet */
+    uint16_t is_bare, is_writable, count, tables[FOLDER_TABLES];
 } Folder;
 
 typedef struct {
@@ -61,11 +70,30 @@ typedef struct {
 /* A name that was looked up. ``number``: of its block, or of the folder where it means nothing. */
 typedef struct {
     uint64_t number;
-    uint8_t length, name[NAME_MAX_BYTES];
+    uint8_t kind, length, name[NAME_MAX_BYTES];
 } Look;
+
+/* A number by which the kernel wrote what is this block now: as long as it is known, it uses its pages of it. The others are
+   places + 1 of the next ones with the same key. */
+typedef struct {
+    uint64_t ino, sequence;
+    uint32_t table, row;
+    uint16_t next_number, next_block;
+} Numbered;
+
+/* See blockdrafts.h. ``room``: bytes that it has in its arena, from ``offset`` on. */
+typedef struct {
+    uint64_t fh, ino, folder, size, room, offset;
+    Arena *arena;
+    Note *note;
+    int64_t made_ns, changed_ns;
+    uint32_t table, mode, uid, gid, pid, checksum; /* ``checksum``: of all its bytes, if `has_checksum` */
+    uint8_t has_checksum, is_busy, is_settled, is_shared, is_taken, name_length, name[NAME_MAX_BYTES];
+} Draft;
 
 typedef struct {
     uint32_t table, row;
+    uint64_t written; /* bytes, by who stored it */
 } Use;
 
 typedef struct {
@@ -86,7 +114,17 @@ typedef struct {
     uint64_t look_head, look_tail;
     Use uses[USES];
     uint64_t use_head, use_tail;
-    uint64_t answered[COUNTED], absent, read_bytes;
+    uint64_t answered[COUNTED], absent, read_bytes, written_bytes, renames;
+    Numbered written[WRITTEN];
+    uint16_t by_number[WRITTEN], by_block[WRITTEN]; /* place + 1 of the first one */
+    uint32_t written_next;
+    Draft drafts[DRAFTS];
+    uint32_t draft_count, draft_end; /* ``draft_end``: behind the last one */
+    Use puts[PUTS];
+    uint64_t put_head, put_tail, block_max;
+    uint64_t *decisions; /* rows of three words in shared memory; NULL: nothing outlives this daemon */
+    uint32_t decision_count, decision_next;
+    int bell, has_rung, has_changed; /* ``bell``: a descriptor of an event, or -1; the last: some folder has changed */
 } Door;
 
 /* -- what Python says --------------------------------------------------------------------------------------------- */
@@ -166,16 +204,21 @@ static uint32_t now_in(const Table *table)
 
 static int has_expired(const Table *table, const Row *row) { return row->expires && now_in(table) >= row->expires; }
 
+static Numbered *find_written(Door *door, uint64_t ino);
+
 /* The block of a number, as long as it is one. NULL: it is none, or Python knows more of it. */
 static const Row *row_of(Door *door, uint64_t ino, uint32_t *place)
 {
     uint32_t t = (uint32_t)(ino >> TABLE_SHIFT) & 1023, number = (uint32_t)(ino >> ROW_SHIFT & LOW_26);
+    const Numbered *written = find_written(door, ino);
+    if (written)
+        t = written->table, number = written->row;
     const Table *table = door->core->tables + t;
     if (!table->is_known || table->is_ended || number >= table->index.rows_max)
         return NULL;
     const Row *row = table->index.rows + number;
-    if (!(row->version & 1) || row->flags & FOREIGN || block_tag(row->sequence) != (ino & LOW_26) || has_expired(table, row) ||
-        is_held(door, mix(HELD_ROW, (uint64_t)t << 32 | number, row->sequence)))
+    int is_it = written ? row->sequence == written->sequence : block_tag(row->sequence) == (ino & LOW_26);
+    if (!(row->version & 1) || row->flags & FOREIGN || !is_it || has_expired(table, row))
         return NULL;
     *place = t;
     return row;
@@ -245,14 +288,24 @@ static int find_block(Door *door, const Folder *folder, const uint8_t *name, siz
     return sequence != 0;
 }
 
-static void note_look(Door *door, uint64_t folder, const uint8_t *name, size_t length)
+static int may_pin(const Door *door, const Arena *arena)
 {
-    if (door->look_tail - door->look_head == LOOKS)
-        return;
-    Look *look = door->looks + door->look_tail++ % LOOKS;
-    *look = (Look){.number = folder, .length = (uint8_t)length};
-    memcpy(look->name, name, length);
+    return door->pins[arena - door->core->arenas] || door->pinned_count < door->arenas_max;
 }
+
+static void pin_content(Door *door, Arena *arena)
+{
+    door->pinned_count += !door->pins[arena - door->core->arenas]++;
+    arena->pins++;
+}
+
+static void unpin_content(Door *door, Arena *arena)
+{
+    door->pinned_count -= !--door->pins[arena - door->core->arenas];
+    unpin(arena);
+}
+
+#include "blockdrafts.h"
 
 static Look *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
 
@@ -267,15 +320,15 @@ static int answer_lookup(Door *door, const Request *asked)
     int found = -1;
     lock(door->core);
     const Folder *folder = find_folder(door, asked->in->nodeid);
-    if (folder)
+    const Draft *draft = draft_of_name(door, asked->in->nodeid, name, length);
+    if (folder && !draft)
         found = find_block(door, folder, name, length, &place, &number);
     if (!found && !folder->is_bare)
         found = -1;
     if (found > 0) {
         const Row *row = door->core->tables[place].index.rows + number;
-        entry.nodeid = block_inode(place, number, row->sequence);
-        if (is_held(door, mix(HELD_ROW, (uint64_t)place << 32 | number, row->sequence)) ||
-            is_held(door, mix(HELD_INODE, entry.nodeid, 0)))
+        entry.nodeid = number_of_block(door, place, number, row->sequence);
+        if (is_held(door, mix(HELD_INODE, entry.nodeid, 0)))
             found = -1;
         else {
             Look *look = named_place(door, entry.nodeid);
@@ -283,8 +336,11 @@ static int answer_lookup(Door *door, const Request *asked)
             look->number = entry.nodeid, look->length = (uint8_t)length;
             memcpy(look->name, name, length);
         }
+    } else if (draft && !draft->is_taken) {
+        entry.nodeid = draft->ino, found = 1;
+        fill_draft(draft, &entry.attr);
     } else if (!found) {
-        note_look(door, asked->in->nodeid, name, length);
+        note_name(door, ABSENT_NAME, asked->in->nodeid, name, length);
         door->absent++;
     }
     unlock(door->core);
@@ -324,11 +380,15 @@ static int answer_getattr(Door *door, const Request *asked)
     const Row *row = is_free ? row_of(door, ino, &place) : NULL;
     if (row)
         fill_attr(door, place, row, ino, &out.attr);
-    const Handle *lost = is_free && !row ? open_handle(door, ino) : NULL;
+    const Draft *draft = is_free && !row ? draft_of_number(door, ino) : NULL;
+    int is_draft = draft && !draft->is_taken && !draft->is_settled;
+    if (is_draft)
+        fill_draft(draft, &out.attr);
+    const Handle *lost = is_free && !row && !draft ? open_handle(door, ino) : NULL;
     if (lost)
         out.attr = lost->attr, out.attr.nlink = 0; /* it has lost its name */
     unlock(door->core);
-    if (!row && !lost)
+    if (!row && !lost && !is_draft)
         return 0;
     split_seconds(door->attr_timeout, &out.attr_valid, &out.attr_valid_nsec);
     reply(asked, 0, &out, sizeof out);
@@ -336,23 +396,6 @@ static int answer_getattr(Door *door, const Request *asked)
 }
 
 /* -- open blocks -------------------------------------------------------------------------------------------------- */
-
-static int may_pin(const Door *door, const Arena *arena)
-{
-    return door->pins[arena - door->core->arenas] || door->pinned_count < door->arenas_max;
-}
-
-static void pin_content(Door *door, Arena *arena)
-{
-    door->pinned_count += !door->pins[arena - door->core->arenas]++;
-    arena->pins++;
-}
-
-static void unpin_content(Door *door, Arena *arena)
-{
-    door->pinned_count -= !--door->pins[arena - door->core->arenas];
-    unpin(arena);
-}
 
 /* NULL: there are too many. */
 static Handle *take_handle(Door *door)
@@ -406,7 +449,7 @@ static int answer_open(Door *door, const Request *asked)
         handle->content = arena->base + (uint64_t)row->page * PAGE;
         fill_attr(door, place, row, ino, &handle->attr);
         if (door->use_tail - door->use_head < USES)
-            door->uses[door->use_tail++ % USES] = (Use){place, (uint32_t)(row - table->index.rows)};
+            door->uses[door->use_tail++ % USES] = (Use){place, (uint32_t)(row - table->index.rows), 0};
         out.fh = handle->fh;
     }
     unlock(door->core);
@@ -460,6 +503,8 @@ static int answer_release(Door *door, const Request *asked)
     const struct fuse_release_in *in = asked->body;
     if (asked->size < sizeof *in)
         return 0;
+    if (in->fh & DRAFT_MARK)
+        return release_draft(door, asked, in->fh);
     lock(door->core);
     Handle *handle = handle_of(door, in->fh, asked->in->nodeid);
     int is_ours = handle && !handle->is_shared;
@@ -486,27 +531,35 @@ static int answer_forget(const Request *asked)
     return 1;
 }
 
-/* Any thread. 1: it was answered; 0: Python has to. */
-static int answer_request(void *of, int fd, const void *request, size_t size)
+/* Any thread. 0: Python has to answer. Else it was answered: the number of the file that was made, or 1. */
+static uint64_t answer_request(void *of, int fd, const void *request, size_t size)
 {
     Door *door = of;
     const struct fuse_in_header *in = request;
     Request asked = {fd, in, in + 1, size - sizeof *in};
-    int is_answered = 0;
+    uint64_t is_answered = 0;
     if (size < sizeof *in || in->unique & SENT_BEFORE)
         return 0;
     if (in->opcode == FUSE_LOOKUP)
-        is_answered = answer_lookup(door, &asked);
+        is_answered = (uint64_t)answer_lookup(door, &asked);
     else if (in->opcode == FUSE_GETATTR)
-        is_answered = answer_getattr(door, &asked);
+        is_answered = (uint64_t)answer_getattr(door, &asked);
     else if (in->opcode == FUSE_OPEN)
-        is_answered = answer_open(door, &asked);
+        is_answered = (uint64_t)answer_open(door, &asked);
     else if (in->opcode == FUSE_READ)
-        is_answered = answer_read(door, &asked);
+        is_answered = (uint64_t)answer_read(door, &asked);
     else if (in->opcode == FUSE_RELEASE)
-        is_answered = answer_release(door, &asked);
+        is_answered = (uint64_t)answer_release(door, &asked);
+    else if (in->opcode == FUSE_CREATE)
+        is_answered = answer_create(door, &asked);
+    else if (in->opcode == FUSE_WRITE)
+        is_answered = (uint64_t)answer_write(door, &asked);
+    else if (in->opcode == FUSE_FLUSH)
+        is_answered = (uint64_t)answer_flush(door, &asked);
+    else if (in->opcode == FUSE_RENAME || in->opcode == FUSE_RENAME2)
+        is_answered = (uint64_t)answer_rename(door, &asked);
     else if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
-        is_answered = answer_forget(&asked);
+        is_answered = (uint64_t)answer_forget(&asked);
     if (is_answered)
         __atomic_fetch_add(&door->answered[in->opcode % COUNTED], 1, __ATOMIC_RELAXED);
     return is_answered;

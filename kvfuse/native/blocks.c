@@ -1247,9 +1247,11 @@ typedef struct {
     CoreObject *of;
     Door *door;
     struct {
-        int (*answer)(void *, int, const void *, size_t);
+        uint64_t (*answer)(void *, int, const void *, size_t);
+        int (*take_over)(void *, const void *, size_t);
         void *door;
     } way; /* for _fusewire */
+    Py_buffer decisions;
 } DoorObject;
 
 #define DOOR (((DoorObject *)self)->door)
@@ -1269,12 +1271,14 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *words)
         PyErr_NoMemory();
     if (self && self->door) {
         self->of = (CoreObject *)Py_NewRef(of);
-        *self->door = (Door){.core = of->core, .attr_timeout = attr_timeout, .tick_max_ns = tick_max_ns, .lag_ns = lag_ns};
+        self->door->core = of->core, self->door->attr_timeout = attr_timeout;
+        self->door->tick_max_ns = tick_max_ns, self->door->lag_ns = lag_ns;
+        self->door->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         memcpy(self->door->multipliers, multipliers.buf, sizeof self->door->multipliers);
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
         self->door->serial = (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
-        self->way.answer = answer_request, self->way.door = self->door;
+        self->way.answer = answer_request, self->way.take_over = take_over, self->way.door = self->door;
     }
     PyBuffer_Release(&multipliers);
     if (PyErr_Occurred())
@@ -1287,19 +1291,24 @@ static void door_free(DoorObject *self)
     if (self->door) {
         free(self->door->held);
         free(self->door->handles);
+        if (self->door->bell >= 0)
+            close(self->door->bell);
         free(self->door);
     }
+    if (self->decisions.obj)
+        PyBuffer_Release(&self->decisions);
     Py_XDECREF(self->of);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* False: names of another folder with the same place have changed, and Python has to hear of that first. */
 static PyObject *door_offer(PyObject *self, PyObject *args)
 {
     unsigned long long ino;
     double seconds;
-    int is_bare;
+    int is_bare, is_writable, is_offered = 0;
     Py_buffer tables;
-    if (!PyArg_ParseTuple(args, "Ky*pd", &ino, &tables, &is_bare, &seconds))
+    if (!PyArg_ParseTuple(args, "Ky*ppd", &ino, &tables, &is_bare, &is_writable, &seconds))
         return NULL;
     Py_ssize_t count = tables.len / 2;
     int is_sound = ino && count <= FOLDER_TABLES && seconds >= 0 && seconds < 1e6;
@@ -1308,14 +1317,18 @@ static PyObject *door_offer(PyObject *self, PyObject *args)
     if (is_sound) {
         lock(DOOR->core);
         Folder *folder = folder_place(DOOR, ino);
-        *folder = (Folder){.ino = ino, .until = coarse_now() + (uint64_t)(seconds * 1e9), .is_bare = (uint16_t)is_bare,
-                           .count = (uint16_t)count};
-        memcpy(folder->tables, tables.buf, (size_t)count * 2);
+        is_offered = folder->ino == ino || !folder->changed;
+        if (is_offered) {
+            *folder = (Folder){.ino = ino, .until = coarse_now() + (uint64_t)(seconds * 1e9), .is_bare = (uint16_t)is_bare,
+                               .is_writable = (uint16_t)(is_bare && is_writable), .count = (uint16_t)count,
+                               .changed = folder->changed};
+            memcpy(folder->tables, tables.buf, (size_t)count * 2);
+        }
         unlock(DOOR->core);
     } else
         PyErr_SetString(PyExc_ValueError, "no such folder");
     PyBuffer_Release(&tables);
-    return is_sound ? Py_NewRef(Py_None) : NULL;
+    return is_sound ? PyBool_FromLong(is_offered) : NULL;
 }
 
 static PyObject *door_take_back(PyObject *self, PyObject *args)
@@ -1323,11 +1336,11 @@ static PyObject *door_take_back(PyObject *self, PyObject *args)
     unsigned long long ino;
     if (!PyArg_ParseTuple(args, "K", &ino))
         return NULL;
-    lock(DOOR->core);
     if (!ino)
-        memset(DOOR->folders, 0, sizeof DOOR->folders);
-    else if (folder_place(DOOR, ino)->ino == ino)
-        *folder_place(DOOR, ino) = (Folder){0};
+        take_back_all(DOOR);
+    lock(DOOR->core);
+    if (ino && folder_place(DOOR, ino)->ino == ino)
+        folder_place(DOOR, ino)->until = 0;
     unlock(DOOR->core);
     Py_RETURN_NONE;
 }
@@ -1353,16 +1366,6 @@ static PyObject *door_hold_name(PyObject *self, PyObject *args)
     return held_with(self, mix(HELD_NAME, one.low, one.high), by);
 }
 
-static PyObject *door_hold_row(PyObject *self, PyObject *args)
-{
-    unsigned table, row;
-    unsigned long long sequence;
-    int by;
-    if (!PyArg_ParseTuple(args, "IIKi", &table, &row, &sequence, &by))
-        return NULL;
-    return held_with(self, mix(HELD_ROW, (uint64_t)table << 32 | row, sequence), by);
-}
-
 static PyObject *door_hold_inode(PyObject *self, PyObject *args)
 {
     unsigned long long ino;
@@ -1384,35 +1387,177 @@ static PyObject *door_set_limits(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static void append_new(PyObject *list, PyObject *one)
+{
+    if (one)
+        PyList_Append(list, one);
+    Py_XDECREF(one);
+}
+
 static PyObject *door_take_notes(PyObject *self, PyObject *none)
 {
-    PyObject *uses = PyList_New(0), *looks = PyList_New(0);
+    PyObject *uses = PyList_New(0), *puts = PyList_New(0), *looks = PyList_New(0), *changed = PyList_New(0);
     Door *door = DOOR;
-    for (int is_more = 1; uses && looks && is_more && !PyErr_Occurred();) {
-        Use use = {0};
-        Look look = {0};
+    uint64_t count;
+    int are_lists = uses && puts && looks && changed;
+    if (door->has_rung && read(door->bell, &count, sizeof count) < 0 && errno != EAGAIN)
+        PyErr_SetFromErrno(PyExc_OSError);
+    for (int is_more = 1; are_lists && is_more && !PyErr_Occurred();) {
+        Use use, put;
+        Look look;
         lock(door->core);
+        door->has_rung = 0;
         int has_use = door->use_head < door->use_tail, has_look = door->look_head < door->look_tail;
+        int has_put = door->put_head < door->put_tail;
         if (has_use)
             use = door->uses[door->use_head++ % USES];
+        if (has_put)
+            put = door->puts[door->put_head++ % PUTS];
         if (has_look)
             look = door->looks[door->look_head++ % LOOKS];
         unlock(door->core);
-        is_more = has_use || has_look;
-        PyObject *one = has_use ? Py_BuildValue("II", use.table, use.row) : NULL;
-        PyObject *other = has_look ? Py_BuildValue("Ky#", (unsigned long long)look.number, look.name, (Py_ssize_t)look.length) : NULL;
-        if (one)
-            PyList_Append(uses, one);
-        if (other)
-            PyList_Append(looks, other);
-        Py_XDECREF(one);
-        Py_XDECREF(other);
+        is_more = has_use || has_look || has_put;
+        if (has_use)
+            append_new(uses, Py_BuildValue("II", use.table, use.row));
+        if (has_put)
+            append_new(puts, Py_BuildValue("IIK", put.table, put.row, (unsigned long long)put.written));
+        if (has_look)
+            append_new(looks, Py_BuildValue("KOy#", (unsigned long long)look.number, look.kind == MADE ? Py_True : Py_False,
+                                            look.name, (Py_ssize_t)look.length));
     }
-    if (uses && looks && !PyErr_Occurred())
-        return Py_BuildValue("NN", uses, looks);
+    for (Folder *folder = door->folders; are_lists && door->has_changed && folder < door->folders + FOLDERS; folder++) {
+        if (!folder->changed)
+            continue;
+        lock(door->core);
+        int64_t when = folder->changed;
+        folder->changed = 0;
+        unlock(door->core);
+        append_new(changed, Py_BuildValue("KL", (unsigned long long)folder->ino, (long long)when));
+    }
+    door->has_changed = 0;
+    if (are_lists && !PyErr_Occurred())
+        return Py_BuildValue("NNNN", uses, looks, puts, changed);
     Py_XDECREF(uses);
     Py_XDECREF(looks);
+    Py_XDECREF(puts);
+    Py_XDECREF(changed);
     return NULL;
+}
+
+/* See `take_over` of blockdrafts.h. */
+static PyObject *door_next_taken(PyObject *self, PyObject *none)
+{
+    PyObject *found = NULL;
+    lock(DOOR->core);
+    for (uint32_t i = 0; i < DOOR->draft_end && !found; i++) {
+        Draft *draft = DOOR->drafts + i;
+        if (!draft->fh || !draft->is_taken)
+            continue;
+        const char *content = draft->arena ? (const char *)draft->arena->base + draft->offset : "";
+        found = Py_BuildValue("KKKIIIIIy#y#LL", (unsigned long long)draft->fh, (unsigned long long)draft->ino,
+                              (unsigned long long)draft->folder, draft->mode, draft->uid, draft->gid, draft->pid,
+                              (unsigned)(draft->fh >> ACCESS_SHIFT) & O_ACCMODE, draft->name, (Py_ssize_t)draft->name_length,
+                              content, (Py_ssize_t)draft->size, (long long)draft->made_ns, (long long)draft->changed_ns);
+        if (found)
+            give_draft(DOOR, draft);
+        else
+            break;
+    }
+    unlock(DOOR->core);
+    return found || PyErr_Occurred() ? found : Py_NewRef(Py_None);
+}
+
+/* As `take_over`, for all of them. */
+static PyObject *door_take_all(PyObject *self, PyObject *none)
+{
+    lock(DOOR->core);
+    for (uint32_t i = 0; i < DOOR->draft_end; i++) {
+        Draft *draft = DOOR->drafts + i;
+        if (draft->fh && wait_for_draft(DOOR, draft, draft->fh) && !draft->is_settled)
+            draft->is_taken = 1;
+    }
+    unlock(DOOR->core);
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_has_drafts(PyObject *self, PyObject *args)
+{
+    unsigned long long folder;
+    int has = 0;
+    if (!PyArg_ParseTuple(args, "K", &folder))
+        return NULL;
+    lock(DOOR->core);
+    for (uint32_t i = 0; i < DOOR->draft_end; i++)
+        has |= DOOR->drafts[i].fh && !DOOR->drafts[i].is_settled && DOOR->drafts[i].folder == folder;
+    unlock(DOOR->core);
+    return PyBool_FromLong(has);
+}
+
+static PyObject *door_begin_drafts(PyObject *self, PyObject *args)
+{
+    unsigned long long block_max;
+    Py_buffer decisions;
+    if (!PyArg_ParseTuple(args, "Kw*", &block_max, &decisions))
+        return NULL;
+    DoorObject *mine = (DoorObject *)self;
+    lock(DOOR->core);
+    Py_buffer before = mine->decisions;
+    mine->decisions = decisions;
+    DOOR->block_max = block_max;
+    DOOR->decisions = decisions.buf, DOOR->decision_count = (uint32_t)(decisions.len / 24), DOOR->decision_next = 0;
+    unlock(DOOR->core);
+    if (before.obj)
+        PyBuffer_Release(&before);
+    return PyLong_FromLong(DOOR->bell);
+}
+
+static PyObject *door_note_written(PyObject *self, PyObject *args)
+{
+    unsigned long long ino, sequence;
+    unsigned table, row;
+    if (!PyArg_ParseTuple(args, "KIIK", &ino, &table, &row, &sequence))
+        return NULL;
+    lock(DOOR->core);
+    note_written(DOOR, ino, table, row, sequence);
+    unlock(DOOR->core);
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_forget_written(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    lock(DOOR->core);
+    forget_written(DOOR, ino);
+    unlock(DOOR->core);
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_find_written(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    lock(DOOR->core);
+    const Numbered *found = find_written(DOOR, ino);
+    Numbered one = found ? *found : (Numbered){0};
+    unlock(DOOR->core);
+    if (!found)
+        Py_RETURN_NONE;
+    return Py_BuildValue("IIK", one.table, one.row, (unsigned long long)one.sequence);
+}
+
+static PyObject *door_number_of(PyObject *self, PyObject *args)
+{
+    unsigned table, row;
+    unsigned long long sequence;
+    if (!PyArg_ParseTuple(args, "IIK", &table, &row, &sequence))
+        return NULL;
+    lock(DOOR->core);
+    uint64_t number = number_of_block(DOOR, table, row, sequence);
+    unlock(DOOR->core);
+    return PyLong_FromUnsignedLongLong(number);
 }
 
 static PyObject *door_name_of(PyObject *self, PyObject *args)
@@ -1434,9 +1579,12 @@ static PyObject *door_statistics(PyObject *self, PyObject *none)
         const char *name;
         int opcode;
     } kinds[] = {{"lookup", FUSE_LOOKUP}, {"getattr", FUSE_GETATTR}, {"open", FUSE_OPEN}, {"read", FUSE_READ},
-                 {"release", FUSE_RELEASE}, {"forget", FUSE_FORGET}};
-    PyObject *found = Py_BuildValue("{s:K,s:K,s:I}", "absent", (unsigned long long)DOOR->absent, "read_bytes",
-                                    (unsigned long long)DOOR->read_bytes, "open_handles", DOOR->open_count);
+                 {"release", FUSE_RELEASE}, {"forget", FUSE_FORGET}, {"create", FUSE_CREATE}, {"write", FUSE_WRITE},
+                 {"flush", FUSE_FLUSH}};
+    PyObject *found = Py_BuildValue("{s:K,s:K,s:K,s:K,s:I,s:I}", "absent", (unsigned long long)DOOR->absent, "read_bytes",
+                                    (unsigned long long)DOOR->read_bytes, "written_bytes", (unsigned long long)DOOR->written_bytes,
+                                    "rename", (unsigned long long)DOOR->renames, "open_handles", DOOR->open_count,
+                                    "drafts", DOOR->draft_count);
     for (size_t i = 0; found && i < sizeof kinds / sizeof *kinds; i++) {
         uint64_t count = __atomic_load_n(&DOOR->answered[kinds[i].opcode], __ATOMIC_RELAXED);
         if (kinds[i].opcode == FUSE_FORGET)
@@ -1455,12 +1603,22 @@ static PyObject *door_answer(PyObject *self, PyObject *args)
     Py_buffer request;
     if (!PyArg_ParseTuple(args, "iy*", &fd, &request))
         return NULL;
-    int is_answered;
+    uint64_t is_answered;
     Py_BEGIN_ALLOW_THREADS
     is_answered = answer_request(DOOR, fd, request.buf, (size_t)request.len);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&request);
-    return PyBool_FromLong(is_answered);
+    return PyBool_FromLong(is_answered != 0);
+}
+
+static PyObject *door_take_over(PyObject *self, PyObject *args)
+{
+    Py_buffer request;
+    if (!PyArg_ParseTuple(args, "y*", &request))
+        return NULL;
+    int is_any = (size_t)request.len >= sizeof(struct fuse_in_header) && take_over(DOOR, request.buf, (size_t)request.len);
+    PyBuffer_Release(&request);
+    return PyBool_FromLong(is_any);
 }
 
 static PyObject *door_way(PyObject *self, PyObject *none)
@@ -1469,14 +1627,22 @@ static PyObject *door_way(PyObject *self, PyObject *none)
 }
 
 static PyMethodDef door_methods[] = {
-    {"offer", door_offer, METH_VARARGS, "offer(folder, tables, is_bare, seconds)"},
+    {"offer", door_offer, METH_VARARGS, "offer(folder, tables, is_bare, is_writable, seconds) -> whether it was"},
     {"take_back", door_take_back, METH_VARARGS, "take_back(folder, or 0 for all)"},
     {"hold_name", door_hold_name, METH_VARARGS, "hold_name(folder, name, by)"},
-    {"hold_row", door_hold_row, METH_VARARGS, "hold_row(table, row, sequence, by)"},
     {"hold_inode", door_hold_inode, METH_VARARGS, "hold_inode(ino, by)"},
     {"set_limits", door_set_limits, METH_VARARGS, "set_limits(attr_timeout, arenas_max)"},
     {"name_of", door_name_of, METH_VARARGS, "name_of(ino) -> the name by which it was looked up, or None"},
-    {"take_notes", door_take_notes, METH_NOARGS, "take_notes() -> (uses, looks)"},
+    {"take_notes", door_take_notes, METH_NOARGS, "take_notes() -> (uses, looks, puts, changed)"},
+    {"begin_drafts", door_begin_drafts, METH_VARARGS, "begin_drafts(block_max, decisions) -> readable once there are notes"},
+    {"next_taken", door_next_taken, METH_NOARGS, "next_taken() -> a draft to take over, or None"},
+    {"take_all", door_take_all, METH_NOARGS, "take_all(): all drafts are to be taken over"},
+    {"has_drafts", door_has_drafts, METH_VARARGS, "has_drafts(folder)"},
+    {"note_written", door_note_written, METH_VARARGS, "note_written(ino, table, row, sequence)"},
+    {"forget_written", door_forget_written, METH_VARARGS, "forget_written(ino)"},
+    {"find_written", door_find_written, METH_VARARGS, "find_written(ino) -> (table, row, sequence), or None"},
+    {"number_of", door_number_of, METH_VARARGS, "number_of(table, row, sequence) -> its inode"},
+    {"take_over", door_take_over, METH_VARARGS, "take_over(request) -> whether something is to be taken over before it"},
     {"statistics", door_statistics, METH_NOARGS, "statistics()"},
     {"answer", door_answer, METH_VARARGS, "answer(descriptor, request) -> whether it was answered there"},
     {"way", door_way, METH_NOARGS, "way() -> what _fusewire answers by, as long as the door lives"},

@@ -26,6 +26,7 @@ import os
 import re
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 
@@ -89,18 +90,22 @@ def configure(*, is_shared: bool) -> None:
         )
 
 
-_way: tuple[object, int] | None = None
-"""what readers answer by, and how many of them there are to be"""
+_way: tuple[object, int, Callable[[], None]] | None = None
+"""what readers answer by, how many of them there are to be, and what takes over from them"""
 _are_reading = _are_held = False
 _connection = -1
 """descriptor that they read"""
 
 
-def use(way: object, count: int) -> None:
-    """Have ``count`` threads read requests from the next `source` on. ``way``: a `Door`'s; they answer some by it."""
+def use(way: object, count: int, take_over: Callable[[], None]) -> None:
+    """Have ``count`` threads read requests from the next `source` on.
+
+    ``way``: a `Door`'s; they answer some by it. ``take_over``: called before a request is handled that is about
+    something which was answered by that way alone so far.
+    """
     global _way
     if _wire is not None and count:
-        _way = way, count
+        _way = way, count, take_over
 
 
 def source(descriptor: int) -> int:
@@ -118,7 +123,8 @@ def _start_readers() -> None:
     is_due = not (_are_reading or _are_held) and _connection >= 0
     if is_due and _wire is not None and _way is not None and _wire.connection() is not None:
         _are_reading = True
-        _wire.start_readers(_connection, _way[1], _way[0])
+        way, count, take_over = _way
+        _wire.start_readers(_connection, count, way, take_over)
 
 
 def hold_readers() -> None:
@@ -137,10 +143,17 @@ def let_readers_go_on() -> None:
     _start_readers()
 
 
+def are_queued() -> bool:
+    """Whether readers have read requests that the event loop did not get yet."""
+    return _wire is not None and bool(_wire.are_queued())
+
+
 def end_readers() -> None:
     """Before what they answer by ends."""
     global _way, _connection
     hold_readers()
+    if _wire is not None:
+        _wire.end_way()
     _way, _connection = None, -1
 
 

@@ -11,7 +11,7 @@ it returned. *Publishing* (strict or relaxed) only says when other hosts, and a 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -256,6 +256,10 @@ class FileApi(Protocol[H]):
 
     async def open(self, ino: int, flags: int, caller: Caller) -> H:
         """O_TRUNC in ``flags`` truncates. IsADirectory for a directory."""
+
+    def take_over(self, *, is_all: bool = False) -> Iterator[tuple[int, H]]:
+        """(handle that the kernel has, what it is) of files that C answered about alone so far; see `KernelAnswers`.
+        ``is_all``: all of them, and not just those of which somebody is about to ask."""
 
     async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""

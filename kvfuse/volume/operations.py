@@ -10,6 +10,7 @@ import logging
 import os
 import stat
 from bisect import bisect_left
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -355,6 +356,11 @@ class Files:
             self._core.namespaces.accounts.check(node.namespace, len(data) - written)
             raise errors.NoSpace(f"inode {node.ino}: room for {written} of {len(data)} bytes")
         return written
+
+    def take_over(self, *, is_all: bool = False) -> Iterator[tuple[int, SketchHandle]]:
+        if self._blocks is not None:
+            self._blocks.engine.answers.hear()
+            yield from self._blocks.take_over(is_all=is_all)
 
     async def _write_sketch(
         self, handle: BlockHandle, offset: int, data: bytes | memoryview, began: float

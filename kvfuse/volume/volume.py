@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from mmap import mmap
 from typing import Any
 
 import trio
@@ -67,13 +68,18 @@ class Volume:
     def left_open(self) -> RestoredFiles:
         return RestoredFiles(self.parts)
 
-    def begin_kernel_answers(self, attr_timeout: float) -> object | None:
-        """What C may answer the kernel by; see `Door`. ``attr_timeout``: seconds for which it keeps attributes. None:
-        there is nothing that C may answer."""
+    def begin_kernel_answers(self, attr_timeout: float, decisions: mmap | bytearray) -> object | None:
+        """What C may answer the kernel by; see `Door`. ``attr_timeout``: seconds for which it keeps attributes.
+        ``decisions``: see `KernelAnswers.begin`. None: there is nothing that C may answer."""
         engine = self.parts.engine
         if engine is None or engine.is_shared:
             return None
-        return engine.answers.begin(attr_timeout, engine.arenas.pinned_max)
+        return engine.begin_answers(attr_timeout, decisions)
+
+    def end_kernel_answers(self) -> None:
+        """C uses ``decisions`` no more."""
+        if self.parts.engine is not None:
+            self.parts.engine.answers.end()
 
     def kernel_answers(self) -> dict[str, int]:
         """How many requests of each kind were answered in C; ``absent`` of them, and ``open_handles`` now."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,8 @@ ASKED_FIRST, ASKED_GROWTH = 16, 4
 """names of a batch that other hosts are asked for at first; so many times as many after each part that had some"""
 NEWS_SECONDS = 4.0
 """in which hosts hear what others could give"""
+HEAR_SECONDS = 0.02
+"""from the first thing that C answers to when it is heard of, with all that came meanwhile"""
 ROOM_SECONDS = 10.0
 """for which a put waits for room while some is being made"""
 
@@ -156,6 +159,7 @@ class BlockEngine:
         self.news = BlockNews(self.native, self.tables, core.namespaces.news)
         door = Door(self.native, self.tables.multipliers, 0.0, clock.TICK_MAX, 1000 * SEQUENCE_LAG_US)
         self.answers = KernelAnswers(door)
+        core.namespaces.news.on_watch = self.answers.take_back
         self.eviction = BlockEviction(
             self.native, self.tables, core, self._states.slot_sizes, self.use, self.news, self.answers
         )
@@ -165,6 +169,7 @@ class BlockEngine:
         self._work = trio.Event()
         self._room_requests = RoomRequests(self.make_room)
         self._has_looked = trio.Event()
+        self._has_bell = trio.Event()
         self._has_loaded = trio.Event()
         self._more_to_load = trio.Event()
         self._token: trio.lowlevel.TrioToken | None = None
@@ -431,7 +436,7 @@ class BlockEngine:
             await self._has_loaded.wait()
         if self.slabs.to_load:
             raise errors.EngineTimeout("heads of blocks are being read, and the medium does not answer in time")
-        if self.names_held[directory]:
+        if self.names_held[directory] or self.answers.has_drafts(directory):
             return True
         return any(map(self._has_blocks, self.tables.of(directory)))
 
@@ -1081,9 +1086,25 @@ class BlockEngine:
             )
             nursery.start_soon(failing.service, "reads of blocks", self.shown.run)
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
+            nursery.start_soon(failing.service, "what C answered", self._hear_answers)
             nursery.start_soon(failing.service, "room for puts that wait", self._room_requests.run)
             if self.others is not None:
                 nursery.start_soon(failing.service, "blocks of other hosts", self.others.run)
+
+    def begin_answers(self, attr_timeout: float, decisions: mmap | bytearray) -> object:
+        """As `KernelAnswers.begin`. Event loop only, while this runs."""
+        way = self.answers.begin(attr_timeout, self.arenas.pinned_max, self.block_max, decisions)
+        self._has_bell.set()
+        return way
+
+    async def _hear_answers(self) -> None:
+        """Blocks that C stored are written, and what else it did is told, by and by."""
+        await self._has_bell.wait()
+        while True:
+            await trio.lowlevel.wait_readable(self.answers.bell)
+            await trio.sleep(HEAR_SECONDS)
+            self.answers.hear()
+            self.note_put()
 
     async def _load(self) -> None:
         while True:

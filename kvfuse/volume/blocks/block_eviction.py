@@ -29,7 +29,7 @@ from kvfuse.volume.api import NameColumns
 from kvfuse.volume.blocks.block_books import BlockBooks
 from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
-from kvfuse.volume.blocks.kernel_answers import KernelAnswers
+from kvfuse.volume.blocks.kernel_answers import KernelAnswers, Notes
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
@@ -102,6 +102,9 @@ class BlockEviction:
     _full: frozenset[int] = frozenset()
     """namespaces that store a block only for another one; ROOT: the volume is full"""
 
+    def __post_init__(self) -> None:
+        self.answers.on_notes.append(self._hear)
+
     # -- what threads note and ask -----------------------------------------------------------------------
 
     def expiry(self, namespace: int, now: int, wanted: int) -> int:
@@ -158,24 +161,34 @@ class BlockEviction:
 
     def named(self, directory: int, name: bytes) -> None:
         """A file was made under a name: the kernel looked it up for that."""
-        self._hear_answers()
+        self.answers.hear()
         self._looked.pop((directory, name), None)
 
-    def _hear_answers(self) -> None:
+    def _hear(self, notes: Notes) -> None:
         """Note what C has answered the kernel."""
-        uses, looks = self.answers.take_notes()
-        by_table = defaultdict[int, list[int]](list)
-        for place, row in uses:
-            by_table[place].append(row)
-        for place, rows in by_table.items():
+        for table, rows in self._by_table(notes.puts):
+            for key in table.rows["low"][rows].tolist():
+                self._refresh(key)
+            self.note_put(table, rows, table.rows["length"][rows].astype(np.int64))
+        for table, rows in self._by_table(notes.uses):
+            self.note_use(table, rows)
+        for directory, was_made, name in notes.looks:
+            if was_made:
+                self._looked.pop((directory, name), None)
+            else:
+                self.looked(directory, name)
+
+    def _by_table(self, noted: Sequence[tuple[int, ...]]) -> Iterator[tuple[BlockTable, Numbers]]:
+        """``noted``: place of a table, row, and more."""
+        rows = defaultdict[int, list[int]](list)
+        for place, row, *_ in noted:
+            rows[place].append(row)
+        for place, some in rows.items():
             if (table := self.tables.all.get(place)) is not None:
-                self.note_use(table, np.array(rows, np.int64))
-        for directory, name in looks:
-            self.looked(directory, name)
+                yield table, np.array(some, np.int64)
 
     def _settle_looks(self) -> None:
         """Count names that the kernel did not find, and that nobody made since."""
-        self._hear_answers()
         before, settled = time.monotonic() - LOOK_SECONDS, defaultdict[int, list[bytes]](list)
         for place in list(takewhile(lambda place: self._looked[place] <= before, self._looked)):
             del self._looked[place]
@@ -228,11 +241,14 @@ class BlockEviction:
         try:
             yield
         finally:
-            now = time.monotonic()
-            self._fresh.pop(key, None)
-            self._fresh[key] = now + FRESH_SECONDS
-            for old in list(takewhile(lambda key: self._fresh[key] <= now, self._fresh)):
-                del self._fresh[old]
+            self._refresh(key)
+
+    def _refresh(self, key: int) -> None:
+        now = time.monotonic()
+        self._fresh.pop(key, None)
+        self._fresh[key] = now + FRESH_SECONDS
+        for old in list(takewhile(lambda key: self._fresh[key] <= now, self._fresh)):
+            del self._fresh[old]
 
     def advance(self, namespace: int, seconds: float) -> None:
         """Move the clock of a namespace ahead, by whole seconds."""
@@ -255,6 +271,7 @@ class BlockEviction:
         self.news.tell()
 
     def _tell(self) -> None:
+        self.answers.hear()
         self._meet_tables()
         stored: defaultdict[int, list[Words]] = defaultdict(list)
         for table, rows, sizes in self._take_notes():

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from stat import S_IFREG, S_IMODE, S_ISDIR
+from stat import S_IFREG, S_IMODE, S_ISDIR, S_ISGID
 from typing import Any
 
 import trio
@@ -24,6 +24,7 @@ from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import Caller, Changes, RowTerms
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import is_block
+from kvfuse.volume.blocks.kernel_answers import Notes
 from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, NameSearch, OpenBlock, OpenBlocks
 from kvfuse.volume.blocks.sketches import FLOOR, HOLE_MAX, Sketch, Sketches, SketchHandle
 from kvfuse.volume.content.cutting import Cutter
@@ -49,6 +50,8 @@ ROOM_SECONDS = 1.0
 
 BARE_SECONDS = 10.0
 """for which a directory is taken to have subdirectories, or files"""
+OFFERED_MAX = 4096
+"""folders where C may make files that are remembered"""
 TIME_MAX_US = (1 << 32) * 10**6 - 1
 """the latest time that a block can have"""
 
@@ -81,6 +84,9 @@ class BlockFiles:
         """files that get another name soon"""
         self._looked_at: set[int] = set()
         """directories of which is known whether they have ordinary files"""
+        self._offered: dict[int, Node] = {}
+        """folders where C may make files, or did"""
+        self.engine.answers.on_notes.append(self._hear)
         self._restored: dict[int, OpenBlock] = {}
         """blocks that were open in the former daemon, and whose handles were not asked for yet"""
 
@@ -93,7 +99,52 @@ class BlockFiles:
             is_bare = await self._is_bare(folder.ino)
             if folder.ino in engine.with_files:  # a file has come meanwhile
                 return
-            engine.answers.offer(folder.ino, engine.tables_of(folder.ino), is_bare=is_bare)
+            is_writable = is_bare and self._may_write(folder)
+            if is_writable:
+                self._offered[folder.ino] = folder
+                if len(self._offered) > OFFERED_MAX:
+                    engine.answers.hear()
+                    del self._offered[next(iter(self._offered))]
+            tables = engine.tables_of(folder.ino)
+            engine.answers.offer(folder.ino, tables, is_bare=is_bare, is_writable=is_writable)
+
+    def _may_write(self, folder: Node) -> bool:
+        """Nobody has to hear at once of what is made in a folder; name, owner and mode are all there is to say."""
+        found = self.core.namespaces.all.get(folder.namespace)
+        return (
+            not self.core.read_only
+            and not folder.mode & S_ISGID
+            and (found is None or not found.settings.ttl)
+            and not self.lookups.has_strict_blocks(folder)
+            and not self.engine.news.is_followed(folder.ino)
+        )
+
+    def _hear(self, notes: Notes) -> None:
+        """What C did in folders that were offered."""
+        for directory, when in notes.changed:
+            if (folder := self._offered.get(directory)) is not None:
+                folder.mtime = folder.ctime = when
+                self.names.journal.pending.touch_times(folder)
+        for place, _, size in notes.puts:
+            if size and (table := self.engine.tables.all.get(place)) is not None:
+                self.core.counters.writes += 1
+                self.core.counters.written_bytes += size
+                self.core.namespaces.measures[table.namespace].written_bytes += size
+
+    def take_over(self, *, is_all: bool = False) -> Iterator[tuple[int, SketchHandle]]:
+        """(handle of the kernel, what it is) of files that C made, and whose next request is not for it."""
+        for draft in self.engine.answers.taken(is_all=is_all):
+            folder = self._offered[draft.directory]
+            mode = S_IFREG | draft.mode
+            sketch = Sketch(draft.ino, draft.directory, folder.namespace, draft.name, mode, draft.uid, draft.gid)
+            self.sketches.take(sketch, max(FLOOR, len(draft.content)))
+            sketch.data += draft.content
+            sketch.is_changed = sketch.is_rewritten = bool(draft.content)
+            sketch.atime, sketch.mtime, sketch.ctime = draft.made, draft.mtime, draft.mtime
+            self.sketches.add(sketch)
+            handle = SketchHandle(sketch, draft.flags, Caller(draft.uid, draft.gid, draft.pid))
+            handle.has_written = bool(draft.content)
+            yield draft.fh, handle
 
     async def _is_bare(self, directory: int) -> bool:
         """No name of it means an inode, now and until one is about to: it has blocks and sketches alone."""

@@ -1,12 +1,15 @@
-"""Says which blocks C may show the kernel by itself: see ``native/blockdoor.h``, whose `Door` this fills.
+"""Says what C may answer the kernel by itself about blocks: see ``native/blockdoor.h``, whose `Door` this fills.
 
-What the file door knows of blocks beyond their rows is *held* here: names that sketches have, rows that are shown under
-another number, numbers of blocks that somebody writes. C leaves those to Python.
+What the file door knows of blocks beyond their rows is *held* here: names that sketches have, and numbers of blocks
+that somebody writes. C leaves those to Python. It tells by and by what it did (`Notes`), and gives up files that are
+being written where Python is asked about them (`taken`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from mmap import mmap
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,22 +25,67 @@ TABLES_MAX = 8
 """groups of blocks that a folder may have"""
 
 
+class Notes(NamedTuple):
+    """What C answered since the last ones were taken."""
+
+    uses: list[tuple[int, int]]
+    """(place of the table, row) of blocks that were opened"""
+    looks: list[tuple[int, bool, bytes]]
+    """(directory, whether a file was made there, name) of names that meant nothing"""
+    puts: list[tuple[int, int, int]]
+    """(place of the table, row, bytes that were written) of blocks that were stored; of those that were renamed 0"""
+    changed: list[tuple[int, int]]
+    """(directory, time in nanoseconds) of changes of names"""
+
+
+class Draft(NamedTuple):
+    """A file that is being written, and that C made; ``fh``: the handle of who writes it."""
+
+    fh: int
+    ino: int
+    directory: int
+    mode: int
+    uid: int
+    gid: int
+    pid: int
+    flags: int
+    """O_ACCMODE of its handle"""
+    name: bytes
+    content: bytes
+    made: int
+    mtime: int
+
+
 class KernelAnswers:
     """Of one engine. Any thread may hold; else event loop only."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
+        self.on_notes: list[Callable[[Notes], None]] = []
+        """who hears of them"""
+        self.bell = -1
+        """a descriptor that is readable once there are some, where there may be any"""
 
-    def begin(self, attr_timeout: float, arenas_max: int) -> object:
-        """What ``_fusewire`` answers by. ``arenas_max``: that open blocks may keep in memory."""
+    def begin(self, attr_timeout: float, arenas_max: int, block_max: int, decisions: mmap | bytearray) -> object:
+        """What ``_fusewire`` answers by. ``arenas_max``: that open blocks may keep in memory. ``block_max``: bytes.
+
+        ``decisions``: rows that outlive this daemon, see `idempotent_changes.Decisions`; none where nothing does.
+        """
         self.door.set_limits(attr_timeout, arenas_max)
+        self.bell = self.door.begin_drafts(block_max, decisions)
         return self.door.way()
 
-    def offer(self, directory: int, tables: tuple[BlockTable, ...], *, is_bare: bool) -> None:
-        """Answer about a folder that has the blocks of these tables, all of them known. ``is_bare``: nothing else."""
+    def end(self) -> None:
+        """Use those rows no more."""
+        self.door.begin_drafts(0, bytearray())
+
+    def offer(self, directory: int, tables: tuple[BlockTable, ...], *, is_bare: bool, is_writable: bool) -> None:
+        """Answer about a folder that has the blocks of these tables, all of them known. ``is_bare``: nothing else.
+        ``is_writable``: files may be made there, of which nobody has to hear at once."""
         if len(tables) <= TABLES_MAX:
             places = np.array([table.place for table in tables], np.uint16)
-            self.door.offer(directory, places, is_bare, OFFER_SECONDS)
+            if not self.door.offer(directory, places, is_bare, is_writable, OFFER_SECONDS):
+                self.hear()
 
     def take_back(self, directory: int) -> None:
         """Answer no more about a folder, until it is offered again."""
@@ -48,10 +96,6 @@ class KernelAnswers:
         if len(name) <= forms.NAME_MAX:
             self.door.hold_name(directory, name, by)
 
-    def hold_row(self, table: int, row: int, sequence: int, by: int) -> None:
-        """The kernel knows a block by another number. ``table``: its place."""
-        self.door.hold_row(table, row, sequence, by)
-
     def hold_inode(self, ino: int, by: int) -> None:
         """What the kernel knows by the number of a block is more than that."""
         self.door.hold_inode(ino, by)
@@ -60,10 +104,22 @@ class KernelAnswers:
         """The name by which C told the kernel of a block, if that was a moment ago."""
         return self.door.name_of(ino)
 
-    def take_notes(self) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
-        """What C answered since the last call: (place of the table, row) of blocks that were opened, and (directory,
-        name) of names that mean nothing."""
-        return self.door.take_notes()
+    def hear(self) -> None:
+        """Tell all who hear of it what C did."""
+        notes = Notes(*self.door.take_notes())
+        for tell in self.on_notes:
+            tell(notes)
+
+    def taken(self, *, is_all: bool = False) -> Iterator[Draft]:
+        """Files that Python takes over; ``is_all``: those of which it was not asked, too."""
+        if is_all:
+            self.door.take_all()
+        while (found := self.door.next_taken()) is not None:
+            yield Draft(*found)
+
+    def has_drafts(self, directory: int) -> bool:
+        """Files are being written there of which Python does not know."""
+        return self.door.has_drafts(directory)
 
     def statistics(self) -> dict[str, int]:
         return self.door.statistics()

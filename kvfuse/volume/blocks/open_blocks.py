@@ -24,13 +24,12 @@ from kvfuse.volume.api import Caller
 from kvfuse.volume.blocks.block_engine import SEQUENCE_LAG_US, BlockEngine
 from kvfuse.volume.blocks.block_numbers import inode_of, is_block, split_inode, tag_of
 from kvfuse.volume.blocks.block_tables import BlockTable
-from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
 from kvfuse.volume.views import clock
 
 SECOND = 1_000_000_000
 TORN_READS = 8
-WRITTEN_MAX = 8192
+OPENED_MAX = 8192
 LOOKED_UP_MAX = 1024
 _NOTE = Struct("<QI")
 """how a note begins: sequence and row of its block"""
@@ -155,48 +154,34 @@ class NameSearch:
 class WrittenNumbers:
     """Numbers by which the kernel wrote what are blocks now: as long as they are known, it uses its pages of them.
 
-    Of the last ``count_max`` blocks that the file door stored. Event loop only.
+    Of the last blocks that the file door stored. C has them, as it gives such numbers, too. Event loop only.
     """
 
-    def __init__(self, answers: KernelAnswers, count_max: int = WRITTEN_MAX) -> None:
-        self._answers = answers
-        self._count_max = count_max
-        self._blocks: OrderedDict[int, tuple[BlockTable, int, int]] = OrderedDict()
-        self._numbers: dict[tuple[int, int, int], int] = {}
+    def __init__(self, engine: BlockEngine) -> None:
+        self._door, self._tables = engine.answers.door, engine.tables
 
     def __contains__(self, ino: int) -> bool:
-        return ino in self._blocks
+        return self._door.find_written(ino) is not None
 
     def note(self, ino: int, entry: BlockEntry) -> None:
         """The kernel has the bytes of a block as the content of an inode."""
-        self.forget(ino)
-        self._blocks[ino] = entry.table, entry.row, entry.sequence
-        self._numbers[entry.table.place, entry.row, entry.sequence] = ino
-        self._hold(ino, entry.table, entry.row, entry.sequence, 1)
-        if len(self._blocks) > self._count_max:
-            self.forget(next(iter(self._blocks)))
+        self._door.note_written(ino, entry.table.place, entry.row, entry.sequence)
 
     def forget(self, ino: int) -> None:
         """The inode gets another content."""
-        if (known := self._blocks.pop(ino, None)) is not None:
-            table, row, sequence = known
-            self._numbers.pop((table.place, row, sequence), None)
-            self._hold(ino, table, row, sequence, -1)
-
-    def _hold(self, ino: int, table: BlockTable, row: int, sequence: int, by: int) -> None:
-        self._answers.hold_row(table.place, row, sequence, by)
-        if is_block(ino):
-            self._answers.hold_inode(ino, by)
+        self._door.forget_written(ino)
 
     def show(self, entry: BlockEntry) -> BlockEntry:
         """The block, under the number by which the kernel knows it."""
-        entry.ino = self._numbers.get((entry.table.place, entry.row, entry.sequence), entry.ino)
+        entry.ino = self._door.number_of(entry.table.place, entry.row, entry.sequence)
         return entry
 
     def find(self, ino: int) -> BlockEntry | None:
-        known = self._blocks.get(ino)
-        entry = read_entry(known[0], known[1]) if known is not None else None
-        return self.show(entry) if entry is not None and known is not None and entry.sequence == known[2] else None
+        if (known := self._door.find_written(ino)) is None:
+            return None
+        table = self._tables.all.get(known[0])
+        entry = read_entry(table, known[1]) if table is not None else None
+        return self.show(entry) if entry is not None and entry.sequence == known[2] else None
 
 
 class LookedUp:
@@ -228,7 +213,7 @@ class LookedUp:
         if ino in self._opened:
             return True
         self._opened[ino] = None
-        if len(self._opened) > WRITTEN_MAX:
+        if len(self._opened) > OPENED_MAX:
             del self._opened[next(iter(self._opened))]
         return False
 
@@ -294,7 +279,7 @@ class OpenBlocks:
     _pins: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.written = WrittenNumbers(self.engine.answers)
+        self.written = WrittenNumbers(self.engine)
 
     def entry_of(self, ino: int) -> BlockEntry:
         """The block of an inode number; without a name, if it was removed or replaced a moment ago, or is open.

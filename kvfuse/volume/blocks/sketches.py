@@ -192,6 +192,11 @@ class Sketches:
 
     # -- memory ----------------------------------------------------------------------------------------
 
+    def take(self, sketch: Sketch, size: int) -> None:
+        """Count bytes that a new sketch brings, whatever others have."""
+        sketch.reserved = size
+        self.memory.used += size
+
     def resize(self, sketch: Sketch, size: int) -> bool:
         """Count so many bytes for a sketch. False: there is no memory for them."""
         more = size - sketch.reserved

@@ -7,7 +7,7 @@ what was lost.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
@@ -88,11 +88,14 @@ class News:
 
     def __init__(self) -> None:
         self.watches: dict[int, set[Watch]] = {}
+        self.on_watch: Callable[[int], None] = lambda directory: None
+        """hears of each watch before it begins"""
 
     @contextmanager
     def watching(self, directory: int, namespace: int) -> Iterator[Watch]:
         """A watch of a directory in a namespace, which gets rows while the body runs."""
         watch = Watch(namespace)
+        self.on_watch(directory)
         self.watches.setdefault(directory, set()).add(watch)
         try:
             yield watch

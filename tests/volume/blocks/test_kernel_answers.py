@@ -7,82 +7,30 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import inside
 import pytest
 import trio
-from block_tree import BlockTree, engine_of, make_block_tree
+from block_tree import BlockTree, make_block_tree
+from kernel_door import (
+    ATTR,
+    FORGET,
+    GETATTR,
+    LOOKUP,
+    OPEN,
+    READ,
+    RELEASE,
+    SENT_AGAIN,
+    WRITE,
+    connect,
+    door_ends,
+    python_says,
+)
 from volume_lab import CALLER
 
-from kvfuse.errors import NotFound
-from kvfuse.volume.api import Attributes, Changes
-from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.api import Changes
 from kvfuse.volume.blocks.block_numbers import inode_of
-from kvfuse.volume.volume import Volume
-
-LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE = 1, 2, 3, 14, 15, 16, 18
-HEAD, OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
-ATTR = struct.Struct("<QQQQQQIIIIIIIIII")
-ENTRY = struct.Struct("<QQQQII")
-SENT_AGAIN = 1 << 63
-ENOENT = 2
-
-
-class Answer(NamedTuple):
-    error: int
-    body: bytes
-
-
-@dataclass
-class Kernel:
-    """Asks as the kernel does, over a socket. ``answers``: of an engine."""
-
-    engine: BlockEngine
-    ours: socket.socket
-    theirs: socket.socket
-    unique: int = 0
-
-    def ask(self, opcode: int, node: int, body: bytes = b"", *, mark: int = 0) -> Answer | None:
-        """None: Python has to answer."""
-        self.unique += 2
-        request = HEAD.pack(HEAD.size + len(body), opcode, self.unique | mark, node, 0, 0, 1, 0, 0) + body
-        if not self.engine.answers.door.answer(self.theirs.fileno(), request):
-            return None
-        if opcode == FORGET:
-            return Answer(0, b"")
-        found = self.ours.recv(1 << 21)
-        length, error, unique = OUT.unpack_from(found)
-        assert (length, unique) == (len(found), self.unique)
-        return Answer(-error, found[OUT.size :])
-
-    def look_up(self, folder: int, name: bytes) -> tuple[int, bytes] | None:
-        """(inode, its attributes); (0, b""): there is none. None: Python has to."""
-        answer = self.ask(LOOKUP, folder, name + b"\0")
-        if answer is None:
-            return None
-        if answer.error:
-            assert answer == (ENOENT, b"")
-            return 0, b""
-        ino, _, name_seconds, attr_seconds, name_rest, attr_rest = ENTRY.unpack_from(answer.body)
-        assert (name_seconds, name_rest, attr_seconds, attr_rest) == (0, 0, 1, 500_000_000)
-        return ino, answer.body[ENTRY.size :]
-
-    def open(self, ino: int, flags: int = os.O_RDONLY) -> int | None:
-        answer = self.ask(OPEN, ino, struct.pack("<II", flags, 0))
-        if answer is None:
-            return None
-        assert answer.error == 0
-        return int.from_bytes(answer.body[:8], "little")
-
-    def read(self, ino: int, fh: int, offset: int, size: int) -> bytes | None:
-        answer = self.ask(READ, ino, struct.pack("<QQIIQII", fh, offset, size, 0, 0, 0, 0))
-        return answer.body if answer is not None else None
-
-    def release(self, ino: int, fh: int) -> bool:
-        return self.ask(RELEASE, ino, struct.pack("<QIIQ", fh, 0, 0, 0)) is not None
 
 
 @pytest.fixture
@@ -94,34 +42,8 @@ async def tree(tmp_path: Path, rng: random.Random) -> BlockTree:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    ours.settimeout(5)
-    with ours, theirs:
-        yield ours, theirs
-
-
-async def connect(volume: Volume, ends: tuple[socket.socket, socket.socket]) -> Kernel:
-    assert volume.begin_kernel_answers(1.5) is not None
-    return Kernel(engine_of(volume), *ends)
-
-
-def attributes_as_sent(found: Attributes) -> bytes:
-    """As the kernel gets them."""
-    seconds, rests = zip(*[divmod(at, 10**9) for at in (found.atime, found.mtime, found.ctime)], strict=True)
-    return ATTR.pack(
-        found.ino, found.size, found.blocks, *seconds, *rests, found.mode, found.nlink, found.uid, found.gid, 0, 4096, 0
-    )  # fmt: skip
-
-
-async def python_says(volume: Volume, folder: int, name: bytes) -> tuple[int, bytes]:
-    try:
-        found = await volume.tree.lookup(folder, name)
-    except NotFound:
-        return 0, b""
-    volume.tree.forget(found.ino, 1)
-    return found.ino, attributes_as_sent(found)
+    with door_ends() as ends:
+        yield ends
 
 
 async def test_it_says_what_python_says(
@@ -153,7 +75,7 @@ async def test_an_open_block_keeps_its_bytes(
     """Whatever happens to its name; and its arena is free again at the end."""
     async with tree.opened() as (volume, engine):
         kernel = await connect(volume, ends)
-        engine.answers.begin(1.5, 100)
+        engine.answers.begin(1.5, 100, engine.block_max, bytearray())
         blocks = {b"new-%d" % number: tree.content() for number in range(12)}
         await tree.put(engine, blocks)
         opened = []
@@ -226,8 +148,12 @@ async def test_what_python_knows_more_of_is_pythons(tree: BlockTree, ends: tuple
         await volume.files.release(handle)
         assert not kernel.release(ino, fh), "Python may have made a handle of it"
         await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)  # another row, by the same number
-        assert kernel.look_up(folder, b"one") is None
-        assert kernel.ask(GETATTR, ino, bytes(16)) is None
+        expected = await python_says(volume, folder, b"one")
+        assert expected[0] == ino
+        assert kernel.look_up(folder, b"one") == expected
+        answer = kernel.ask(GETATTR, ino, bytes(16))
+        assert answer is not None
+        assert answer.body[16:] == expected[1]
         _, made = await volume.tree.create(folder, b"three", 0o644, CALLER, os.O_WRONLY)
         assert kernel.look_up(folder, b"three") is None, "a sketch"
         await volume.tree.unlink(folder, b"three")
@@ -270,11 +196,12 @@ async def test_python_hears_what_was_asked(
         assert fh is not None
         for number in range(2000):
             assert kernel.look_up(folder, b"no-%d" % number) is not None
-        uses, looks = engine.answers.take_notes()
-        assert [(place, row) for place, row in uses] == [(ino >> 52 & 1023, ino >> 26 & (1 << 26) - 1)]
-        assert looks[:2] == [(folder, b"no-0"), (folder, b"no-1")]
+        uses, looks, puts, changed = engine.answers.door.take_notes()
+        assert uses == [(ino >> 52 & 1023, ino >> 26 & (1 << 26) - 1)]
+        assert looks[:2] == [(folder, False, b"no-0"), (folder, False, b"no-1")]
         assert len(looks) == 1024, "the rest is not counted"
-        assert engine.answers.take_notes() == ([], [])
+        assert (puts, changed) == ([], [])
+        assert engine.answers.door.take_notes() == ([], [], [], [])
         assert kernel.release(ino, fh)
 
 
