@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Collection
+from mmap import mmap
 from typing import NamedTuple
 
 import trio
 
 from kvfuse.errors import BadHandle, EngineError, OperationError, Stale
 from kvfuse.kept.keeper import Keeper
-from kvfuse.kept.rows import Rows
+from kvfuse.kept.rows import COUNT_MIN, Rows
 from kvfuse.native import fusewire
 from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
 
@@ -38,13 +39,14 @@ _SERIAL_AT = _PARENTS_AT + 2 * _PARENT.size
 _NAMES_AT = ROW.size
 _NAME_ROOM = NAME_MAX + 1
 ROW_SIZE = _NAMES_AT + 2 * _NAME_ROOM
+ROW_IN_C_SIZE = 24
 assert _NAMES_AT == _SERIAL_AT + 8 == 64
 
 PLACE_BITS = 24
 SERIAL_MAX = (1 << 60 - PLACE_BITS) - 1
 """an fh has 60 bits, and the mark; see `virtual` and `fusewire`"""
 GIVEN_IN_C = 1 << 60
-"""mark of an fh that C gave to a block which is read (``native/blockdoor.h``). It has no row: its inode tells all"""
+"""mark of an fh that C gave to a block which is read. Its row is C's: see ``native/blockdoor.h``"""
 MADE_IN_C = 1 << 59
 """likewise, to a file that it made (``native/blockdrafts.h``); the access mode is at `_ACCESS_SHIFT`"""
 _ACCESS_SHIFT = 57
@@ -92,6 +94,7 @@ class HandleTable:
 
     def __init__(self, keeper: Keeper) -> None:
         self._rows = Rows(keeper, "fuse/handles", FORM, ROW_SIZE, NO_PLACE, _SERIAL_AT)
+        self._rows_in_c = Rows(keeper, "fuse/handles-in-c", FORM, ROW_IN_C_SIZE, COUNT_MIN)
         self.was_kept = self._rows.was_kept
         self.before: dict[int, HandleRow] = {}
         """fh -> row, of handles of a former daemon that are not restored yet"""
@@ -232,8 +235,14 @@ class HandleTable:
             self._write_marks(offset, row.marks & ~drop | add)
         raise EngineError("the daemon was killed before it had stored all that was written to the file")
 
+    @property
+    def in_c(self) -> mmap:
+        """Rows of handles that C gave; see `GIVEN_IN_C`."""
+        return self._rows_in_c.memory
+
     def close(self) -> None:
         self._rows.close()
+        self._rows_in_c.close()
 
 
 TOLD_SECONDS = 5.0

@@ -38,6 +38,7 @@ from kvfuse.kept.keeper import NO_KEEPER, Keeper, Kept, drop_unknown
 from kvfuse.mounttable import all_mounts, top_mount
 from kvfuse.native import fusewire
 from kvfuse.options.options import MountOptions, Options
+from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
@@ -130,8 +131,8 @@ async def serve_mount(
 @contextmanager
 def _answer_in_c(volume: Volume, operations: KvfuseOperations, handover: KeptHandover | None) -> Iterator[None]:
     """Have C answer requests that need no interpreter, in the body."""
-    decisions = handover.decisions.in_c if handover is not None else bytearray()
-    if (way := volume.begin_kernel_answers(operations.attr_timeout, decisions)) is not None:
+    kept = KeptRows(handover.decisions.in_c, handover.handles.in_c) if handover is not None else NOT_KEPT
+    if (way := volume.begin_kernel_answers(operations.attr_timeout, kept)) is not None:
         fusewire.use(way, READERS, operations.take_over)
     try:
         yield

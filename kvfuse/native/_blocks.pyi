@@ -262,8 +262,8 @@ class Door:
         self,
     ) -> tuple[list[tuple[int, int]], list[tuple[int, bool, bytes]], list[tuple[int, int, int]], list[tuple[int, int]]]:
         """As `kernel_answers.Notes`."""
-    def begin_drafts(self, block_max: int, decisions: Any, /) -> int:
-        """Bytes that a block may have; memory of rows of three u64. A descriptor: readable once there are notes."""
+    def begin_drafts(self, block_max: int, decisions: Any, kept: Any, /) -> int:
+        """Bytes that a block may have; rows of three u64, twice. A descriptor: readable once there are notes."""
     def next_taken(
         self,
     ) -> tuple[int, int, int, int, int, int, int, int, bytes, bytes, int, int] | None:

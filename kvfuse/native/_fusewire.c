@@ -98,7 +98,7 @@ typedef struct room {
     struct room *next;
 } Room;
 
-enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 15000, SPIN_GAP_NS = 15000 };
+enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 15000, SPIN_GAP_NS = 15000, LONG = 32768 };
 
 typedef struct {
     uint64_t (*answer)(void *, int, const void *, size_t); /* 0: not; else the number of the file that was made, or 1 */
@@ -171,11 +171,16 @@ static int make_room(void)
     return 1;
 }
 
-/* The kernel asks for this attribute before each write. What pyfuse3 needs 20 us for takes 1 us here. */
+/* The kernel asks for this attribute before each write. What pyfuse3 needs 20 us for takes 1 us here. So does to say what
+   libfuse says to each ioctl. */
 static int answers_itself(int fd, const char *bytes, size_t size)
 {
     const struct fuse_in_header *in = size < sizeof *in ? NULL : (const void *)bytes;
     const size_t name_at = sizeof(*in) + sizeof(struct fuse_getxattr_in);
+    if (in && in->opcode == FUSE_IOCTL) { /* Python's open() asks each file whether it is a terminal */
+        struct fuse_out_header none = {.len = sizeof(none), .error = -ENOSYS, .unique = in->unique};
+        return write(fd, &none, sizeof(none)) > 0 || errno == ENOENT;
+    }
     if (!in || in->opcode != FUSE_GETXATTR || size < name_at + sizeof(CAPABILITY) || *place_of(in->nodeid) != in->nodeid)
         return 0;
     if (memcmp(bytes + name_at, CAPABILITY, sizeof(CAPABILITY)) != 0)
@@ -273,7 +278,8 @@ static int is_asked_most(const Room *room)
     uint32_t opcode = ((const struct fuse_in_header *)room->bytes)->opcode;
     return opcode == FUSE_LOOKUP || opcode == FUSE_GETATTR || opcode == FUSE_OPEN || opcode == FUSE_READ
         || opcode == FUSE_CREATE || opcode == FUSE_WRITE || opcode == FUSE_FLUSH || opcode == FUSE_RENAME
-        || opcode == FUSE_RENAME2 || opcode == FUSE_RELEASE || opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_GETXATTR;
+        || opcode == FUSE_RENAME2 || opcode == FUSE_RELEASE || opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_GETXATTR
+        || opcode == FUSE_IOCTL;
 }
 
 /* 0: Python has to answer. */
@@ -287,29 +293,45 @@ static int answer_here(const Room *room, size_t length)
     return made != 0;
 }
 
+/* Its answer takes a while, and another request is there: another reader may have it meanwhile. */
+static int lets_others_go_on(const Room *room, int length)
+{
+    const struct fuse_in_header *in = (const void *)room->bytes;
+    const struct fuse_read_in *read = (const void *)(in + 1);
+    int is_long = length >= LONG || (in->opcode == FUSE_READ && length >= (int)(sizeof *in + sizeof *read) && read->size >= LONG);
+    struct pollfd ready = {.fd = readers.fd, .events = POLLIN};
+    return is_long && poll(&ready, 1, 0) > 0;
+}
+
+/* Who has the turn keeps it while there is not more to do than one can: to wake another one costs more than most answers. */
 static void *read_requests(void *none)
 {
-    Room *room = take_room();
+    Room *room = NULL;
     int64_t answered_at = 0;
-    while (room) {
-        pthread_mutex_lock(&readers.turn);
-        int length = read_next(room, now_ns() - answered_at < SPIN_GAP_NS), may_answer = length > 0 && is_asked_most(room);
-        if (length && !may_answer)
-            queue_room(room, length);
-        pthread_mutex_unlock(&readers.turn);
-        if (!length)
+    int length = 0;
+    pthread_mutex_lock(&readers.turn);
+    while (room || (room = take_room())) {
+        length = read_next(room, now_ns() - answered_at < SPIN_GAP_NS);
+        if (length <= 0)
             break;
-        if (may_answer && answer_here(room, (size_t)length)) {
-            answered_at = now_ns();
-            continue;
+        int is_answered = 0;
+        if (is_asked_most(room)) {
+            int others_go_on = lets_others_go_on(room, length);
+            if (others_go_on)
+                pthread_mutex_unlock(&readers.turn);
+            is_answered = answer_here(room, (size_t)length);
+            if (others_go_on)
+                pthread_mutex_lock(&readers.turn);
         }
-        if (may_answer)
-            queue_room(room, length);
-        if (length < 0)
-            return NULL; /* pyfuse3 decides; ENODEV: the mount is gone */
-        room = take_room();
+        if (is_answered)
+            answered_at = now_ns();
+        else
+            queue_room(room, length), room = NULL;
     }
-    if (room) {
+    pthread_mutex_unlock(&readers.turn);
+    if (room && length < 0)
+        queue_room(room, length); /* pyfuse3 decides; ENODEV: the mount is gone */
+    else if (room) {
         pthread_mutex_lock(&readers.lock);
         give_room(room);
         pthread_mutex_unlock(&readers.lock);

@@ -67,6 +67,11 @@ typedef struct {
     int is_shared; /* Python may have made one of its own of it */
 } Handle;
 
+/* What the next daemon finds of an open block. ``number``: the block's own, which the kernel may know by another one. */
+typedef struct {
+    uint64_t fh, ino, number;
+} KeptHandle;
+
 /* A name that was looked up. ``number``: of its block, or of the folder where it means nothing. */
 typedef struct {
     uint64_t number;
@@ -123,7 +128,8 @@ typedef struct {
     Use puts[PUTS];
     uint64_t put_head, put_tail, block_max;
     uint64_t *decisions; /* rows of three words in shared memory; NULL: nothing outlives this daemon */
-    uint32_t decision_count, decision_next;
+    KeptHandle *kept;    /* likewise, of the first handles */
+    uint32_t decision_count, decision_next, kept_count;
     int bell, has_rung, has_changed; /* ``bell``: a descriptor of an event, or -1; the last: some folder has changed */
 } Door;
 
@@ -421,11 +427,59 @@ static Handle *take_handle(Door *door)
 
 static void give_handle(Door *door, Handle *handle)
 {
+    if (handle - door->handles < door->kept_count)
+        __atomic_store_n(&door->kept[handle - door->handles].fh, 0, __ATOMIC_SEQ_CST);
     unpin_content(door, handle->arena);
     handle->fh = 0;
     handle->next = door->free_handle;
     door->free_handle = (uint32_t)(handle - door->handles) + 1;
     door->open_count--;
+}
+
+static void keep_handle(Door *door, const Handle *handle, uint64_t number)
+{
+    uint32_t index = (uint32_t)(handle - door->handles);
+    if (index >= door->kept_count)
+        return;
+    door->kept[index].ino = handle->ino, door->kept[index].number = number;
+    __atomic_store_n(&door->kept[index].fh, handle->fh, __ATOMIC_SEQ_CST);
+}
+
+/* Go on with blocks that were open in the former daemon. One whose content is not there any more is opened again by Python,
+   if that is asked for it. 0: no memory. */
+static int restore_handles(Door *door)
+{
+    uint32_t end = door->kept_count, room = 1;
+    while (end && !door->kept[end - 1].fh)
+        end--;
+    while (room < end)
+        room *= 2;
+    if (!end || door->handle_count)
+        return 1;
+    if (!(door->handles = calloc(room, sizeof *door->handles)))
+        return 0;
+    door->handle_count = end;
+    for (uint32_t i = 0; i < end; i++) {
+        KeptHandle kept = door->kept[i];
+        Handle *handle = door->handles + i;
+        uint32_t place;
+        const Row *row = (kept.fh & (HANDLES_MAX - 1)) == i && kept.fh & HANDLE_MARK ? row_of(door, kept.number, &place) : NULL;
+        Arena *arena = row && row->arena ? arena_of(door->core, row->arena) : NULL;
+        if (arena) {
+            *handle = (Handle){.fh = kept.fh, .ino = kept.ino, .size = row->length, .arena = arena,
+                               .content = arena->base + (uint64_t)row->page * PAGE};
+            pin_content(door, arena);
+            fill_attr(door, place, row, kept.ino, &handle->attr);
+            door->open_count++;
+            if (kept.ino != kept.number)
+                note_written(door, kept.ino, place, (uint32_t)(row - door->core->tables[place].index.rows), row->sequence);
+        } else {
+            door->kept[i].fh = 0;
+            handle->next = door->free_handle;
+            door->free_handle = i + 1;
+        }
+    }
+    return 1;
 }
 
 static int answer_open(Door *door, const Request *asked)
@@ -448,6 +502,7 @@ static int answer_open(Door *door, const Request *asked)
         handle->ino = ino, handle->size = row->length, handle->arena = arena;
         handle->content = arena->base + (uint64_t)row->page * PAGE;
         fill_attr(door, place, row, ino, &handle->attr);
+        keep_handle(door, handle, block_inode(place, (uint32_t)(row - table->index.rows), row->sequence));
         if (door->use_tail - door->use_head < USES)
             door->uses[door->use_tail++ % USES] = (Use){place, (uint32_t)(row - table->index.rows), 0};
         out.fh = handle->fh;

@@ -1251,7 +1251,7 @@ typedef struct {
         int (*take_over)(void *, const void *, size_t);
         void *door;
     } way; /* for _fusewire */
-    Py_buffer decisions;
+    Py_buffer decisions, kept;
 } DoorObject;
 
 #define DOOR (((DoorObject *)self)->door)
@@ -1297,6 +1297,8 @@ static void door_free(DoorObject *self)
     }
     if (self->decisions.obj)
         PyBuffer_Release(&self->decisions);
+    if (self->kept.obj)
+        PyBuffer_Release(&self->kept);
     Py_XDECREF(self->of);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -1496,19 +1498,22 @@ static PyObject *door_has_drafts(PyObject *self, PyObject *args)
 static PyObject *door_begin_drafts(PyObject *self, PyObject *args)
 {
     unsigned long long block_max;
-    Py_buffer decisions;
-    if (!PyArg_ParseTuple(args, "Kw*", &block_max, &decisions))
+    Py_buffer decisions, kept;
+    if (!PyArg_ParseTuple(args, "Kw*w*", &block_max, &decisions, &kept))
         return NULL;
     DoorObject *mine = (DoorObject *)self;
     lock(DOOR->core);
-    Py_buffer before = mine->decisions;
-    mine->decisions = decisions;
+    Py_buffer before[2] = {mine->decisions, mine->kept};
+    mine->decisions = decisions, mine->kept = kept;
     DOOR->block_max = block_max;
     DOOR->decisions = decisions.buf, DOOR->decision_count = (uint32_t)(decisions.len / 24), DOOR->decision_next = 0;
+    DOOR->kept = kept.buf, DOOR->kept_count = (uint32_t)((size_t)kept.len / sizeof *DOOR->kept);
+    int is_there = restore_handles(DOOR);
     unlock(DOOR->core);
-    if (before.obj)
-        PyBuffer_Release(&before);
-    return PyLong_FromLong(DOOR->bell);
+    for (int i = 0; i < 2; i++)
+        if (before[i].obj)
+            PyBuffer_Release(before + i);
+    return is_there ? PyLong_FromLong(DOOR->bell) : PyErr_NoMemory();
 }
 
 static PyObject *door_note_written(PyObject *self, PyObject *args)
@@ -1634,7 +1639,7 @@ static PyMethodDef door_methods[] = {
     {"set_limits", door_set_limits, METH_VARARGS, "set_limits(attr_timeout, arenas_max)"},
     {"name_of", door_name_of, METH_VARARGS, "name_of(ino) -> the name by which it was looked up, or None"},
     {"take_notes", door_take_notes, METH_NOARGS, "take_notes() -> (uses, looks, puts, changed)"},
-    {"begin_drafts", door_begin_drafts, METH_VARARGS, "begin_drafts(block_max, decisions) -> readable once there are notes"},
+    {"begin_drafts", door_begin_drafts, METH_VARARGS, "begin_drafts(block_max, decisions, kept) -> readable once there are notes"},
     {"next_taken", door_next_taken, METH_NOARGS, "next_taken() -> a draft to take over, or None"},
     {"take_all", door_take_all, METH_NOARGS, "take_all(): all drafts are to be taken over"},
     {"has_drafts", door_has_drafts, METH_VARARGS, "has_drafts(folder)"},

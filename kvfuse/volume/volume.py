@@ -6,12 +6,12 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from mmap import mmap
 from typing import Any
 
 import trio
 
 from kvfuse.volume.api import ROOT_INODE, NearApi, RowApi, SearchApi, Statfs
+from kvfuse.volume.blocks.kernel_answers import KeptRows
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.measures.measures import SegmentsTier
 from kvfuse.volume.namespaces.namespace_registry import Namespace
@@ -68,16 +68,16 @@ class Volume:
     def left_open(self) -> RestoredFiles:
         return RestoredFiles(self.parts)
 
-    def begin_kernel_answers(self, attr_timeout: float, decisions: mmap | bytearray) -> object | None:
+    def begin_kernel_answers(self, attr_timeout: float, kept: KeptRows) -> object | None:
         """What C may answer the kernel by; see `Door`. ``attr_timeout``: seconds for which it keeps attributes.
-        ``decisions``: see `KernelAnswers.begin`. None: there is nothing that C may answer."""
+        ``kept``: see `KernelAnswers.begin`. None: there is nothing that C may answer."""
         engine = self.parts.engine
         if engine is None or engine.is_shared:
             return None
-        return engine.begin_answers(attr_timeout, decisions)
+        return engine.begin_answers(attr_timeout, kept)
 
     def end_kernel_answers(self) -> None:
-        """C uses ``decisions`` no more."""
+        """C uses what is kept no more."""
         if self.parts.engine is not None:
             self.parts.engine.answers.end()
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from mounting import KvfuseMount, temporary_mount, wait_until
 from posix_calls import fails
+from scale import scaled
 from test_outlive import kill_daemon
 
 from kvfuse.usrbio.client.block_store import BlockStore
+
+KILLS = 8
 
 
 @pytest.fixture
@@ -66,3 +72,52 @@ def test_files_of_blocks_outlive_the_daemon(mount: KvfuseMount, folder: Path) ->
     (folder / "new").write_bytes(b"again")
     (folder / "new").rename(folder / "7")
     assert (folder / "7").read_bytes() == b"again"
+
+
+def test_stores_beside_kills(mount: KvfuseMount, folder: Path, rng: random.Random) -> None:
+    """A file that was closed is a block, whatever comes: its rename is done once, and it is found under its name.
+
+    One that is being written when the daemon is killed is lost, and its writer gets EIO.
+    """
+    for number in range(20):  # C makes files where there are blocks
+        (folder / f"first-{number}").write_bytes(b"first")
+    stored, failed, is_over = dict[str, bytes](), 0, threading.Event()
+
+    def store() -> None:
+        nonlocal failed
+        while not is_over.is_set():
+            name, data = f"block-{rng.randrange(200)}", rng.randbytes(rng.choice([1, 5000, 65_536, 1 << 21]))
+            temporary = folder / f"{name}.tmp"
+            try:
+                with temporary.open("wb", buffering=0) as file:
+                    for start in range(0, len(data), 1 << 20):
+                        file.write(data[start : start + (1 << 20)])
+            except OSError as error:
+                assert error.errno == errno.EIO
+                failed += 1
+                continue
+            temporary.rename(folder / name)
+            stored[name] = data
+            assert (folder / name).read_bytes() == data
+
+    with ThreadPoolExecutor(1) as pool:
+        storing = pool.submit(store)
+        for _ in range(scaled(KILLS)):
+            before = len(stored)
+            wait_until(lambda before=before: storing.done() or len(stored) > before, "a store")
+            kill_daemon(mount)
+        is_over.set()
+        storing.result()
+    print(f"{len(stored)} names stored, {failed} files failed")
+    assert {name: (folder / name).read_bytes() for name in stored} == stored
+    assert stats(mount)["sketches"] == 0
+
+
+def test_files_are_made_in_c(mount: KvfuseMount, folder: Path) -> None:
+    (folder / "first").write_bytes(b"first")
+    for number in range(50):
+        (folder / "tmp").write_bytes(b"%d" % number)
+        (folder / "tmp").rename(folder / str(number))
+    said = json.loads((mount.point / ".kvfuse" / "stats").read_text())["fs"]["answered_in_c"]
+    # Python answers the first ones, and one a second.
+    assert all(said[kind] >= 25 for kind in ("create", "write", "flush", "release", "rename", "lookup")), said

@@ -15,6 +15,7 @@ from block_tree import engine_of
 from kvfuse.errors import NotFound
 from kvfuse.volume.api import Attributes, Caller
 from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
 from kvfuse.volume.volume import Volume
 
 LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE = 1, 2, 3, 14, 15, 16, 18
@@ -98,11 +99,8 @@ def door_ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-async def connect(
-    volume: Volume, ends: tuple[socket.socket, socket.socket], decisions: bytearray | None = None
-) -> Kernel:
-    """``decisions``: see `KernelAnswers.begin`."""
-    assert volume.begin_kernel_answers(1.5, decisions if decisions is not None else bytearray()) is not None
+async def connect(volume: Volume, ends: tuple[socket.socket, socket.socket], kept: KeptRows = NOT_KEPT) -> Kernel:
+    assert volume.begin_kernel_answers(1.5, kept) is not None
     return Kernel(engine_of(volume), *ends)
 
 

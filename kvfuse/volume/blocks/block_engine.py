@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
-from kvfuse.volume.blocks.kernel_answers import KernelAnswers
+from kvfuse.volume.blocks.kernel_answers import KeptRows, KernelAnswers
 from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
 from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
@@ -1091,9 +1090,9 @@ class BlockEngine:
             if self.others is not None:
                 nursery.start_soon(failing.service, "blocks of other hosts", self.others.run)
 
-    def begin_answers(self, attr_timeout: float, decisions: mmap | bytearray) -> object:
+    def begin_answers(self, attr_timeout: float, kept: KeptRows) -> object:
         """As `KernelAnswers.begin`. Event loop only, while this runs."""
-        way = self.answers.begin(attr_timeout, self.arenas.pinned_max, self.block_max, decisions)
+        way = self.answers.begin(attr_timeout, self.arenas.pinned_max, self.block_max, kept)
         self._has_bell.set()
         return way
 

@@ -681,7 +681,9 @@ class BlockFiles:
         return [{"segment": segment, "offset": offset, "slab": slab, "length": entry.size}]
 
     def statistics(self) -> dict[str, int]:
-        return {"sketches": len(self.sketches.by_ino), **self.open_blocks.statistics()}
+        in_c, found = self.engine.answers.statistics(), self.open_blocks.statistics()
+        found["open_blocks"] += in_c["open_handles"]
+        return {"sketches": len(self.sketches.by_ino) + in_c["drafts"], **found}
 
 
 def _microseconds(moment: int) -> int:

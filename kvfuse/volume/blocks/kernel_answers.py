@@ -38,6 +38,19 @@ class Notes(NamedTuple):
     """(directory, time in nanoseconds) of changes of names"""
 
 
+class KeptRows(NamedTuple):
+    """Memory that the next daemon finds; see ``native/blockdoor.h``. Rows of three u64."""
+
+    decisions: mmap | bytearray
+    """see `idempotent_changes.Decisions`"""
+    handles: mmap | bytearray
+    """see `handles`"""
+
+
+NOT_KEPT = KeptRows(bytearray(), bytearray())
+"""nothing outlives this daemon"""
+
+
 class Draft(NamedTuple):
     """A file that is being written, and that C made; ``fh``: the handle of who writes it."""
 
@@ -66,18 +79,18 @@ class KernelAnswers:
         self.bell = -1
         """a descriptor that is readable once there are some, where there may be any"""
 
-    def begin(self, attr_timeout: float, arenas_max: int, block_max: int, decisions: mmap | bytearray) -> object:
+    def begin(self, attr_timeout: float, arenas_max: int, block_max: int, kept: KeptRows) -> object:
         """What ``_fusewire`` answers by. ``arenas_max``: that open blocks may keep in memory. ``block_max``: bytes.
 
-        ``decisions``: rows that outlive this daemon, see `idempotent_changes.Decisions`; none where nothing does.
+        ``kept``: what outlives this daemon. Blocks that were open in the former one are open.
         """
         self.door.set_limits(attr_timeout, arenas_max)
-        self.bell = self.door.begin_drafts(block_max, decisions)
+        self.bell = self.door.begin_drafts(block_max, *kept)
         return self.door.way()
 
     def end(self) -> None:
         """Use those rows no more."""
-        self.door.begin_drafts(0, bytearray())
+        self.door.begin_drafts(0, *NOT_KEPT)
 
     def offer(self, directory: int, tables: tuple[BlockTable, ...], *, is_bare: bool, is_writable: bool) -> None:
         """Answer about a folder that has the blocks of these tables, all of them known. ``is_bare``: nothing else.

@@ -29,8 +29,10 @@ from kernel_door import (
 )
 from volume_lab import CALLER
 
+from kvfuse.native._blocks import Door
 from kvfuse.volume.api import Changes
 from kvfuse.volume.blocks.block_numbers import inode_of
+from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ async def test_an_open_block_keeps_its_bytes(
     """Whatever happens to its name; and its arena is free again at the end."""
     async with tree.opened() as (volume, engine):
         kernel = await connect(volume, ends)
-        engine.answers.begin(1.5, 100, engine.block_max, bytearray())
+        engine.answers.begin(1.5, 100, engine.block_max, NOT_KEPT)
         blocks = {b"new-%d" % number: tree.content() for number in range(12)}
         await tree.put(engine, blocks)
         opened = []
@@ -241,3 +243,37 @@ async def test_handles_of_another_daemon_are_no_handles(
             assert kernel.read(one, fh, 0, 9) == b"bytes"
             given.add(fh)
             assert kernel.release(one, fh)
+
+
+async def test_open_blocks_stay_open(tree: BlockTree, ends: tuple[socket.socket, socket.socket]) -> None:
+    """By the handles that the former daemon gave."""
+    async with tree.opened() as (volume, engine):
+        kernel, folder, kept = await connect(volume, ends), tree.directory, KeptRows(bytearray(), bytearray(24 * 8))
+        engine.answers.begin(1.5, 100, engine.block_max, kept)
+        blocks = {b"new-%d" % number: b"%d" % number * 5000 for number in range(6)}
+        await tree.put(engine, blocks)
+        opened = {}
+        for name in blocks:
+            ino, _ = await python_says(volume, folder, name)
+            opened[name] = ino, kernel.open(ino)
+        for name in list(blocks)[::2]:
+            assert kernel.release(*opened[name])
+        engine.drop(folder, [b"new-3"])
+        door = Door(engine.native, engine.tables.multipliers, 1.5, 0, 0)  # the next daemon's, as it were
+        door.set_limits(1.5, 100)
+        door.begin_drafts(engine.block_max, bytearray(), bytearray(kept.handles))
+        said = door.statistics()
+        assert said["open_handles"] == 2
+        for name in (b"new-1", b"new-5"):
+            ino, fh = opened[name]
+            request = kernel.request(READ, ino, struct.pack("<QQIIQII", fh, 1, 99, 0, 0, 0, 0))
+            assert door.answer(kernel.theirs.fileno(), request)
+            assert kernel.ours.recv(1 << 20)[16:] == blocks[name][1:100]
+            for gone in (fh ^ 1, fh ^ 1 << 20):
+                request = kernel.request(READ, ino, struct.pack("<QQIIQII", gone, 1, 99, 0, 0, 0, 0))
+                assert not door.answer(kernel.theirs.fileno(), request)
+        for number in (0, 2, 3, 4):
+            request = kernel.request(OPEN, opened[b"new-1"][0], bytes(8))
+            assert door.answer(kernel.theirs.fileno(), request), number
+            kernel.ours.recv(1 << 20)
+        assert door.statistics()["open_handles"] == 6

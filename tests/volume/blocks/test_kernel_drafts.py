@@ -17,6 +17,7 @@ from volume_lab import CALLER
 
 from kvfuse.volume.api import Changes
 from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.blocks.kernel_answers import KeptRows
 from kvfuse.volume.blocks.sketches import SketchHandle
 from kvfuse.volume.volume import Volume
 
@@ -120,7 +121,9 @@ def opened(tree: BlockTree) -> Open:
         with door_ends() as ends:
             async with tree.opened() as (volume, engine):
                 decisions = bytearray(24 * 4)
-                door = Door(tree, volume, engine, await connect(volume, ends, decisions), decisions)
+                door = Door(
+                    tree, volume, engine, await connect(volume, ends, KeptRows(decisions, bytearray())), decisions
+                )
                 await tree.put(
                     engine, {b"first": b"bytes"}
                 )  # C makes files where there are blocks of that owner and mode
