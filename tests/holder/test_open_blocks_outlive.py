@@ -11,7 +11,7 @@ from ring_lab import stats
 
 
 def test_a_block_that_is_open_is_read_on(rng: random.Random) -> None:
-    """By the same descriptor: C had given its handle, which has no row that the next daemon finds."""
+    """By the same descriptor: the next daemon goes on with the handle that C had given."""
     with temporary_mount(("outlive=true", "standby=true")) as mount:
         folder = mount.point / "kv"
         folder.mkdir()
@@ -25,6 +25,7 @@ def test_a_block_that_is_open_is_read_on(rng: random.Random) -> None:
         for name, data in [*blocks.items(), *blocks.items()]:  # the second time, into memory
             assert (folder / name).read_bytes() == data
         opened = {name: os.open(folder / name, os.O_RDONLY) for name in blocks}
+        assert stats(mount)["fs"]["answered_in_c"]["open"] >= len(blocks)
         for _ in range(3):
             former = stats(mount)["pid"]
             os.kill(former, signal.SIGKILL)
