@@ -31,7 +31,8 @@ DESCRIPTORS_MAX = 16
 KNOWN = (
     "blocks/arena/", "blocks/slabs", "blocks/table/", "config", "fuse/answers", "fuse/answers-in-c",
     "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/handles-in-c", "fuse/places",
-    "fuse/switch", "fuse/unsaved", "lock", "member", "ring/", "tier/alive", "tier/arena/", "tier/numbers", "tier/volume", "volume/commits-fail",
+    "fuse/switch", "fuse/unsaved", "lock", "member",
+    "ring/", "tier/alive", "tier/arena/", "tier/numbers", "tier/volume", "volume/commits-fail",
     "volume/doubt", "volume/failed", "volume/given", "volume/unstored",
 )  # fmt: skip
 """all names; with a slash at the end: beginnings of names"""

@@ -1427,7 +1427,11 @@ static PyObject *door_take_notes(PyObject *self, PyObject *none)
             append_new(looks, Py_BuildValue("KOy#", (unsigned long long)look.number, look.kind == MADE ? Py_True : Py_False,
                                             look.name, (Py_ssize_t)look.length));
     }
-    for (Folder *folder = door->folders; are_lists && door->has_changed && folder < door->folders + FOLDERS; folder++) {
+    lock(door->core);
+    int has_changed = door->has_changed;
+    door->has_changed = 0;
+    unlock(door->core);
+    for (Folder *folder = door->folders; are_lists && has_changed && folder < door->folders + FOLDERS; folder++) {
         if (!folder->changed)
             continue;
         lock(door->core);
@@ -1436,7 +1440,6 @@ static PyObject *door_take_notes(PyObject *self, PyObject *none)
         unlock(door->core);
         append_new(changed, Py_BuildValue("KL", (unsigned long long)folder->ino, (long long)when));
     }
-    door->has_changed = 0;
     if (are_lists && !PyErr_Occurred())
         return Py_BuildValue("NNNN", uses, looks, puts, changed);
     Py_XDECREF(uses);

@@ -13,7 +13,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
 from stat import S_IFREG, S_IMODE, S_ISDIR, S_ISGID
 from typing import Any
 
@@ -48,8 +47,12 @@ NOBODY = Caller(0, 0)
 ROOM_SECONDS = 1.0
 """for which a write waits for memory before its sketch becomes an ordinary file"""
 
+NAMES_HELD_MAX = 256
+"""subdirectories and ordinary files of a directory about which C may answer"""
 BARE_SECONDS = 10.0
-"""for which a directory is taken to have subdirectories, or files"""
+"""for which a directory is taken to have more"""
+LOOKS = 2
+"""at the names of a directory: to learn them may count as if they came"""
 OFFERED_MAX = 4096
 """folders where C may make files that are remembered"""
 TIME_MAX_US = (1 << 32) * 10**6 - 1
@@ -78,8 +81,10 @@ class BlockFiles:
         self.sketches = Sketches(memory, self.engine.names_held, self.engine.answers)
         self.open_blocks = OpenBlocks(self.engine, memory)
         self.search = NameSearch(self.engine)
-        self._bare: dict[int, tuple[bool, float]] = {}
-        """directory -> whether no name of it means an inode; if one does, when to look again"""
+        self._bare: dict[int, list[bytes] | None] = {}
+        """directory -> all its names that mean inodes, which are held; None: they are being read"""
+        self._crowded: dict[int, float] = {}
+        """directory with more of them -> when to look again"""
         self._drafts: set[tuple[int, bytes]] = set()
         """files that get another name soon"""
         self._looked_at: set[int] = set()
@@ -91,13 +96,14 @@ class BlockFiles:
         """blocks that were open in the former daemon, and whose handles were not asked for yet"""
 
     async def offer(self, folder: Node) -> None:
-        """Have C answer the kernel about a folder of which it just asked, if all it has are known blocks."""
+        """Have C answer the kernel about a folder of which it just asked, if all its blocks are known."""
         engine = self.engine
-        if engine.is_shared or not engine.slabs.loaded.is_set() or await self.may_have_files(folder.ino):
+        if engine.is_shared or not engine.slabs.loaded.is_set():
             return
         if folder.nlink and not self.core.namespaces.measures[folder.namespace].limiters:
+            await self.may_have_files(folder.ino)
             is_bare = await self._is_bare(folder.ino)
-            if folder.ino in engine.with_files:  # a file has come meanwhile
+            if folder.ino in engine.with_files and not is_bare:
                 return
             is_writable = is_bare and self._may_write(folder)
             if is_writable:
@@ -122,7 +128,8 @@ class BlockFiles:
     def _hear(self, notes: Notes) -> None:
         """What C did in folders that were offered."""
         for directory, when in notes.changed:
-            if (folder := self._offered.get(directory)) is not None:
+            folder = self._offered.get(directory)
+            if folder is not None and when > folder.ctime:
                 folder.mtime = folder.ctime = when
                 self.names.journal.pending.touch_times(folder)
         for place, _, size in notes.puts:
@@ -147,19 +154,33 @@ class BlockFiles:
             yield draft.fh, handle
 
     async def _is_bare(self, directory: int) -> bool:
-        """No name of it means an inode, now and until one is about to: it has blocks and sketches alone."""
-        is_bare, until = self._bare.get(directory, (False, 0.0))
-        if not is_bare and trio.current_time() > until:
-            self._bare[directory] = True, inf
+        """All names of it that mean inodes are held, now and until another one is about to: the others have blocks, or
+        nothing."""
+        if directory in self._bare:
+            return self._bare[directory] is not None  # else they are being read
+        if trio.current_time() < self._crowded.get(directory, 0.0):
+            return False
+        for _ in range(LOOKS):
+            self._bare[directory] = None
             self.core.dentries.watch_names(directory, "kernel", lambda: self._names_come(directory))
-            if await Listing(self.lookups, directory).read_entries(0, 1):
+            try:
+                entries = await Listing(self.lookups, directory).read_entries(0, NAMES_HELD_MAX + 1)
+            except BaseException:
                 self._names_come(directory)
-                self._bare[directory] = False, trio.current_time() + BARE_SECONDS
-        return self._bare.get(directory, (False, 0.0))[0]
+                raise
+            if directory in self._bare and len(entries) <= NAMES_HELD_MAX:  # none came meanwhile
+                self._bare[directory] = names = [entry.name for entry in entries]
+                for name in names:
+                    self.engine.answers.hold_name(directory, name, 1)
+                return True
+        self._names_come(directory)
+        self._crowded[directory] = trio.current_time() + BARE_SECONDS
+        return False
 
     def _names_come(self, directory: int) -> None:
         """A name of a directory is about to mean an inode, or may be."""
-        self._bare.pop(directory, None)
+        for name in self._bare.pop(directory, None) or ():
+            self.engine.answers.hold_name(directory, name, -1)
         self.engine.answers.take_back(directory)
 
     # -- numbers ---------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from volume_lab import CALLER
 
 from kvfuse.native._blocks import Door
 from kvfuse.volume.api import Changes
+from kvfuse.volume.blocks.block_files import NAMES_HELD_MAX
 from kvfuse.volume.blocks.block_numbers import inode_of
 from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
 
@@ -78,7 +79,8 @@ async def test_an_open_block_keeps_its_bytes(
     async with tree.opened() as (volume, engine):
         kernel = await connect(volume, ends)
         engine.answers.begin(1.5, 100, engine.block_max, NOT_KEPT)
-        blocks = {b"new-%d" % number: tree.content() for number in range(12)}
+        sizes = [700, 9000, 40_000]  # all are in memory
+        blocks = {b"new-%d" % number: tree.content(rng.choice(sizes)) for number in range(12)}
         await tree.put(engine, blocks)
         opened = []
         for name, data in blocks.items():
@@ -175,13 +177,17 @@ async def test_other_names_than_those_of_blocks_are_pythons(
         await volume.tree.make_directory(folder, b"below", 0o755, CALLER)
         for name in (b"below", b"absent"):
             assert kernel.look_up(folder, name) is None
-        await python_says(volume, folder, b"below")
-        assert kernel.look_up(folder, b"below") is None
-        assert kernel.look_up(folder, b"one") is not None, "blocks are blocks"
         await volume.tree.make_node(folder, b"fifo", 0o010644, 0, CALLER)
+        await python_says(volume, folder, b"below")
+        for name in (b"below", b"fifo"):
+            assert kernel.look_up(folder, name) is None
+        assert kernel.look_up(folder, b"one") is not None, "blocks are blocks"
+        assert kernel.look_up(folder, b"absent") == (0, b"")
+        for number in range(NAMES_HELD_MAX):
+            await volume.tree.make_node(folder, b"fifo-%d" % number, 0o010644, 0, CALLER)
         await python_says(volume, folder, b"one")
-        assert kernel.look_up(folder, b"one") is None, "a file may have any name"
-        engine.answers.take_back(folder)
+        for name in (b"fifo-7", b"absent", b"one"):
+            assert kernel.look_up(folder, name) is None, "there are too many"
 
 
 async def test_python_hears_what_was_asked(
