@@ -54,6 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="kill the daemon below the POSIX tests at random moments: their mounts outlive it (tests/posix)",
     )
     parser.addoption(
+        "--kinds",
+        help="have C answer these kinds of requests of blocks alone below the POSIX tests (tests/labs/kinds_daemon.py)",
+    )
+    parser.addoption(
         "--rings", default="1,2,3", help="run the tests of these rings only: 1,2 or 3 (see tests/labs/rings.py)"
     )
     parser.addoption("--slice", default="0/1", help="K/N: of each file every N-th test, from the K-th on")

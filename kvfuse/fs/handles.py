@@ -282,6 +282,10 @@ class OpenFiles:
         self._handles[fh] = handle
         return fh
 
+    def add_given(self, fh: int, handle: Handle) -> bool:
+        """Add a file that C opened; see `GIVEN_IN_C`. False: it is there."""
+        return self._handles.setdefault(fh, handle) is handle
+
     async def find(self, fh: int) -> Handle:
         """Get the handle, or restore it from its row. BadHandle: the fh was never given. EngineError, also for a file
         of the former daemon that was never stored.

@@ -63,8 +63,6 @@ KEPT = "fuse/connection"
 """keeper entry: INIT, and the descriptor; see `keeper`"""
 KEPT_DEVICE = "fuse/device"
 """keeper entry: the mount's st_dev: an unmount may precede the next daemon's stat"""
-READERS = 2
-"""threads that read requests, and answer some of them in C; none yet: see decision 045"""
 END_SECONDS = 20.0
 """timeout of each step of the way out, so that SIGTERM always ends a daemon"""
 DOORS_SECONDS = 5.0
@@ -117,7 +115,7 @@ async def serve_mount(
                     is_first = handover is None or handover.is_first
                     async with run_services(services, volume, must_begin=is_first):
                         with (
-                            _answer_in_c(volume, operations, handover),
+                            _answer_in_c(volume, operations, handover, options.mount.readers),
                             _keep_mount(session, operations, words),
                             failing.vital(),
                         ):
@@ -129,11 +127,14 @@ async def serve_mount(
 
 
 @contextmanager
-def _answer_in_c(volume: Volume, operations: KvfuseOperations, handover: KeptHandover | None) -> Iterator[None]:
+def _answer_in_c(
+    volume: Volume, operations: KvfuseOperations, handover: KeptHandover | None, readers: int
+) -> Iterator[None]:
     """Have C answer requests that need no interpreter, in the body."""
     kept = KeptRows(handover.decisions.in_c, handover.handles.in_c) if handover is not None else NOT_KEPT
-    if (way := volume.begin_kernel_answers(operations.attr_timeout, kept)) is not None:
-        fusewire.use(way, READERS, operations.take_over)
+    way = volume.begin_kernel_answers(operations.attr_timeout, kept, operations.add_handle)
+    if way is not None:
+        fusewire.use(way, readers, operations.take_over)
     try:
         yield
     finally:

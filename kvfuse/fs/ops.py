@@ -157,6 +157,10 @@ class KvfuseOperations(pyfuse3.Operations):
         """Let process ``pid``, as requests show it, make the control socket. From any thread."""
         self._virtual.binder = pid
 
+    def add_handle(self, fh: int, handle: Handle) -> bool:
+        """Add a file that C opened. False: it is there."""
+        return self._open.add_given(fh, handle)
+
     def add_socket(self) -> None:
         """Add the name of the control socket, which a former daemon bound."""
         self._virtual.add_socket()

@@ -243,6 +243,9 @@ def table_get(
 ) -> None:
     """``arenas``: `ARENA`, those that are mapped. Without ``copies``, results are rows."""
 
+ANSWERS: tuple[tuple[str, int, bool, str], ...]
+"""What `Door` answers: (kind of requests, opcode, whether C may answer it, why that is right)."""
+
 class Door:
     """What the file door shows of a core's blocks without the interpreter (blockdoor.h)."""
 
@@ -256,6 +259,11 @@ class Door:
         """0: all folders."""
     def hold_name(self, folder: int, name: bytes, by: int, /) -> None: ...
     def hold_inode(self, ino: int, by: int, /) -> None: ...
+    def set_kinds(self, kinds: int, /) -> None:
+        """A bit for each opcode that may be answered. Any thread."""
+    def take_handles(self, ino: int, /) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]:
+        """(fh, place of the table, row, number of the arena, start in it, size, mode, uid, gid, mtime in ns) of each
+        handle of a block that was given here and not taken yet. From here on Python answers by them."""
     def name_of(self, ino: int, /) -> bytes | None:
         """The name by which a block was looked up here, if that was a moment ago."""
     def take_notes(

@@ -104,6 +104,7 @@ typedef struct {
     uint64_t (*answer)(void *, int, const void *, size_t); /* 0: not; else the number of the file that was made, or 1 */
     int (*take_over)(void *, const void *, size_t); /* whether Python has to take something over before a request */
     void *door;
+    uint64_t shown; /* a bit for each opcode that it wants to see */
 } Way;
 
 static struct {
@@ -276,10 +277,7 @@ static void queue_room(Room *room, int length)
 static int is_asked_most(const Room *room)
 {
     uint32_t opcode = ((const struct fuse_in_header *)room->bytes)->opcode;
-    return opcode == FUSE_LOOKUP || opcode == FUSE_GETATTR || opcode == FUSE_OPEN || opcode == FUSE_READ
-        || opcode == FUSE_CREATE || opcode == FUSE_WRITE || opcode == FUSE_FLUSH || opcode == FUSE_RENAME
-        || opcode == FUSE_RENAME2 || opcode == FUSE_RELEASE || opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET || opcode == FUSE_GETXATTR
-        || opcode == FUSE_IOCTL;
+    return opcode == FUSE_GETXATTR || opcode == FUSE_IOCTL || (opcode < 64 && readers.way.shown >> opcode & 1);
 }
 
 /* 0: Python has to answer. */

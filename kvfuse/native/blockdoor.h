@@ -1,9 +1,8 @@
 /* What the file door asks most of blocks, answered from the core's tables without the interpreter.
 
-   Threads that read the kernel's requests (`_fusewire.c`) show each one to `answer_request`. It answers LOOKUP in a folder of
-   blocks, GETATTR, OPEN for reading, READ and RELEASE of blocks, and FORGET; and what makes most files there (blockdrafts.h).
-   All else, and whatever is not plain, goes on to Python, which is always right. What may be answered here is what Python has
-   said:
+   Threads that read the kernel's requests (`_fusewire.c`) show those of some kinds to `answer_request`: the table `answers`
+   has them. Files that are written are in blockdrafts.h. All else, and whatever is not plain, goes on to Python, which is
+   always right. What may be answered here is what Python has said:
 
    folder   all its blocks are known, and tables are these; names of others mean nothing (`is_bare`), or Python knows. Files may
             be made there, and nobody has to hear of that at once (`is_writable`). Until `until`, or until it is taken back
@@ -32,7 +31,7 @@ enum { ROW_SHIFT = 26, TABLE_SHIFT = 52, NO_FLUSH = 1 << 5, PRIORITY = 128 };
 enum { DRAFTS = 256, WRITTEN = 1 << 13, PUTS = 1 << 12 };
 enum { DRAFT_TABLE = 1023, ACCESS_SHIFT = 57 }; /* place of a table that there is not; of the access mode in the handle of a draft */
 enum { ABSENT_NAME, MADE }; /* kinds of a look: the name means nothing, or a file was made under it */
-enum { COUNTED = 64 }; /* operations of the kernel are smaller numbers */
+enum { KINDS = 64 }; /* opcodes of the kernel are smaller numbers */
 
 #define BLOCK_MARK (1ull << 62)
 #define HANDLE_MARK (1ull << 60)
@@ -63,8 +62,9 @@ typedef struct {
     const uint8_t *content;
     Arena *arena;
     struct fuse_attr attr;
-    uint32_t next; /* free: index + 1 of the next free one */
-    int is_shared; /* Python may have made one of its own of it */
+    uint32_t next, table, row; /* ``next``: free: index + 1 of the next free one */
+    int is_shared; /* Python has one of its own, or is about to: it alone answers by this one */
+    int is_taken;  /* Python knows what this one has open */
 } Handle;
 
 /* What the next daemon finds of an open block. ``number``: the block's own, which the kernel may know by another one. */
@@ -119,7 +119,8 @@ typedef struct {
     uint64_t look_head, look_tail;
     Use uses[USES];
     uint64_t use_head, use_tail;
-    uint64_t answered[COUNTED], absent, read_bytes, written_bytes, renames;
+    uint64_t kinds; /* a bit for each opcode that may be answered; any thread */
+    uint64_t answered[KINDS], absent, read_bytes, written_bytes;
     Numbered written[WRITTEN];
     uint16_t by_number[WRITTEN], by_block[WRITTEN]; /* place + 1 of the first one */
     uint32_t written_next;
@@ -315,7 +316,7 @@ static void unpin_content(Door *door, Arena *arena)
 
 static Look *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
 
-static int answer_lookup(Door *door, const Request *asked)
+static uint64_t answer_lookup(Door *door, const Request *asked)
 {
     const uint8_t *name = asked->body;
     size_t length = strnlen(asked->body, asked->size);
@@ -368,12 +369,12 @@ static Handle *handle_of(Door *door, uint64_t fh, uint64_t ino)
 static const Handle *open_handle(const Door *door, uint64_t ino)
 {
     for (uint32_t i = 0; door->open_count && i < door->handle_count; i++)
-        if (door->handles[i].fh && door->handles[i].ino == ino)
+        if (door->handles[i].fh && door->handles[i].ino == ino && !door->handles[i].is_shared)
             return door->handles + i;
     return NULL;
 }
 
-static int answer_getattr(Door *door, const Request *asked)
+static uint64_t answer_getattr(Door *door, const Request *asked)
 {
     const struct fuse_getattr_in *in = asked->body;
     uint64_t ino = asked->in->nodeid;
@@ -430,10 +431,17 @@ static void give_handle(Door *door, Handle *handle)
     if (handle - door->handles < door->kept_count)
         __atomic_store_n(&door->kept[handle - door->handles].fh, 0, __ATOMIC_SEQ_CST);
     unpin_content(door, handle->arena);
+    door->open_count -= !handle->is_shared;
     handle->fh = 0;
     handle->next = door->free_handle;
     door->free_handle = (uint32_t)(handle - door->handles) + 1;
-    door->open_count--;
+}
+
+/* From here on Python has one of its own, and counts it. */
+static void leave_handle(Door *door, Handle *handle)
+{
+    door->open_count -= !handle->is_shared;
+    handle->is_shared = 1;
 }
 
 static void keep_handle(Door *door, const Handle *handle, uint64_t number)
@@ -467,12 +475,13 @@ static int restore_handles(Door *door)
         Arena *arena = row && row->arena ? arena_of(door->core, row->arena) : NULL;
         if (arena) {
             *handle = (Handle){.fh = kept.fh, .ino = kept.ino, .size = row->length, .arena = arena,
-                               .content = arena->base + (uint64_t)row->page * PAGE};
+                               .content = arena->base + (uint64_t)row->page * PAGE, .table = place,
+                               .row = (uint32_t)(row - door->core->tables[place].index.rows)};
             pin_content(door, arena);
             fill_attr(door, place, row, kept.ino, &handle->attr);
             door->open_count++;
             if (kept.ino != kept.number)
-                note_written(door, kept.ino, place, (uint32_t)(row - door->core->tables[place].index.rows), row->sequence);
+                note_written(door, kept.ino, place, handle->row, row->sequence);
         } else {
             door->kept[i].fh = 0;
             handle->next = door->free_handle;
@@ -482,7 +491,7 @@ static int restore_handles(Door *door)
     return 1;
 }
 
-static int answer_open(Door *door, const Request *asked)
+static uint64_t answer_open(Door *door, const Request *asked)
 {
     const struct fuse_open_in *in = asked->body;
     uint64_t ino = asked->in->nodeid;
@@ -500,11 +509,12 @@ static int answer_open(Door *door, const Request *asked)
         row->flags |= HOT;
         pin_content(door, arena);
         handle->ino = ino, handle->size = row->length, handle->arena = arena;
+        handle->table = place, handle->row = (uint32_t)(row - table->index.rows);
         handle->content = arena->base + (uint64_t)row->page * PAGE;
         fill_attr(door, place, row, ino, &handle->attr);
-        keep_handle(door, handle, block_inode(place, (uint32_t)(row - table->index.rows), row->sequence));
+        keep_handle(door, handle, block_inode(place, handle->row, row->sequence));
         if (door->use_tail - door->use_head < USES)
-            door->uses[door->use_tail++ % USES] = (Use){place, (uint32_t)(row - table->index.rows), 0};
+            door->uses[door->use_tail++ % USES] = (Use){place, handle->row, 0};
         out.fh = handle->fh;
     }
     unlock(door->core);
@@ -522,7 +532,7 @@ static void populate_pages(const uint8_t *bytes, size_t size)
     madvise((void *)begin, end - begin, 22); /* MADV_POPULATE_READ */
 }
 
-static int answer_read(Door *door, const Request *asked)
+static uint64_t answer_read(Door *door, const Request *asked)
 {
     const struct fuse_read_in *in = asked->body;
     if (asked->size < sizeof *in)
@@ -532,9 +542,7 @@ static int answer_read(Door *door, const Request *asked)
     const uint8_t *content = NULL;
     uint64_t size = 0;
     Arena *arena = NULL;
-    if (handle && is_held(door, mix(HELD_INODE, handle->ino, 0)))
-        handle->is_shared = 1;
-    else if (handle) {
+    if (handle && !handle->is_shared && !is_held(door, mix(HELD_INODE, handle->ino, 0))) {
         size = in->offset < handle->size ? handle->size - in->offset : 0;
         size = size < in->size ? size : in->size;
         content = handle->content + (size ? in->offset : 0), arena = handle->arena;
@@ -553,7 +561,7 @@ static int answer_read(Door *door, const Request *asked)
     return 1;
 }
 
-static int answer_release(Door *door, const Request *asked)
+static uint64_t answer_release(Door *door, const Request *asked)
 {
     const struct fuse_release_in *in = asked->body;
     if (asked->size < sizeof *in)
@@ -563,7 +571,7 @@ static int answer_release(Door *door, const Request *asked)
     lock(door->core);
     Handle *handle = handle_of(door, in->fh, asked->in->nodeid);
     int is_ours = handle && !handle->is_shared;
-    if (handle)
+    if (is_ours)
         give_handle(door, handle);
     unlock(door->core);
     if (is_ours)
@@ -571,11 +579,30 @@ static int answer_release(Door *door, const Request *asked)
     return is_ours;
 }
 
-/* Nothing is kept for the number of a block that the kernel knows. */
-static int answer_forget(const Request *asked)
+/* Python gets a request by a handle of ours, and makes one of its own of it: it closes that, then. */
+static void share_handle(Door *door, const Request *asked)
 {
-    if (asked->in->opcode == FUSE_FORGET)
-        return (asked->in->nodeid & BLOCK_MARK) != 0 && !(asked->in->nodeid >> 63);
+    uint64_t fh, is_closed = asked->in->opcode == FUSE_RELEASE;
+    if (asked->size < sizeof fh)
+        return;
+    memcpy(&fh, asked->body, sizeof fh);
+    lock(door->core);
+    Handle *handle = handle_of(door, fh, asked->in->nodeid);
+    if (handle && is_closed)
+        give_handle(door, handle);
+    else if (handle)
+        leave_handle(door, handle);
+    unlock(door->core);
+}
+
+/* Nothing is kept for the number of a block that the kernel knows. */
+static uint64_t answer_forget(Door *door, const Request *asked)
+{
+    return (asked->in->nodeid & BLOCK_MARK) != 0 && !(asked->in->nodeid >> 63);
+}
+
+static uint64_t answer_forgets(Door *door, const Request *asked)
+{
     const struct fuse_batch_forget_in *batch = asked->body;
     const struct fuse_forget_one *one = (const void *)(batch + 1);
     if (asked->size < sizeof *batch || (asked->size - sizeof *batch) / sizeof *one < batch->count)
@@ -586,38 +613,64 @@ static int answer_forget(const Request *asked)
     return 1;
 }
 
+/* -- what may be answered here ------------------------------------------------------------------------------------- */
+
+/* `answer`: as `answer_request`. NULL: it always has to, and the door hears of it.
+   `has_handle`: the body begins with one. `why`: as in docs/internals/decisions/045. */
+static const struct {
+    uint32_t opcode;
+    const char *kind;
+    uint64_t (*answer)(Door *, const Request *);
+    int has_handle;
+    const char *why;
+} answers[] = {
+    {FUSE_LOOKUP, "lookup", answer_lookup, 0, "a folder that Python offered has these tables, and no name that it holds"},
+    {FUSE_GETATTR, "getattr", answer_getattr, 0, "the row has all attributes; an open block without a name has those of its open"},
+    {FUSE_OPEN, "open", answer_open, 0, "for reading, of a block in memory: its arena is pinned until the close"},
+    {FUSE_READ, "read", answer_read, 1, "the bytes of an open block never change, but by a writer, whose number is held"},
+    {FUSE_RELEASE, "release", answer_release, 1, "of a handle that C gave, and by which Python was asked nothing"},
+    {FUSE_FORGET, "forget", answer_forget, 0, "nothing is kept for the number of a block"},
+    {FUSE_BATCH_FORGET, "forget", answer_forgets, 0, "likewise, where all numbers are those of blocks"},
+    {FUSE_CREATE, "create", answer_create, 0, "where Python offered that, and a block of that owner and mode is, the file is its name and its bytes"},
+    {FUSE_WRITE, "write", answer_write, 0, "by who made the file, without a hole: its bytes have their place in an arena"},
+    {FUSE_FLUSH, "flush", answer_flush, 1, "of a file that C made, where there is room: it is a block from then on"},
+    {FUSE_RENAME, "rename", answer_rename, 0, "of a block in its folder: its bytes stay, and what is about to happen is kept for the next daemon"},
+    {FUSE_RENAME2, "rename", answer_rename, 0, "likewise, without flags"},
+    {FUSE_FSYNC, "fsync", NULL, 1, "Python makes a handle of its own, and closes it"},
+};
+enum { ANSWERS = sizeof answers / sizeof *answers };
+
+/* A bit for each opcode of the table. */
+static uint64_t shown_kinds(void)
+{
+    uint64_t kinds = 0;
+    for (int i = 0; i < ANSWERS; i++)
+        kinds |= 1ull << answers[i].opcode;
+    return kinds;
+}
+
 /* Any thread. 0: Python has to answer. Else it was answered: the number of the file that was made, or 1. */
 static uint64_t answer_request(void *of, int fd, const void *request, size_t size)
 {
     Door *door = of;
     const struct fuse_in_header *in = request;
     Request asked = {fd, in, in + 1, size - sizeof *in};
-    uint64_t is_answered = 0;
-    if (size < sizeof *in || in->unique & SENT_BEFORE)
+    if (size < sizeof *in)
         return 0;
-    if (in->opcode == FUSE_LOOKUP)
-        is_answered = (uint64_t)answer_lookup(door, &asked);
-    else if (in->opcode == FUSE_GETATTR)
-        is_answered = (uint64_t)answer_getattr(door, &asked);
-    else if (in->opcode == FUSE_OPEN)
-        is_answered = (uint64_t)answer_open(door, &asked);
-    else if (in->opcode == FUSE_READ)
-        is_answered = (uint64_t)answer_read(door, &asked);
-    else if (in->opcode == FUSE_RELEASE)
-        is_answered = (uint64_t)answer_release(door, &asked);
-    else if (in->opcode == FUSE_CREATE)
-        is_answered = answer_create(door, &asked);
-    else if (in->opcode == FUSE_WRITE)
-        is_answered = (uint64_t)answer_write(door, &asked);
-    else if (in->opcode == FUSE_FLUSH)
-        is_answered = (uint64_t)answer_flush(door, &asked);
-    else if (in->opcode == FUSE_RENAME || in->opcode == FUSE_RENAME2)
-        is_answered = (uint64_t)answer_rename(door, &asked);
-    else if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
-        is_answered = (uint64_t)answer_forget(&asked);
-    if (is_answered)
-        __atomic_fetch_add(&door->answered[in->opcode % COUNTED], 1, __ATOMIC_RELAXED);
-    return is_answered;
+    int i = 0;
+    while (i < ANSWERS && answers[i].opcode != in->opcode)
+        i++;
+    if (i == ANSWERS)
+        return 0;
+    int may = answers[i].answer && __atomic_load_n(&door->kinds, __ATOMIC_RELAXED) >> in->opcode & 1 && !(in->unique & SENT_BEFORE);
+    uint64_t is_answered = may ? answers[i].answer(door, &asked) : 0;
+    if (is_answered) {
+        __atomic_fetch_add(&door->answered[in->opcode], 1, __ATOMIC_RELAXED);
+        return is_answered;
+    }
+    if (answers[i].has_handle)
+        share_handle(door, &asked);
+    return 0;
 }
 
 #endif

@@ -294,7 +294,7 @@ static int has_room(Door *door, Draft *draft, uint64_t end)
     return 1;
 }
 
-static int answer_write(Door *door, const Request *asked)
+static uint64_t answer_write(Door *door, const Request *asked)
 {
     const struct fuse_write_in *in = asked->body;
     if (asked->size < sizeof *in || asked->size - sizeof *in < in->size || !in->size || in->write_flags & FUSE_WRITE_CACHE)
@@ -383,14 +383,14 @@ static int settle_draft(Door *door, Draft *draft)
     return 1;
 }
 
-static int answer_flush(Door *door, const Request *asked)
+static uint64_t answer_flush(Door *door, const Request *asked)
 {
     const struct fuse_flush_in *in = asked->body;
     if (asked->size < sizeof *in)
         return 0;
     lock(door->core);
     Draft *draft = draft_of_handle(door, in->fh, asked->in->nodeid);
-    int is_done = draft && draft->is_settled && !draft->is_shared;
+    uint64_t is_done = draft && draft->is_settled && !draft->is_shared;
     if (draft && !is_done && !draft->is_settled && draft->size) {
         uint8_t *content = draft->arena->base + draft->offset;
         uint64_t size = draft->size;
@@ -403,7 +403,7 @@ static int answer_flush(Door *door, const Request *asked)
             checksum = checksum_of(0, content, (int64_t)size);
         lock(door->core);
         draft->checksum = checksum, draft->has_checksum = 1, draft->is_busy = 0;
-        is_done = settle_draft(door, draft);
+        is_done = (uint64_t)settle_draft(door, draft);
     }
     unlock(door->core);
     if (is_done)
@@ -437,7 +437,7 @@ static void note_decision(Door *door, uint64_t ino, uint64_t other, uint64_t uni
 }
 
 /* A block of a folder gets another name there. */
-static int answer_rename(Door *door, const Request *asked)
+static uint64_t answer_rename(Door *door, const Request *asked)
 {
     uint64_t new_folder = 0;
     uint32_t flags = 0;
@@ -484,7 +484,6 @@ static int answer_rename(Door *door, const Request *asked)
                 note_written(door, number, place, (uint32_t)made, sequence);
                 note_put(door, place, made, 0);
                 note_change(door, folder);
-                door->renames++;
                 Draft *draft = draft_of_number(door, number);
                 if (draft) {
                     draft->name_length = plan.name_length;

@@ -1250,6 +1250,7 @@ typedef struct {
         uint64_t (*answer)(void *, int, const void *, size_t);
         int (*take_over)(void *, const void *, size_t);
         void *door;
+        uint64_t shown; /* bits of the opcodes that it wants to see */
     } way; /* for _fusewire */
     Py_buffer decisions, kept;
 } DoorObject;
@@ -1274,11 +1275,13 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *words)
         self->door->core = of->core, self->door->attr_timeout = attr_timeout;
         self->door->tick_max_ns = tick_max_ns, self->door->lag_ns = lag_ns;
         self->door->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        self->door->kinds = ~0ull;
         memcpy(self->door->multipliers, multipliers.buf, sizeof self->door->multipliers);
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
         self->door->serial = (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
         self->way.answer = answer_request, self->way.take_over = take_over, self->way.door = self->door;
+        self->way.shown = shown_kinds();
     }
     PyBuffer_Release(&multipliers);
     if (PyErr_Occurred())
@@ -1377,6 +1380,35 @@ static PyObject *door_hold_inode(PyObject *self, PyObject *args)
     return held_with(self, mix(HELD_INODE, ino, 0), by);
 }
 
+static PyObject *door_take_handles(PyObject *self, PyObject *args)
+{
+    unsigned long long ino;
+    PyObject *found = PyArg_ParseTuple(args, "K", &ino) ? PyList_New(0) : NULL;
+    for (uint32_t i = 0, is_more = 1; found && is_more;) {
+        Handle one = {0};
+        uint32_t arena = 0;
+        uint64_t start = 0;
+        lock(DOOR->core);
+        for (is_more = 0; DOOR->open_count && i < DOOR->handle_count && !is_more; i++) {
+            Handle *handle = DOOR->handles + i;
+            if ((is_more = handle->fh && handle->ino == ino && !handle->is_taken)) {
+                one = *handle;
+                arena = one.arena->number, start = (uint64_t)(one.content - one.arena->base);
+                leave_handle(DOOR, handle);
+                handle->is_taken = 1;
+            }
+        }
+        unlock(DOOR->core);
+        PyObject *row = !is_more ? NULL : Py_BuildValue("KIIIKKIIIL", (unsigned long long)one.fh, one.table, one.row, arena,
+            (unsigned long long)start, (unsigned long long)one.size, one.attr.mode, one.attr.uid,
+            one.attr.gid, (long long)(one.attr.mtime * SECOND_NS + one.attr.mtimensec));
+        if (is_more && (!row || PyList_Append(found, row) < 0))
+            Py_CLEAR(found);
+        Py_XDECREF(row);
+    }
+    return found;
+}
+
 static PyObject *door_set_limits(PyObject *self, PyObject *args)
 {
     unsigned count;
@@ -1386,6 +1418,15 @@ static PyObject *door_set_limits(PyObject *self, PyObject *args)
     lock(DOOR->core);
     DOOR->arenas_max = count, DOOR->attr_timeout = attr_timeout;
     unlock(DOOR->core);
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_set_kinds(PyObject *self, PyObject *args)
+{
+    unsigned long long kinds;
+    if (!PyArg_ParseTuple(args, "K", &kinds))
+        return NULL;
+    __atomic_store_n(&DOOR->kinds, kinds, __ATOMIC_RELAXED);
     Py_RETURN_NONE;
 }
 
@@ -1583,24 +1624,33 @@ static PyObject *door_name_of(PyObject *self, PyObject *args)
 
 static PyObject *door_statistics(PyObject *self, PyObject *none)
 {
-    static const struct {
-        const char *name;
-        int opcode;
-    } kinds[] = {{"lookup", FUSE_LOOKUP}, {"getattr", FUSE_GETATTR}, {"open", FUSE_OPEN}, {"read", FUSE_READ},
-                 {"release", FUSE_RELEASE}, {"forget", FUSE_FORGET}, {"create", FUSE_CREATE}, {"write", FUSE_WRITE},
-                 {"flush", FUSE_FLUSH}};
-    PyObject *found = Py_BuildValue("{s:K,s:K,s:K,s:K,s:I,s:I}", "absent", (unsigned long long)DOOR->absent, "read_bytes",
+    PyObject *found = Py_BuildValue("{s:K,s:K,s:K,s:I,s:I}", "absent", (unsigned long long)DOOR->absent, "read_bytes",
                                     (unsigned long long)DOOR->read_bytes, "written_bytes", (unsigned long long)DOOR->written_bytes,
-                                    "rename", (unsigned long long)DOOR->renames, "open_handles", DOOR->open_count,
+                                    "open_handles", DOOR->open_count,
                                     "drafts", DOOR->draft_count);
-    for (size_t i = 0; found && i < sizeof kinds / sizeof *kinds; i++) {
-        uint64_t count = __atomic_load_n(&DOOR->answered[kinds[i].opcode], __ATOMIC_RELAXED);
-        if (kinds[i].opcode == FUSE_FORGET)
-            count += __atomic_load_n(&DOOR->answered[FUSE_BATCH_FORGET], __ATOMIC_RELAXED);
+    for (int i = 0; found && i < ANSWERS; i++) {
+        uint64_t count = 0; /* of all opcodes of this kind */
+        for (int j = 0; answers[i].answer && j < ANSWERS; j++)
+            count += strcmp(answers[i].kind, answers[j].kind) ? 0 : __atomic_load_n(&DOOR->answered[answers[j].opcode], __ATOMIC_RELAXED);
         PyObject *value = PyLong_FromUnsignedLongLong(count);
-        if (!value || PyDict_SetItemString(found, kinds[i].name, value) < 0)
+        if (!value || (answers[i].answer && PyDict_SetItemString(found, answers[i].kind, value) < 0))
             Py_CLEAR(found);
         Py_XDECREF(value);
+    }
+    return found;
+}
+
+/* As `answers` of blockdoor.h has them. */
+static PyObject *list_answers(void)
+{
+    PyObject *found = PyTuple_New(ANSWERS);
+    for (int i = 0; found && i < ANSWERS; i++) {
+        PyObject *row = Py_BuildValue("sIOs", answers[i].kind, answers[i].opcode, answers[i].answer ? Py_True : Py_False,
+                                      answers[i].why);
+        if (!row)
+            Py_CLEAR(found);
+        else
+            PyTuple_SET_ITEM(found, i, row);
     }
     return found;
 }
@@ -1639,7 +1689,9 @@ static PyMethodDef door_methods[] = {
     {"take_back", door_take_back, METH_VARARGS, "take_back(folder, or 0 for all)"},
     {"hold_name", door_hold_name, METH_VARARGS, "hold_name(folder, name, by)"},
     {"hold_inode", door_hold_inode, METH_VARARGS, "hold_inode(ino, by)"},
+    {"take_handles", door_take_handles, METH_VARARGS, "take_handles(ino) -> what is open of it, which is Python's now"},
     {"set_limits", door_set_limits, METH_VARARGS, "set_limits(attr_timeout, arenas_max)"},
+    {"set_kinds", door_set_kinds, METH_VARARGS, "set_kinds(a bit for each opcode that may be answered)"},
     {"name_of", door_name_of, METH_VARARGS, "name_of(ino) -> the name by which it was looked up, or None"},
     {"take_notes", door_take_notes, METH_NOARGS, "take_notes() -> (uses, looks, puts, changed)"},
     {"begin_drafts", door_begin_drafts, METH_VARARGS, "begin_drafts(block_max, decisions, kept) -> readable once there are notes"},
@@ -1958,5 +2010,9 @@ PyMODINIT_FUNC PyInit__blocks(void)
                  PyModule_AddObjectRef(made, "Door", (PyObject *)&door_type) < 0 ||
                  PyModule_AddIntConstant(made, "ROW", sizeof(Row)) < 0))
         Py_CLEAR(made);
+    PyObject *rows = made ? list_answers() : NULL;
+    if (made && (!rows || PyModule_AddObjectRef(made, "ANSWERS", rows) < 0))
+        Py_CLEAR(made);
+    Py_XDECREF(rows);
     return made;
 }

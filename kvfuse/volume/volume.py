@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from kvfuse.volume.api import ROOT_INODE, NearApi, RowApi, SearchApi, Statfs
+from kvfuse.volume.api import ROOT_INODE, Handle, NearApi, RowApi, SearchApi, Statfs
 from kvfuse.volume.blocks.kernel_answers import KeptRows
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.measures.measures import SegmentsTier
@@ -68,12 +68,22 @@ class Volume:
     def left_open(self) -> RestoredFiles:
         return RestoredFiles(self.parts)
 
-    def begin_kernel_answers(self, attr_timeout: float, kept: KeptRows) -> object | None:
+    def begin_kernel_answers(
+        self, attr_timeout: float, kept: KeptRows, add_handle: Callable[[int, Handle], bool]
+    ) -> object | None:
         """What C may answer the kernel by; see `Door`. ``attr_timeout``: seconds for which it keeps attributes.
-        ``kept``: see `KernelAnswers.begin`. None: there is nothing that C may answer."""
-        engine = self.parts.engine
-        if engine is None or engine.is_shared:
+        ``kept``: see `KernelAnswers.begin`. ``add_handle``: gets handles that C gave, once C does not know all of their
+        files any more; False: it has one already. None: there is nothing that C may answer."""
+        engine, names = self.parts.engine, self.parts.block_names
+        if engine is None or names is None or engine.is_shared:
             return None
+
+        def take_handles(ino: int) -> None:
+            for fh, handle in names.files.open_blocks.take_over(ino):
+                if not add_handle(fh, handle):
+                    names.files.open_blocks.release(handle)
+
+        engine.answers.take_handles = take_handles
         return engine.begin_answers(attr_timeout, kept)
 
     def end_kernel_answers(self) -> None:

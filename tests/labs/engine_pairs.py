@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from mounting import KvfuseMount, shared_conf, temporary_mount
+from mounting import FOREGROUND, KvfuseMount, shared_conf, temporary_mount
 
 TEST_WORDS = ("allow_other", "volume.capacity=2GiB", "volume.segment_size=64MiB", "entry_timeout=1", "attr_timeout=1")
 """-o words of mounts that tests share"""
@@ -36,11 +36,11 @@ class Engines:
         return self.new_conf is not None
 
     @contextmanager
-    def mounted(self, words: Sequence[str]) -> Iterator[KvfuseMount]:
-        """An empty volume with ``words``, mounted. It must be clean at the end."""
+    def mounted(self, words: Sequence[str], command: Sequence[str] = FOREGROUND) -> Iterator[KvfuseMount]:
+        """An empty volume with ``words``, mounted by ``command``. It must be clean at the end."""
         with tempfile.TemporaryDirectory(prefix="kvfuse-conf-") as folder:
             source = self.new_conf(Path(folder)) if self.new_conf else None
-            with temporary_mount((*words, *self.words), source=source) as mount:
+            with temporary_mount((*words, *self.words), command, source) as mount:
                 yield mount
 
 

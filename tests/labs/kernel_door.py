@@ -7,18 +7,19 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from block_tree import engine_of
 
 from kvfuse.errors import NotFound
-from kvfuse.volume.api import Attributes, Caller
+from kvfuse.volume.api import Attributes, Caller, Handle
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
 from kvfuse.volume.volume import Volume
 
-LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE = 1, 2, 3, 14, 15, 16, 18
+LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE, FSYNC, FLUSH = 1, 2, 3, 14, 15, 16, 18, 20, 25
+BATCH_FORGET = 42
 HEAD, OUT = struct.Struct("<IIQQIIIHH"), struct.Struct("<IiQ")
 ATTR = struct.Struct("<QQQQQQIIIIIIIIII")
 ENTRY = struct.Struct("<QQQQII")
@@ -42,6 +43,11 @@ class Kernel:
     ours: socket.socket
     theirs: socket.socket
     unique: int = 0
+    taken: dict[int, Handle] = field(default_factory=dict)
+    """fh -> handle that Python made of one of C's"""
+
+    def take(self, fh: int, handle: Handle) -> bool:
+        return self.taken.setdefault(fh, handle) is handle
 
     def request(self, opcode: int, node: int, body: bytes = b"", mark: int = 0, caller: Caller = NOBODY) -> bytes:
         self.unique += 2
@@ -55,7 +61,7 @@ class Kernel:
         request = self.request(opcode, node, body, mark, caller)
         if not self.engine.answers.door.answer(self.theirs.fileno(), request):
             return None
-        if opcode == FORGET:
+        if opcode in (FORGET, BATCH_FORGET):
             return Answer(0, b"")
         found = self.ours.recv(1 << 21)
         length, error, unique = OUT.unpack_from(found)
@@ -100,8 +106,9 @@ def door_ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 async def connect(volume: Volume, ends: tuple[socket.socket, socket.socket], kept: KeptRows = NOT_KEPT) -> Kernel:
-    assert volume.begin_kernel_answers(1.5, kept) is not None
-    return Kernel(engine_of(volume), *ends)
+    kernel = Kernel(engine_of(volume), *ends)
+    assert volume.begin_kernel_answers(1.5, kept, kernel.take) is not None
+    return kernel
 
 
 def attributes_as_sent(found: Attributes) -> bytes:

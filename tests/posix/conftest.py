@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 from engine_pairs import BLOCKS, TEST_WORDS, Engines
 from killer import Killer
-from mounting import KvfuseMount
+from kinds_daemon import answering
+from mounting import FOREGROUND, KvfuseMount
 
 MOUNTS = pytest.StashKey[dict[tuple[str, ...], KvfuseMount]]()
 OUTLIVE = ("outlive", "standby")
@@ -37,11 +38,17 @@ def ground(request: pytest.FixtureRequest, engines: Engines, elsewhere: Path | N
         return elsewhere
     mounts = request.config.stash.setdefault(MOUNTS, {})
     if engines.words not in mounts:
-        mounting = beside_killer(engines) if request.config.getoption("--killer") else engines.mounted(TEST_WORDS)
+        mounting = beside_killer(engines) if request.config.getoption("--killer") else plain_mount(engines, request)
         mounts[engines.words] = mounting.__enter__()
         # The session ends what began last first, so the servers of the volume are still there.
         request.session.addfinalizer(lambda: mounting.__exit__(None, None, None))
     return mounts[engines.words]
+
+
+def plain_mount(engines: Engines, request: pytest.FixtureRequest) -> AbstractContextManager[KvfuseMount]:
+    kinds: str | None = request.config.getoption("--kinds")
+    command, words = (FOREGROUND, ()) if kinds is None else (answering(kinds.split(",")), ("readers=2",))
+    return engines.mounted((*TEST_WORDS, *words), command)
 
 
 @contextmanager

@@ -645,6 +645,8 @@ class BlockFiles:
             mtime = found.mtime if changes.mtime is None else 1000 * _microseconds(changes.mtime)
             if is_other or mtime != found.mtime:
                 return await self._store_again(found, mode, uid, gid, mtime)
+        elif isinstance(found, BlockEntry) and ino not in self.open_blocks.by_ino:
+            raise errors.Stale(f"block {ino:#x} was removed")  # its name means something else by now: that is to change
         return found
 
     async def _set_size(self, ino: int, size: int, caller: Caller) -> Sketch | BlockEntry | Node:

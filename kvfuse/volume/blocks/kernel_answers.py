@@ -7,14 +7,14 @@ being written where Python is asked about them (`taken`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from mmap import mmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvfuse.native import blockforms as forms
-from kvfuse.native._blocks import Door
+from kvfuse.native._blocks import ANSWERS, Door
 
 if TYPE_CHECKING:
     from kvfuse.volume.blocks.block_tables import BlockTable
@@ -23,6 +23,8 @@ OFFER_SECONDS = 1.0
 """for which C answers about a folder, before Python looks at it again"""
 TABLES_MAX = 8
 """groups of blocks that a folder may have"""
+KINDS = frozenset(kind for kind, _, may, _ in ANSWERS if may)
+"""of requests that C may answer"""
 
 
 class Notes(NamedTuple):
@@ -78,6 +80,8 @@ class KernelAnswers:
         """who hears of them"""
         self.bell = -1
         """a descriptor that is readable once there are some, where there may be any"""
+        self.take_handles: Callable[[int], None] = lambda _ino: None
+        """makes handles of Python's of those of an inode that C gave, as `Door.take_handles` says"""
 
     def begin(self, attr_timeout: float, arenas_max: int, block_max: int, kept: KeptRows) -> object:
         """What ``_fusewire`` answers by. ``arenas_max``: that open blocks may keep in memory. ``block_max``: bytes.
@@ -87,6 +91,10 @@ class KernelAnswers:
         self.door.set_limits(attr_timeout, arenas_max)
         self.bell = self.door.begin_drafts(block_max, *kept)
         return self.door.way()
+
+    def answer_only(self, kinds: Collection[str]) -> None:
+        """Leave all kinds of requests but these to Python."""
+        self.door.set_kinds(sum(1 << opcode for kind, opcode, _, _ in ANSWERS if kind in kinds))
 
     def end(self) -> None:
         """Use those rows no more."""
@@ -110,8 +118,10 @@ class KernelAnswers:
             self.door.hold_name(directory, name, by)
 
     def hold_inode(self, ino: int, by: int) -> None:
-        """What the kernel knows by the number of a block is more than that."""
+        """What the kernel knows by the number of a block is more than that. Who has it open sees that, too."""
         self.door.hold_inode(ino, by)
+        if by > 0:
+            self.take_handles(ino)
 
     def name_of(self, ino: int) -> bytes | None:
         """The name by which C told the kernel of a block, if that was a moment ago."""

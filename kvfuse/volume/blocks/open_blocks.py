@@ -10,6 +10,7 @@ Who writes to the file by the kernel changes it for all who have it open by that
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from stat import S_IFREG
 from struct import Struct
@@ -28,6 +29,7 @@ from kvfuse.volume.inodes.handle import FileHandle, next_handle
 from kvfuse.volume.views import clock
 
 SECOND = 1_000_000_000
+NOBODY = Caller(0, 0)
 TORN_READS = 8
 OPENED_MAX = 8192
 LOOKED_UP_MAX = 1024
@@ -158,14 +160,16 @@ class WrittenNumbers:
     """
 
     def __init__(self, engine: BlockEngine) -> None:
-        self._door, self._tables = engine.answers.door, engine.tables
+        self._answers, self._tables = engine.answers, engine.tables
+        self._door = engine.answers.door
 
     def __contains__(self, ino: int) -> bool:
         return self._door.find_written(ino) is not None
 
     def note(self, ino: int, entry: BlockEntry) -> None:
-        """The kernel has the bytes of a block as the content of an inode."""
+        """The kernel has the bytes of a block as the content of an inode. Who has that open sees what it is now."""
         self._door.note_written(ino, entry.table.place, entry.row, entry.sequence)
+        self._answers.take_handles(ino)
 
     def forget(self, ino: int) -> None:
         """The inode gets another content."""
@@ -286,16 +290,10 @@ class OpenBlocks:
 
         Stale: it is none.
         """
-        entry = self.written.find(ino)
-        if entry is None and is_block(ino):
-            place, number, tag = split_inode(ino)
-            table = self.engine.tables.all.get(place)
-            entry = read_entry(table, number) if table is not None else None
-            if entry is not None and tag_of(entry.sequence) != tag:
-                entry = None
-        if entry is not None and not self._has_expired(entry):
-            entry.ino = ino
+        if (entry := self._named(ino)) is not None:
             return entry
+        if ino not in self.by_ino:
+            self.engine.answers.take_handles(ino)
         if (known := self.by_ino.get(ino)) is not None:
             known[0].entry.nlink = 0
             return known[0].entry
@@ -304,6 +302,19 @@ class OpenBlocks:
             if not lost.table.has_ended:
                 return lost
         raise errors.Stale(f"block {ino:#x} was removed")
+
+    def _named(self, ino: int) -> BlockEntry | None:
+        entry = self.written.find(ino)
+        if entry is None and is_block(ino):
+            place, number, tag = split_inode(ino)
+            table = self.engine.tables.all.get(place)
+            entry = read_entry(table, number) if table is not None else None
+            if entry is not None and tag_of(entry.sequence) != tag:
+                entry = None
+        if entry is None or self._has_expired(entry):
+            return None
+        entry.ino = ino
+        return entry
 
     def _follow(self, entry: BlockEntry) -> None:
         """Its table may go on in other memory."""
@@ -317,6 +328,21 @@ class OpenBlocks:
         handle = OpenBlock(entry, caller, direct=direct)
         self.by_ino.setdefault(entry.ino, []).append(handle)
         return handle
+
+    def take_over(self, ino: int) -> Iterator[tuple[int, OpenBlock]]:
+        """What C has open of a block, by fh; its arenas stay already."""
+        for fh, place, row, arena, start, size, mode, uid, gid, mtime in self.engine.answers.door.take_handles(ino):
+            entry, page = self._named(ino), start // forms.PAGE
+            if entry is None:
+                table = self.engine.tables.all[place]
+                entry = BlockEntry(
+                    ino, mode, uid, gid, size, mtime, 0, table, row, 0, arena, page, 0, 0, 0, 128, nlink=0,
+                )  # fmt: skip
+            handle = self.open(entry, NOBODY, direct=False)
+            if self._pin(arena):
+                handle.content = self.engine.arenas.by_number[arena].bytes[start : start + size].data
+                handle.pinned = arena
+            yield fh, handle
 
     async def keep(self, handle: OpenBlock) -> None:
         """Keep the content as long as the block is open, if there is room for that. Stale, EngineError."""

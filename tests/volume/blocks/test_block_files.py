@@ -466,6 +466,24 @@ async def test_a_block_is_written_again(disk: Disk, options: Options) -> None:
         assert not await door.is_there(b"one")
 
 
+async def test_a_change_by_a_number_that_is_no_more_is_not_lost(disk: Disk, options: Options) -> None:
+    """A last close may come between the kernel's lookup for a chmod and the chmod: with Stale it looks again."""
+    async with door_of(disk, options) as door:
+        change = door.volume.inodes.set_attributes
+        await door.put(b"one", b"0123456789")
+        number = (await door.look(b"one")).ino
+        await door.close(await door.open(b"one", os.O_WRONLY | os.O_TRUNC))
+        assert await door.kind(b"one") == "file"
+        assert (await door.look(b"one")).ino != number
+        with pytest.raises(errors.Stale):
+            await change(number, Changes(mode=0o600), KERNEL)
+        await door.put(b"two", b"0123456789")
+        reader = await door.open(b"two")
+        await door.volume.tree.unlink(door.folder, b"two")
+        assert (await change(reader.number, Changes(mode=0o600), KERNEL)).nlink == 0, "fchmod"
+        await door.close(reader)
+
+
 async def loaded(door: Door) -> None:
     """All heads were read."""
     await inside.lookups(door.volume).is_empty(door.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,7 +16,10 @@ import trio
 from block_tree import BlockTree, make_block_tree
 from kernel_door import (
     ATTR,
+    BATCH_FORGET,
+    FLUSH,
     FORGET,
+    FSYNC,
     GETATTR,
     LOOKUP,
     OPEN,
@@ -29,11 +33,13 @@ from kernel_door import (
 )
 from volume_lab import CALLER
 
-from kvfuse.native._blocks import Door
+from kvfuse.native._blocks import ANSWERS, Door
 from kvfuse.volume.api import Changes
 from kvfuse.volume.blocks.block_files import NAMES_HELD_MAX
 from kvfuse.volume.blocks.block_numbers import inode_of
-from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
+from kvfuse.volume.blocks.kernel_answers import KINDS, KeptRows
+
+DECISION = Path(__file__).parents[3] / "docs/internals/decisions/045-requests-answered-in-c.md"
 
 
 @pytest.fixture
@@ -78,13 +84,12 @@ async def test_an_open_block_keeps_its_bytes(
     """Whatever happens to its name; and its arena is free again at the end."""
     async with tree.opened() as (volume, engine):
         kernel = await connect(volume, ends)
-        engine.answers.begin(1.5, 100, engine.block_max, NOT_KEPT)
-        sizes = [700, 9000, 40_000]  # all are in memory
-        blocks = {b"new-%d" % number: tree.content(rng.choice(sizes)) for number in range(12)}
-        await tree.put(engine, blocks)
+        engine.answers.door.set_limits(1.5, 100)
+        blocks = {b"new-%d" % number: tree.content() for number in range(12)}
         opened = []
         for name, data in blocks.items():
             await python_says(volume, tree.directory, name)
+            await tree.put(engine, {name: data})  # it is in memory for a moment at least
             found = kernel.look_up(tree.directory, name)
             assert found is not None
             fh = kernel.open(found[0])
@@ -150,7 +155,9 @@ async def test_what_python_knows_more_of_is_pythons(tree: BlockTree, ends: tuple
         assert kernel.read(ino, fh, 0, 9) is None, "its writer changes what others read"
         assert kernel.look_up(folder, b"two") is not None
         await volume.files.release(handle)
-        assert not kernel.release(ino, fh), "Python may have made a handle of it"
+        assert not kernel.release(ino, fh), "Python has a handle of it"
+        await volume.files.release(kernel.taken.pop(fh))
+        assert not kernel.taken
         await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)  # another row, by the same number
         expected = await python_says(volume, folder, b"one")
         assert expected[0] == ino
@@ -249,6 +256,108 @@ async def test_handles_of_another_daemon_are_no_handles(
             assert kernel.read(one, fh, 0, 9) == b"bytes"
             given.add(fh)
             assert kernel.release(one, fh)
+
+
+def test_the_decision_has_the_table_of_c() -> None:
+    rows = re.findall(r"^\| (\w+) \((\d+)\) \| (yes|no) \| (.+) \|$", DECISION.read_text(), re.M)
+    assert [(kind, int(opcode), may == "yes", why) for kind, opcode, may, why in rows] == list(ANSWERS)
+
+
+async def test_what_is_not_in_the_table_is_pythons(tree: BlockTree, ends: tuple[socket.socket, socket.socket]) -> None:
+    """Whichever bytes come, and of whatever size."""
+    answered = {opcode for _, opcode, may, _ in ANSWERS if may}
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await tree.put(engine, {b"one": b"bytes"})
+        ino, _ = await python_says(volume, folder, b"one")
+        fh = kernel.open(ino)
+        assert fh is not None
+        for opcode in {*range(70), 4096, 1 << 31} - answered:
+            for node in (folder, ino):
+                for body in (b"", b"one\0", fh.to_bytes(8, "little") + bytes(120)):
+                    assert kernel.ask(opcode, node, body) is None
+        assert not kernel.release(ino, fh), "Python was asked by it"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+async def test_any_kind_may_be_left_to_python(
+    tree: BlockTree, ends: tuple[socket.socket, socket.socket], kind: str
+) -> None:
+    """Which then has to close the handles that it is asked by; C keeps none of them."""
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await tree.put(engine, {b"one": b"bytes"})
+        ino, _ = await python_says(volume, folder, b"one")
+        engine.answers.answer_only(KINDS - {kind})
+        fh = kernel.open(ino)
+        assert (fh is None) == (kind == "open")
+        renaming = struct.pack("<Q", folder) + b"one\0two\0"
+        left = {
+            "rename": kernel.ask(12, folder, renaming) is None,
+            "lookup": kernel.look_up(folder, b"one") is None,
+            "getattr": kernel.ask(GETATTR, ino, bytes(16)) is None,
+            "read": fh is not None and kernel.read(ino, fh, 0, 9) is None,
+            "release": fh is not None and not kernel.release(ino, fh),
+            "forget": kernel.ask(FORGET, ino, bytes(8)) is None,
+        }
+        many = struct.pack("<IIQQ", 1, 0, ino, 1)
+        assert (kernel.ask(BATCH_FORGET, ino, many) is None) == (kind == "forget")
+        shared = {"release"} if kind == "read" else set()
+        made = {"open", "create", "write", "flush"}
+        assert {name for name, is_left in left.items() if is_left} == {kind, *shared} - made
+        assert engine.answers.statistics()["open_handles"] == 0
+        engine.answers.answer_only(KINDS)
+        assert kernel.look_up(folder, b"one") is not None
+
+
+@pytest.mark.parametrize("opcode", [FSYNC, FLUSH, READ])
+async def test_a_handle_by_which_python_was_asked_is_pythons(
+    tree: BlockTree, ends: tuple[socket.socket, socket.socket], opcode: int
+) -> None:
+    """It made one of its own, which it would keep open if it heard of no close."""
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await tree.put(engine, {b"one": b"bytes"})
+        ino, _ = await python_says(volume, folder, b"one")
+        fhs = [kernel.open(ino) for _ in range(2)]
+        assert None not in fhs
+        engine.answers.answer_only(KINDS - {"read"})
+        assert kernel.ask(opcode, ino, struct.pack("<QQ", fhs[0] or 0, 0)) is None
+        assert not kernel.release(ino, fhs[0] or 0)
+        assert kernel.release(ino, fhs[1] or 0)
+        assert engine.answers.statistics()["open_handles"] == 0
+
+
+@pytest.mark.parametrize("change", ["bytes", "mode", "nothing"])
+async def test_who_has_a_block_open_sees_what_is_changed_by_its_number(
+    tree: BlockTree, ends: tuple[socket.socket, socket.socket], change: str
+) -> None:
+    """Also once it has no name."""
+    async with tree.opened() as (volume, engine):
+        kernel, folder = await connect(volume, ends), tree.directory
+        await python_says(volume, folder, b"absent")
+        await tree.put(engine, {b"one": b"bytes"})
+        found = kernel.look_up(folder, b"one")
+        assert found is not None
+        ino, fh = found[0], kernel.open(found[0])
+        assert fh is not None
+        if change == "bytes":
+            writer = await volume.files.open(ino, os.O_WRONLY, CALLER)
+            await volume.files.write(writer, 2, b"others")
+            await volume.files.release(writer)
+        elif change == "mode":
+            await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)
+        await volume.tree.unlink(folder, b"one")
+        if change == "nothing":
+            await volume.inodes.set_attributes(ino, Changes(mode=0o600), CALLER)  # fchmod
+        assert kernel.read(ino, fh, 0, 9) is None
+        assert kernel.ask(GETATTR, ino, bytes(16)) is None
+        handle = kernel.taken.pop(fh)
+        assert bytes(await volume.files.read(handle, 0, 9)) == (b"byothers" if change == "bytes" else b"bytes")
+        seen = await volume.inodes.attributes(ino)
+        assert (seen.nlink, seen.mode & 0o777) == (0, 0o600 if change == "mode" else 0o644)
+        assert not kernel.release(ino, fh)
+        await volume.files.release(handle)
 
 
 async def test_open_blocks_stay_open(tree: BlockTree, ends: tuple[socket.socket, socket.socket]) -> None:

@@ -1,0 +1,33 @@
+"""A daemon that has C answer some kinds of requests alone: ``kinds_daemon.py KIND,... VOLUME POINT [-o WORD]...``.
+
+Kinds are those of `KernelAnswers`; none: an empty word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from kvfuse.cli import main
+from kvfuse.volume.blocks.kernel_answers import KernelAnswers
+
+
+def answering(kinds: Collection[str]) -> tuple[str, ...]:
+    """Command of a `KvfuseMount` of this daemon."""
+    return sys.executable, __file__, ",".join(sorted(kinds))
+
+
+def leave_others(kinds: Collection[str]) -> None:
+    begin = KernelAnswers.begin
+
+    def answer_only(answers: KernelAnswers, attr_timeout: float, arenas_max: int) -> object:
+        answers.answer_only(kinds)
+        return begin(answers, attr_timeout, arenas_max)
+
+    KernelAnswers.begin = answer_only
+
+
+if __name__ == "__main__":
+    leave_others(sys.argv.pop(1).split(","))
+    sys.argv[1:1] = ["mount", "--foreground"]
+    main()
