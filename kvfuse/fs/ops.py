@@ -168,7 +168,8 @@ class KvfuseOperations(pyfuse3.Operations):
     def stats(self) -> dict[str, int | dict[str, int]]:
         """Counters and gauges of the door."""
         answered = self._answered_in_c()
-        open_count, others = answered.pop("open_handles", 0), {"absent", "read_bytes"}
+        open_count = answered.pop("open_handles", 0) + answered.pop("drafts", 0)
+        others = {"absent", "read_bytes", "written_bytes"}
         return {
             "open_handle_count": len(self._open) + open_count,
             "unexpected_error_count": self.unexpected_error_count,

@@ -29,7 +29,7 @@
 enum { FOLDERS = 1 << 12, FOLDER_TABLES = 8, HELD_MIN = 1 << 10, HANDLES_MAX = 1 << 16, LOOKS = 1 << 10, USES = 1 << 12 };
 enum { ROW_SHIFT = 26, TABLE_SHIFT = 52, NO_FLUSH = 1 << 5, PRIORITY = 128 };
 enum { DRAFTS = 256, WRITTEN = 1 << 13, PUTS = 1 << 12 };
-enum { DRAFT_TABLE = 1023, ACCESS_SHIFT = 57 }; /* place of a table that there is not; of the access mode in the handle of a draft */
+enum { ACCESS_SHIFT = 57 }; /* of the access mode in the handle of a draft */
 enum { ABSENT_NAME, MADE }; /* kinds of a look: the name means nothing, or a file was made under it */
 enum { KINDS = 64 }; /* opcodes of the kernel are smaller numbers */
 
@@ -126,6 +126,7 @@ typedef struct {
     uint32_t written_next;
     Draft drafts[DRAFTS];
     uint32_t draft_count, draft_end; /* ``draft_end``: behind the last one */
+    uint64_t next_number, last_number; /* of inodes that may be made; the last one may not */
     Use puts[PUTS];
     uint64_t put_head, put_tail, block_max;
     uint64_t *decisions; /* rows of three words in shared memory; NULL: nothing outlives this daemon */
@@ -220,6 +221,8 @@ static const Row *row_of(Door *door, uint64_t ino, uint32_t *place)
     const Numbered *written = find_written(door, ino);
     if (written)
         t = written->table, number = written->row;
+    else if (!(ino & BLOCK_MARK))
+        return NULL;
     const Table *table = door->core->tables + t;
     if (!table->is_known || table->is_ended || number >= table->index.rows_max)
         return NULL;
@@ -380,7 +383,7 @@ static uint64_t answer_getattr(Door *door, const Request *asked)
     uint64_t ino = asked->in->nodeid;
     struct fuse_attr_out out = {0};
     uint32_t place;
-    if (asked->size < sizeof *in || !(ino & BLOCK_MARK))
+    if (asked->size < sizeof *in)
         return 0;
     lock(door->core);
     int is_free = !is_held(door, mix(HELD_INODE, ino, 0));
@@ -391,7 +394,7 @@ static uint64_t answer_getattr(Door *door, const Request *asked)
     int is_draft = draft && !draft->is_taken && !draft->is_settled;
     if (is_draft)
         fill_draft(draft, &out.attr);
-    const Handle *lost = is_free && !row && !draft ? open_handle(door, ino) : NULL;
+    const Handle *lost = is_free && !row && !draft && ino & BLOCK_MARK ? open_handle(door, ino) : NULL;
     if (lost)
         out.attr = lost->attr, out.attr.nlink = 0; /* it has lost its name */
     unlock(door->core);
@@ -497,7 +500,7 @@ static uint64_t answer_open(Door *door, const Request *asked)
     uint64_t ino = asked->in->nodeid;
     struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE | NO_FLUSH};
     uint32_t place;
-    if (asked->size < sizeof *in || !(ino & BLOCK_MARK) || in->flags & (O_ACCMODE | O_TRUNC | O_DIRECT | O_APPEND))
+    if (asked->size < sizeof *in || in->flags & (O_ACCMODE | O_TRUNC | O_DIRECT | O_APPEND))
         return 0;
     lock(door->core);
     Row *row = is_held(door, mix(HELD_INODE, ino, 0)) ? NULL : (Row *)row_of(door, ino, &place);

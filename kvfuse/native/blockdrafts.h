@@ -171,13 +171,13 @@ static Draft *draft_of_name(Door *door, uint64_t folder, const uint8_t *name, si
 static Draft *take_draft(Door *door, uint32_t flags)
 {
     for (uint32_t i = 0; i < DRAFTS; i++) {
-        if (door->drafts[i].fh)
+        if (door->drafts[i].fh || door->next_number == door->last_number)
             continue;
         Draft *draft = door->drafts + i;
         uint64_t serial = ++door->serial;
         memset(draft, 0, offsetof(Draft, name));
         draft->fh = HANDLE_MARK | DRAFT_MARK | (uint64_t)(flags & O_ACCMODE) << ACCESS_SHIFT | (serial & DRAFT_SERIAL_MASK) << 16 | i;
-        draft->ino = BLOCK_MARK | (uint64_t)DRAFT_TABLE << TABLE_SHIFT | (serial & ((1ull << TABLE_SHIFT) - 1));
+        draft->ino = door->next_number++;
         door->draft_end = door->draft_end > i + 1 ? door->draft_end : i + 1;
         door->draft_count++;
         return draft;

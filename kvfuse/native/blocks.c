@@ -1560,6 +1560,19 @@ static PyObject *door_begin_drafts(PyObject *self, PyObject *args)
     return is_there ? PyLong_FromLong(DOOR->bell) : PyErr_NoMemory();
 }
 
+static PyObject *door_give_numbers(PyObject *self, PyObject *args)
+{
+    unsigned long long first, count;
+    if (!PyArg_ParseTuple(args, "KK", &first, &count))
+        return NULL;
+    lock(DOOR->core);
+    if (count)
+        DOOR->next_number = first, DOOR->last_number = first + count;
+    uint64_t left = DOOR->last_number - DOOR->next_number;
+    unlock(DOOR->core);
+    return PyLong_FromUnsignedLongLong(left);
+}
+
 static PyObject *door_note_written(PyObject *self, PyObject *args)
 {
     unsigned long long ino, sequence;
@@ -1624,10 +1637,15 @@ static PyObject *door_name_of(PyObject *self, PyObject *args)
 
 static PyObject *door_statistics(PyObject *self, PyObject *none)
 {
+    uint32_t drafts = 0; /* of which Python has no handle */
+    lock(DOOR->core);
+    for (uint32_t i = 0; i < DOOR->draft_end; i++)
+        drafts += DOOR->drafts[i].fh && !DOOR->drafts[i].is_shared;
+    unlock(DOOR->core);
     PyObject *found = Py_BuildValue("{s:K,s:K,s:K,s:I,s:I}", "absent", (unsigned long long)DOOR->absent, "read_bytes",
                                     (unsigned long long)DOOR->read_bytes, "written_bytes", (unsigned long long)DOOR->written_bytes,
                                     "open_handles", DOOR->open_count,
-                                    "drafts", DOOR->draft_count);
+                                    "drafts", drafts);
     for (int i = 0; found && i < ANSWERS; i++) {
         uint64_t count = 0; /* of all opcodes of this kind */
         for (int j = 0; answers[i].answer && j < ANSWERS; j++)
@@ -1698,6 +1716,7 @@ static PyMethodDef door_methods[] = {
     {"next_taken", door_next_taken, METH_NOARGS, "next_taken() -> a draft to take over, or None"},
     {"take_all", door_take_all, METH_NOARGS, "take_all(): all drafts are to be taken over"},
     {"has_drafts", door_has_drafts, METH_VARARGS, "has_drafts(folder)"},
+    {"give_numbers", door_give_numbers, METH_VARARGS, "give_numbers(first, count; 0: none) -> how many are left"},
     {"note_written", door_note_written, METH_VARARGS, "note_written(ino, table, row, sequence)"},
     {"forget_written", door_forget_written, METH_VARARGS, "forget_written(ino)"},
     {"find_written", door_find_written, METH_VARARGS, "find_written(ino) -> (table, row, sequence), or None"},

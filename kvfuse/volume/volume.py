@@ -83,8 +83,7 @@ class Volume:
                 if not add_handle(fh, handle):
                     names.files.open_blocks.release(handle)
 
-        engine.answers.take_handles = take_handles
-        return engine.begin_answers(attr_timeout, kept)
+        return engine.begin_answers(attr_timeout, kept, take_handles)
 
     def end_kernel_answers(self) -> None:
         """C uses what is kept no more."""

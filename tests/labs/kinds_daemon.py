@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from kvfuse.cli import main
 from kvfuse.volume.blocks.kernel_answers import KernelAnswers
@@ -20,11 +21,11 @@ def answering(kinds: Collection[str]) -> tuple[str, ...]:
 def leave_others(kinds: Collection[str]) -> None:
     begin = KernelAnswers.begin
 
-    def answer_only(answers: KernelAnswers, attr_timeout: float, arenas_max: int) -> object:
+    def answer_only(answers: KernelAnswers, *words: Any) -> object:
         answers.answer_only(kinds)
-        return begin(answers, attr_timeout, arenas_max)
+        return begin(answers, *words)
 
-    KernelAnswers.begin = answer_only
+    KernelAnswers.begin = answer_only  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

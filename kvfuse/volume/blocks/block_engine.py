@@ -1090,9 +1090,9 @@ class BlockEngine:
             if self.others is not None:
                 nursery.start_soon(failing.service, "blocks of other hosts", self.others.run)
 
-    def begin_answers(self, attr_timeout: float, kept: KeptRows) -> object:
+    def begin_answers(self, attr_timeout: float, kept: KeptRows, take_handles: Callable[[int], None]) -> object:
         """As `KernelAnswers.begin`. Event loop only, while this runs."""
-        way = self.answers.begin(attr_timeout, self.arenas.pinned_max, self.block_max, kept)
+        way = self.answers.begin(attr_timeout, self.arenas.pinned_max, self.block_max, kept, take_handles)
         self._has_bell.set()
         return way
 

@@ -107,6 +107,7 @@ class BlockFiles:
                 return
             is_writable = is_bare and self._may_write(folder)
             if is_writable:
+                engine.answers.give_numbers(self.core.inodes.next_range)
                 self._offered[folder.ino] = folder
                 if len(self._offered) > OFFERED_MAX:
                     engine.answers.hear()
@@ -132,6 +133,8 @@ class BlockFiles:
             if folder is not None and when > folder.ctime:
                 folder.mtime = folder.ctime = when
                 self.names.journal.pending.touch_times(folder)
+        if notes.changed:
+            self.engine.answers.give_numbers(self.core.inodes.next_range)
         for place, _, size in notes.puts:
             if size and (table := self.engine.tables.all.get(place)) is not None:
                 self.core.counters.writes += 1
@@ -566,7 +569,7 @@ class BlockFiles:
         sketch.data = bytearray()
         self.sketches.resize(sketch, 0)
         if ino:
-            self.sketches.by_ino.pop(ino, None)
+            self.sketches.lose_number(ino)
         if sketch.nlink:
             if any(await self.engine.remove(sketch.directory, [name])):
                 await self.engine.writer.flush()
@@ -587,8 +590,10 @@ class BlockFiles:
             name = DRAFT + b"%x" % (ino or like.ino)
             await self.remove_file(directory, name)
         self._drafts.add((directory, name))
+        is_uncounted = bool(ino) and not self.core.places.known(ino)  # C gave the number to the kernel
         _, node = await self.names.create(directory, name, S_IFREG | S_IMODE(like.mode), caller, ino=ino)
-        self.core.places.forget(node.ino, 1)
+        if not is_uncounted:
+            self.core.places.forget(node.ino, 1)
         node.mode, node.gid = S_IFREG | S_IMODE(like.mode), like.gid
         try:
             done = 0

@@ -27,7 +27,7 @@ from kvfuse.volume.tier.revocable import RevocableMemory, Supply
 
 log = logging.getLogger(__name__)
 
-TABLES_MAX = 1023
+TABLES_MAX = 1024
 """each takes two descriptors here, and two in the holder"""
 TABLES_KEPT, TABLES_OF_EACH = 256, 8
 """so many are kept for users that own fewer than this: nobody uses them up for others"""

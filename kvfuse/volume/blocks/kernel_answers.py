@@ -23,6 +23,8 @@ OFFER_SECONDS = 1.0
 """for which C answers about a folder, before Python looks at it again"""
 TABLES_MAX = 8
 """groups of blocks that a folder may have"""
+NUMBERS = 1024
+"""of inodes, that C has at a time"""
 KINDS = frozenset(kind for kind, _, may, _ in ANSWERS if may)
 """of requests that C may answer"""
 
@@ -83,12 +85,16 @@ class KernelAnswers:
         self.take_handles: Callable[[int], None] = lambda _ino: None
         """makes handles of Python's of those of an inode that C gave, as `Door.take_handles` says"""
 
-    def begin(self, attr_timeout: float, arenas_max: int, block_max: int, kept: KeptRows) -> object:
+    def begin(
+        self, attr_timeout: float, arenas_max: int, block_max: int, kept: KeptRows, take_handles: Callable[[int], None]
+    ) -> object:
         """What ``_fusewire`` answers by. ``arenas_max``: that open blocks may keep in memory. ``block_max``: bytes.
 
-        ``kept``: what outlives this daemon. Blocks that were open in the former one are open.
+        ``kept``: what outlives this daemon. Blocks that were open in the former one are open. ``take_handles``: see the
+        attribute.
         """
         self.door.set_limits(attr_timeout, arenas_max)
+        self.take_handles = take_handles
         self.bell = self.door.begin_drafts(block_max, *kept)
         return self.door.way()
 
@@ -139,6 +145,11 @@ class KernelAnswers:
             self.door.take_all()
         while (found := self.door.next_taken()) is not None:
             yield Draft(*found)
+
+    def give_numbers(self, take: Callable[[int], int]) -> None:
+        """Have it have some inode numbers. ``take``: takes so many that follow each other; the first one."""
+        if self.door.give_numbers(0, 0) < NUMBERS // 2:
+            self.door.give_numbers(take(NUMBERS), NUMBERS)
 
     def has_drafts(self, directory: int) -> bool:
         """Files are being written there of which Python does not know."""

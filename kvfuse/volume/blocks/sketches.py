@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.volume.api import Caller
-from kvfuse.volume.blocks.block_numbers import is_block
 from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory
 from kvfuse.volume.inodes.handle import FileHandle, next_handle
@@ -145,8 +144,7 @@ class Sketches:
     def add(self, sketch: Sketch) -> None:
         """A new sketch. Its name is free, if it has one."""
         self.by_ino[sketch.ino] = sketch
-        if is_block(sketch.ino):
-            self.answers.hold_inode(sketch.ino, 1)
+        self.answers.hold_inode(sketch.ino, 1)
         if sketch.nlink:
             self.enter(sketch)
 
@@ -180,10 +178,14 @@ class Sketches:
     def end(self, sketch: Sketch) -> None:
         """Nobody has it open."""
         self.leave(sketch)
-        if self.by_ino.pop(sketch.ino, None) is not None and is_block(sketch.ino):
-            self.answers.hold_inode(sketch.ino, -1)
+        self.lose_number(sketch.ino)
         sketch.data = bytearray()
         self.resize(sketch, 0)
+
+    def lose_number(self, ino: int) -> None:
+        """The number means no sketch any more, if it did."""
+        if self.by_ino.pop(ino, None) is not None:
+            self.answers.hold_inode(ino, -1)
 
     def in_directory(self, directory: int) -> list[Sketch]:
         if directory not in self.names_held:

@@ -55,6 +55,13 @@ class NumberRange:
         self._word[0] = self._next
         return value
 
+    def next_range(self, count: int) -> int:
+        """The first of so many that follow each other. Not of a shared volume."""
+        first = self.next()
+        self._next += count - 1
+        self._word[0] = self._next
+        return first
+
     def pass_over(self, number: int) -> None:
         """A daemon before this one gave this number, whether it was announced or not."""
         self._next = max(self._next, number + 1)

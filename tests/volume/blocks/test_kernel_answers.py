@@ -364,7 +364,7 @@ async def test_open_blocks_stay_open(tree: BlockTree, ends: tuple[socket.socket,
     """By the handles that the former daemon gave."""
     async with tree.opened() as (volume, engine):
         kernel, folder, kept = await connect(volume, ends), tree.directory, KeptRows(bytearray(), bytearray(24 * 8))
-        engine.answers.begin(1.5, 100, engine.block_max, kept)
+        engine.answers.begin(1.5, 100, engine.block_max, kept, lambda _: None)
         blocks = {b"new-%d" % number: b"%d" % number * 5000 for number in range(6)}
         await tree.put(engine, blocks)
         opened = {}
