@@ -371,6 +371,16 @@ class OpenFiles:
         await self._volume.files.release(handle)
         return True
 
+    def release_at_once(self, fh: int) -> bool:
+        """As `release`, of an ordinary file that this process opened or restored. False: nothing was done."""
+        handle = self._handles.get(fh)
+        if handle is None or fh & GIVEN_IN_C or not self._volume.files.release_at_once(handle):
+            return False
+        del self._handles[fh]
+        if self._table is not None:
+            self._table.remove(fh, self._inodes.pop(fh))
+        return True
+
     def _remove_row(self, fh: int, ino: int) -> None:
         if self._table is not None:
             self._table.remove(fh, ino)

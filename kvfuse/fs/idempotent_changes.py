@@ -147,10 +147,8 @@ class IdempotentChanges:
         self._volume.tree.forget(meant.ino, 1)
         return meant.ino
 
-    async def _find_made(self, former: Decision | None, parent: int, name: bytes) -> Attributes | None:
+    async def _find_made(self, former: Decision, parent: int, name: bytes) -> Attributes | None:
         """Look up what the request made in a former daemon; the lookup counts. None: that is missing."""
-        if former is None:
-            return None
         meant = await self._look_up(parent, name)
         if meant is not None and meant.ino != former.ino:
             self._volume.tree.forget(meant.ino, 1)
@@ -163,7 +161,7 @@ class IdempotentChanges:
         self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
     ) -> tuple[Handle, Attributes]:
         unique, former = self._pop_former()
-        made = await self._find_made(former, parent, name)
+        made = await self._find_made(former, parent, name) if former is not None else None
         if made is not None:
             return await self._volume.files.open(made.ino, flags & ~os.O_TRUNC, caller), made
         return await self._run_change(unique, self._volume.tree.create(parent, name, mode, caller, flags))
@@ -182,7 +180,7 @@ class IdempotentChanges:
 
     async def _make(self, parent: int, name: bytes, make: Callable[[], Awaitable[Attributes]]) -> Attributes:
         unique, former = self._pop_former()
-        made = await self._find_made(former, parent, name)
+        made = await self._find_made(former, parent, name) if former is not None else None
         return made if made is not None else await self._run_change(unique, make())
 
     # -- names that are removed or moved -------------------------------------------------------------

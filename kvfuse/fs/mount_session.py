@@ -301,7 +301,7 @@ async def _answer_kernel(
         nursery.start_soon(failing.vital_task, _end_when_stopped, stop, session, nursery.cancel_scope)
         try:
             with failing.vital():
-                await _run_main_loop(session)
+                await _run_main_loop(session, operations)
             session.detached |= not (session.is_ending or session.is_left)  # only an unmount ends the loop otherwise
         finally:
             if not session.is_left:
@@ -309,10 +309,11 @@ async def _answer_kernel(
         nursery.cancel_scope.cancel()
 
 
-async def _run_main_loop(session: _Session) -> None:
+async def _run_main_loop(session: _Session, operations: KvfuseOperations) -> None:
     """Run pyfuse3's main loop. Returns when the connection has ended, or after `pyfuse3.terminate`."""
     wakefulness = Wakefulness(wanted=session.options.keep_awake)
     take_turns(wakefulness, session.leaving.gate)
+    operations.answer_at_once()
     try:
         await pyfuse3.main(min_tasks=IDLE_TASKS, max_tasks=TASKS_MAX)
     except* OSError as group:
@@ -322,6 +323,7 @@ async def _run_main_loop(session: _Session) -> None:
             raise others from None
     finally:
         fusewire.end_readers()
+        fusewire.answer_at_once()
         wakefulness.close()
 
 

@@ -221,6 +221,40 @@ class KvfuseOperations(pyfuse3.Operations):
         info.direct_io = False
         return info
 
+    # -- without a task ------------------------------------------------------------------------------
+
+    def answer_at_once(self) -> None:
+        """Answer what is asked most without a task for each request, where that need not wait: see `fusewire`."""
+        fusewire.answer_at_once(self._look_up, self._get_attributes, self._forget, self._release)
+
+    def _look_up(self, parent: int, name: bytes) -> tuple[Attributes | None, float, float] | None:
+        if is_virtual(parent) or (parent == ROOT_INODE and name == FOLDER_NAME):
+            return None
+        found = self._volume.tree.look_up_at_once(parent, name)
+        if found is None:
+            return None
+        self.requests["lookup"] += 1
+        if found is False:
+            return None, self.absences.note_directory(parent), 0.0
+        return found, self.names.note_directory(parent), self.attr_timeout
+
+    def _get_attributes(self, ino: int) -> tuple[Attributes | None, float, float] | None:
+        found = None if is_virtual(ino) else self._volume.inodes.attributes_at_once(ino)
+        if found is None:
+            return None
+        self.requests["getattr"] += 1
+        return found, 0.0, self.attr_timeout
+
+    def _forget(self, ino: int, count: int) -> None:
+        self.requests["forget"] += 1
+        if not is_virtual(ino):
+            self._volume.tree.forget(ino, count)
+
+    def _release(self, fh: int) -> bool:
+        is_released = not is_virtual_handle(fh) and self._open.release_at_once(fh)
+        self.requests["release"] += is_released
+        return is_released
+
     # -- names ---------------------------------------------------------------------------------------
 
     @answer_request

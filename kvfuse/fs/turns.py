@@ -33,13 +33,13 @@ from kvfuse.native import fusewire
 
 TURN_SECONDS = 0.0005
 """longest time that workers answer requests in a row before the event loop's other tasks run"""
-SPIN_SECONDS = 100e-6
-"""time that a worker polls for the next request before it sleeps: a caller with many small ones needs less than that
-between them, and a sleep with its wake-up takes as long and more"""
-REMEMBERED_SECONDS = 20 * SPIN_SECONDS
+BLOCKED_SECONDS = 100e-6
+"""time for which a worker blocks the thread until the next request, before it waits as a task: a caller with many small
+ones needs less than that between them, and the event loop's wait takes several times the processor time"""
+REMEMBERED_SECONDS = 20 * BLOCKED_SECONDS
 """longer waits count as this one, so that one long wait does not outweigh many short ones"""
 TRIAL_WAITS = 16
-"""after so many sleeps one wait spins, as sleeping makes short waits long, and hides them"""
+"""after so many waits as a task one wait blocks the thread, as tasks make short waits long, and hide them"""
 
 
 class TurnLock:
@@ -110,7 +110,7 @@ class RequestGate:
 
 
 class Requests:
-    """Waits for the kernel's requests: spins briefly where they follow quickly, else sleeps.
+    """Waits for the kernel's requests: in the thread where they follow quickly, else as a task.
 
     It reports each wait to ``wakefulness``, and waits while ``gate`` is shut.
     """
@@ -125,7 +125,7 @@ class Requests:
         self._usual = 0.0
         """moving average of waits, in seconds"""
         self._slept = 0
-        """waits since the last one that spun"""
+        """waits since the last one in the thread"""
         self._is_watched = False
 
     async def wait_for_request(self, descriptor: int) -> None:
@@ -146,7 +146,7 @@ class Requests:
                 await self._gate.wait_until_open()
                 continue
             began = time.perf_counter()
-            if self._poll.poll(0) or self._spin_for_request(began):
+            if self._poll.poll(0) or self._block_for_request(source):
                 self._wakefulness.note_wait(0.0)
                 if time.perf_counter() - self._turn_began < TURN_SECONDS:
                     return
@@ -188,17 +188,16 @@ class Requests:
                 self._wakefulness.allow_sleep()
         self._is_watched = False
 
-    def _spin_for_request(self, began: float) -> bool:
-        """Poll for a request for a while, if waits were short lately. Each poll releases the interpreter lock."""
-        if self._usual > SPIN_SECONDS and self._slept < TRIAL_WAITS:
+    def _block_for_request(self, source: int) -> bool:
+        """Block the thread until a request is there, for a while, if waits were short lately."""
+        if self._usual > BLOCKED_SECONDS and self._slept < TRIAL_WAITS:
             self._slept += 1
             return False
         self._slept = 0
-        while time.perf_counter() - began < SPIN_SECONDS:
-            if self._poll.poll(0):
-                self._usual = 0.0
-                return True
-        return False
+        is_there = fusewire.await_request(source, BLOCKED_SECONDS)
+        if is_there:
+            self._usual = 0.0
+        return is_there
 
     def _learn_wait(self, took: float) -> None:
         self._wakefulness.note_wait(took)

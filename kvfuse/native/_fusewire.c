@@ -48,6 +48,7 @@ pages of an answer are populated before the kernel copies it: a daemon that is k
 #define PARALLEL_DIRECT_WRITES (1u << 6)
 #define INIT_EXT (1u << 30)
 #define HEADER_SIZE 4096         /* room for all of a WRITE that is not content, as libfuse has it */
+#define BLOCK_SIZE 4096          /* of st_blksize */
 #define CONTENT_SIZE_MIN 131072  /* attributes have 64 KiB, and INIT wants 8 KiB */
 #define POPULATED_SECONDS 1
 #ifndef MADV_POPULATE_READ
@@ -98,7 +99,8 @@ typedef struct room {
     struct room *next;
 } Room;
 
-enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 15000, SPIN_GAP_NS = 15000, LONG = 32768 };
+enum { READERS_MAX = 8, ROOMS_MORE = 4, SPIN_NS = 15000, SPIN_GAP_NS = 15000, TURN_NS = 500000, LONG = 32768 };
+enum { SOON_NS = 100000, MISSED_MAX = 2, TRIALS = 16 };
 
 typedef struct {
     uint64_t (*answer)(void *, int, const void *, size_t); /* 0: not; else the number of the file that was made, or 1 */
@@ -125,6 +127,16 @@ static struct populated {
     size_t size;
     time_t second;
 } populated[1 << 12];
+
+/* Python's functions that answer without a task of their own, or NULL; see `fusewire.answer_at_once`. */
+static struct {
+    PyObject *look_up, *get_attributes, *forget, *release;
+} at_once;
+
+/* Names of an inode's attributes, as `api.Attributes` has them. */
+static struct {
+    PyObject *ino, *mode, *nlink, *uid, *gid, *rdev, *size, *blocks, *atime, *mtime, *ctime;
+} names_of;
 
 static uint64_t *place_of(uint64_t ino)
 {
@@ -372,24 +384,6 @@ static int receive_queued(struct fuse_session *se)
     return room->length;
 }
 
-__attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
-{
-    if (!make_room())
-        return -ENOMEM;
-    int size;
-    if (init.is_due) {
-        memcpy(request_room.bytes, init.bytes, init.size);
-        size = (int)init.size;
-        init.is_due = 0;
-    } else
-        size = readers.queued >= 0 ? receive_queued(se) : receive(se);
-    if (size == -EAGAIN || (size > 0 && answers_itself(session_fd(se), request_room.bytes, size)))
-        return -EINTR; /* pyfuse3 waits for the next one */
-    buf->size = size > 0 ? size : 0;
-    buf->flags = 0;
-    return size;
-}
-
 static void forget_all(const struct fuse_in_header *in, size_t size)
 {
     const struct fuse_batch_forget_in *batch = (const void *)(in + 1);
@@ -399,6 +393,190 @@ static void forget_all(const struct fuse_in_header *in, size_t size)
     size_t room = (size - sizeof(*in) - sizeof(*batch)) / sizeof(*one);
     for (size_t index = 0; index < batch->count && index < room; index++)
         forget_plain(one[index].nodeid);
+}
+
+/* -- answers of Python without a task ----------------------------------------------------------- */
+
+static void split(double seconds, uint64_t *whole, uint32_t *nanoseconds)
+{
+    double kept = seconds < 0 ? 0 : seconds < 1e9 ? seconds : 1e9;
+    *whole = (uint64_t)kept;
+    *nanoseconds = (uint32_t)((kept - floor(kept)) * 1e9);
+}
+
+/* An attribute's value. Where there is none, an exception is set. */
+static uint64_t number_of(PyObject *from, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(from, name);
+    uint64_t number = value ? PyLong_AsUnsignedLongLong(value) : 0;
+    Py_XDECREF(value);
+    return number;
+}
+
+static uint64_t time_of(PyObject *from, PyObject *name, uint32_t *nanoseconds)
+{
+    PyObject *value = PyObject_GetAttr(from, name);
+    long long time = value ? PyLong_AsLongLong(value) : 0, billion = 1000000000, rest = (time % billion + billion) % billion;
+    Py_XDECREF(value);
+    *nanoseconds = (uint32_t)rest;
+    return (uint64_t)((time - rest) / billion);
+}
+
+static struct fuse_attr attributes_of(PyObject *from)
+{
+    struct fuse_attr out = {.blksize = BLOCK_SIZE};
+    out.ino = number_of(from, names_of.ino);
+    out.mode = (uint32_t)number_of(from, names_of.mode);
+    out.nlink = (uint32_t)number_of(from, names_of.nlink);
+    out.uid = (uint32_t)number_of(from, names_of.uid);
+    out.gid = (uint32_t)number_of(from, names_of.gid);
+    out.rdev = (uint32_t)number_of(from, names_of.rdev);
+    out.size = number_of(from, names_of.size);
+    out.blocks = number_of(from, names_of.blocks);
+    out.atime = time_of(from, names_of.atime, &out.atimensec);
+    out.mtime = time_of(from, names_of.mtime, &out.mtimensec);
+    out.ctime = time_of(from, names_of.ctime, &out.ctimensec);
+    return out;
+}
+
+static int send_answer(int fd, uint64_t to, void *answer, size_t size)
+{
+    struct fuse_out_header *out = answer;
+    *out = (struct fuse_out_header){.len = (uint32_t)size, .unique = to};
+    if (write(fd, answer, size) < 0 && errno != ENOENT) /* who asked was killed */
+        PySys_WriteStderr("kvfuse: the kernel refuses an answer: %s\n", strerror(errno));
+    return 1;
+}
+
+/* ``found``: (attributes, or None for no such name; seconds for the name; seconds for these), or None. It is consumed. */
+static int answer_found(int fd, const struct fuse_in_header *in, PyObject *found)
+{
+    struct {
+        struct fuse_out_header header;
+        struct fuse_entry_out entry;
+    } name = {0};
+    struct {
+        struct fuse_out_header header;
+        struct fuse_attr_out attr;
+    } inode = {0};
+    PyObject *attributes;
+    double name_seconds, seconds;
+    if (!found || found == Py_None || !PyArg_ParseTuple(found, "Odd", &attributes, &name_seconds, &seconds)) {
+        Py_XDECREF(found);
+        return 0;
+    }
+    split(name_seconds, &name.entry.entry_valid, &name.entry.entry_valid_nsec);
+    if (attributes != Py_None) {
+        split(seconds, &name.entry.attr_valid, &name.entry.attr_valid_nsec);
+        name.entry.attr = attributes_of(attributes);
+        name.entry.nodeid = name.entry.attr.ino;
+    }
+    Py_DECREF(found);
+    if (PyErr_Occurred())
+        return 0;
+    if (in->opcode == FUSE_LOOKUP)
+        return send_answer(fd, in->unique, &name, sizeof name);
+    inode.attr.attr_valid = name.entry.attr_valid, inode.attr.attr_valid_nsec = name.entry.attr_valid_nsec;
+    inode.attr.attr = name.entry.attr;
+    return send_answer(fd, in->unique, &inode, sizeof inode);
+}
+
+static int forget_one(uint64_t ino, uint64_t count)
+{
+    PyObject *none = PyObject_CallFunction(at_once.forget, "KK", (unsigned long long)ino, (unsigned long long)count);
+    Py_XDECREF(none);
+    return none != NULL;
+}
+
+/* 0: it is for pyfuse3. ``rest``: of the request, after its header. */
+static int answers_at_once(int fd, const struct fuse_in_header *in, const char *rest, size_t size)
+{
+    struct fuse_out_header done;
+    PyObject *found = NULL;
+    int is_answered = 0;
+    if (in->opcode == FUSE_LOOKUP && size && !rest[size - 1])
+        is_answered = answer_found(fd, in, PyObject_CallFunction(at_once.look_up, "Ky", (unsigned long long)in->nodeid, rest));
+    else if (in->opcode == FUSE_GETATTR)
+        is_answered = answer_found(fd, in, PyObject_CallFunction(at_once.get_attributes, "K", (unsigned long long)in->nodeid));
+    else if (in->opcode == FUSE_FORGET && size >= sizeof(struct fuse_forget_in)) {
+        forget_one(in->nodeid, ((const struct fuse_forget_in *)rest)->nlookup);
+        is_answered = 1;
+    } else if (in->opcode == FUSE_BATCH_FORGET && size >= sizeof(struct fuse_batch_forget_in)) {
+        const struct fuse_batch_forget_in *batch = (const void *)rest;
+        const struct fuse_forget_one *one = (const void *)(batch + 1);
+        size_t count = (size - sizeof *batch) / sizeof *one;
+        for (size_t i = 0; i < count && i < batch->count; i++)
+            if (!forget_one(one[i].nodeid, one[i].nlookup))
+                PyErr_WriteUnraisable(at_once.forget);
+        is_answered = 1;
+    } else if (in->opcode == FUSE_RELEASE && size >= sizeof(struct fuse_release_in)) {
+        found = PyObject_CallFunction(at_once.release, "K", (unsigned long long)((const struct fuse_release_in *)rest)->fh);
+        is_answered = found == Py_True && send_answer(fd, in->unique, &done, sizeof done);
+        Py_XDECREF(found);
+    }
+    if (PyErr_Occurred())
+        PyErr_WriteUnraisable(NULL);
+    return is_answered;
+}
+
+static int is_answered(int fd, const char *bytes, size_t size)
+{
+    const struct fuse_in_header *in = (const void *)bytes;
+    if (answers_itself(fd, bytes, size))
+        return 1;
+    if (size < sizeof *in || !at_once.look_up)
+        return 0;
+    if (in->opcode == FUSE_FORGET)
+        forget_plain(in->nodeid);
+    else if (in->opcode == FUSE_BATCH_FORGET)
+        forget_all(in, size);
+    return answers_at_once(fd, in, bytes + sizeof *in, size - sizeof *in);
+}
+
+static int is_readable(int fd, int64_t ns)
+{
+    struct pollfd coming = {.fd = fd, .events = POLLIN};
+    return ppoll(&coming, 1, &(struct timespec){ns / 1000000000, ns % 1000000000}, NULL) > 0;
+}
+
+/* The next request, as `receive` has it; the event loop waits with this thread. So where it did not come soon the last times,
+   most do not wait for it here. */
+static int receive_soon(struct fuse_session *se)
+{
+    static unsigned missed;
+    int size;
+    if (readers.queued >= 0)
+        return receive_queued(se);
+    if (missed >= MISSED_MAX && ++missed % TRIALS)
+        return -EAGAIN;
+    Py_BEGIN_ALLOW_THREADS
+    size = is_readable(session_fd(se), SOON_NS) ? receive(se) : -EAGAIN;
+    Py_END_ALLOW_THREADS
+    missed = size == -EAGAIN ? missed + 1 : 0;
+    return size;
+}
+
+__attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
+{
+    if (!make_room())
+        return -ENOMEM;
+    int size;
+    int64_t began = 0;
+    if (init.is_due) {
+        memcpy(request_room.bytes, init.bytes, init.size);
+        size = (int)init.size;
+        init.is_due = 0;
+    } else
+        size = readers.queued >= 0 ? receive_queued(se) : receive(se);
+    while (size > 0 && is_answered(session_fd(se), request_room.bytes, (size_t)size)) {
+        began = began ? began : now_ns();
+        size = now_ns() - began < TURN_NS ? receive_soon(se) : -EAGAIN;
+    }
+    if (size == -EAGAIN)
+        return -EINTR; /* pyfuse3 waits for the next one */
+    buf->size = size > 0 ? size : 0;
+    buf->flags = 0;
+    return size;
 }
 
 static void change_answer(const struct fuse_init_in *asked, char *answer, size_t size)
@@ -531,13 +709,6 @@ static struct fuse_open_out opened(const struct fuse_file_info *fi)
     return out;
 }
 
-static void split(double seconds, uint64_t *whole, uint32_t *nanoseconds)
-{
-    double kept = seconds < 0 ? 0 : seconds < 1e9 ? seconds : 1e9;
-    *whole = (uint64_t)kept;
-    *nanoseconds = (uint32_t)((kept - floor(kept)) * 1e9);
-}
-
 static struct fuse_entry_out entry_of(const struct fuse_entry_param *e)
 {
     struct fuse_entry_out out = {.nodeid = e->ino, .generation = e->generation};
@@ -594,6 +765,18 @@ static PyObject *configure(PyObject *self, PyObject *args, PyObject *kwargs)
     wire.unwanted = unwanted;
     wire.background = background;
     wire.knows_plain = knows_plain;
+    Py_RETURN_NONE;
+}
+
+static PyObject *answer_at_once(PyObject *self, PyObject *args)
+{
+    PyObject *all[4] = {NULL}, **kept[4] = {&at_once.look_up, &at_once.get_attributes, &at_once.forget, &at_once.release};
+    if (!PyArg_ParseTuple(args, "|OOOO", &all[0], &all[1], &all[2], &all[3]))
+        return NULL;
+    for (int i = 0; i < 4; i++) {
+        Py_XINCREF(all[i]);
+        Py_XSETREF(*kept[i], all[i]);
+    }
     Py_RETURN_NONE;
 }
 
@@ -688,6 +871,18 @@ static PyObject *are_queued(PyObject *self, PyObject *none)
     return PyBool_FromLong(are);
 }
 
+static PyObject *await_request(PyObject *self, PyObject *args)
+{
+    int fd, is_there;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "id", &fd, &seconds))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    is_there = is_readable(fd, (int64_t)(seconds * 1e9));
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(is_there);
+}
+
 static PyObject *stop_readers(PyObject *self, PyObject *none)
 {
     uint64_t one = 1, count;
@@ -746,12 +941,14 @@ static PyMethodDef methods[] = {
     {"writes_back", (PyCFunction)writes_back, METH_NOARGS, "See fusewire.py."},
     {"request", (PyCFunction)request, METH_NOARGS, "See fusewire.py."},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, "See fusewire.py."},
+    {"answer_at_once", answer_at_once, METH_VARARGS, "See fusewire.py."},
     {"connection", connection, METH_NOARGS, "See fusewire.py."},
     {"replay", replay, METH_VARARGS, "See fusewire.py."},
     {"start_readers", start_readers, METH_VARARGS, "See fusewire.py."},
     {"source", source, METH_VARARGS, "See fusewire.py."},
     {"end_way", end_way, METH_NOARGS, "See fusewire.py."},
     {"are_queued", are_queued, METH_NOARGS, "See fusewire.py."},
+    {"await_request", await_request, METH_VARARGS, "See fusewire.py."},
     {"stop_readers", stop_readers, METH_NOARGS, "See fusewire.py."},
     {"node", node, METH_NOARGS, "See fusewire.py."},
     {"forget", forget, METH_O, "See fusewire.py."},
@@ -786,5 +983,9 @@ PyMODINIT_FUNC PyInit__fusewire(void)
         || !find(library, "fuse_session_fd", &session_fd) || !find(library, "fuse_session_exited", &session_exited)
         || !find(library, "fuse_session_exit", &session_exit))
         return NULL;
+    static const char *const words[] = {"ino", "mode", "nlink", "uid", "gid", "rdev", "size", "blocks", "atime", "mtime", "ctime"};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (!(((PyObject **)&names_of)[i] = PyUnicode_InternFromString(words[i])))
+            return NULL;
     return PyModule_Create(&module);
 }

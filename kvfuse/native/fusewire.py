@@ -14,6 +14,8 @@ With it the daemon
 * answers in C what the kernel asks before each write: whether the file has ``security.capability``. A file that was
   made here and never got an attribute has none. On shared volumes that holds in relaxed folders, until this host hears
   that another one changed the file (`forget`);
+* has Python answer requests that need not wait without a task, a context and a reply object for each
+  (`answer_at_once`): most lookups, forgets, closes;
 * has threads that read requests, and answer in C what is asked most of blocks (`use`); the event loop gets the others;
 * gets LSEEK from the kernel (`sought`), which pyfuse3 does not know: the handler of GETXATTR is called for it.
 
@@ -118,6 +120,11 @@ def source(descriptor: int) -> int:
     return int(_wire.source(descriptor))
 
 
+def await_request(descriptor: int, seconds: float) -> bool:
+    """Block this thread until ``descriptor`` is readable. False: it was not in time, or it is not known."""
+    return _wire is not None and bool(_wire.await_request(descriptor, seconds))
+
+
 def _start_readers() -> None:
     global _are_reading
     is_due = not (_are_reading or _are_held) and _connection >= 0
@@ -160,6 +167,17 @@ def end_readers() -> None:
 def node() -> int:
     """The inode that the request which is being handled is about. As for `request`."""
     return _wire.node() if _wire is not None else 0
+
+
+def answer_at_once(*functions: Callable[..., object]) -> None:
+    """Have the event loop answer some requests without a task for each, by these functions; by none from now on.
+
+    ``look_up(directory, name)`` and ``get_attributes(inode)`` return (attributes, None for an absent name; seconds for
+    which the kernel may cache the name; and these), ``release(handle)`` returns True. A request for which they return
+    None goes to pyfuse3. ``forget(inode, count)`` always does its work. None of them waits.
+    """
+    if _wire is not None:
+        _wire.answer_at_once(*functions)
 
 
 def connection() -> tuple[bytes, int] | None:

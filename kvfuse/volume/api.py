@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -209,6 +209,9 @@ class TreeApi(Protocol):
     async def lookup(self, parent: int, name: bytes) -> Attributes:
         """The inode called ``name`` ("." and ".." too), counted once more as known to the kernel. NotFound."""
 
+    def look_up_at_once(self, parent: int, name: bytes) -> Attributes | Literal[False] | None:
+        """As `lookup`, in a directory whose names the kernel may cache. False: no such name. None: ask `lookup`."""
+
     def forget(self, ino: int, count: int) -> None:
         """The kernel dropped ``count`` of its references."""
 
@@ -299,12 +302,17 @@ class FileApi(Protocol[H]):
         """
 
     async def release(self, handle: H) -> None: ...
+    def release_at_once(self, handle: H) -> bool:
+        """As `release`, of an ordinary file. False: nothing was done."""
 
 
 class InodeApi(Protocol):
     """Inodes, whatever their names."""
 
     async def attributes(self, ino: int) -> Attributes: ...
+    def attributes_at_once(self, ino: int) -> Attributes | None:
+        """Those that the kernel may cache. None: ask `attributes`."""
+
     def may_keep_attributes(self, ino: int) -> bool:
         """The kernel may cache attributes of an inode. False: it asks again before it shows them."""
 

@@ -12,7 +12,7 @@ import stat
 from bisect import bisect_left
 from collections.abc import Iterator
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import trio
 
@@ -70,6 +70,12 @@ class Inodes:
             return blocks.attributes(ino)
         node = await self._lookups.find_current(ino)
         self._access.look(node.map)
+        return node
+
+    def attributes_at_once(self, ino: int) -> Attributes | None:
+        node = self._lookups.find_node_at_once(ino) if self._blocks_of(ino) is None else None
+        if node is not None:
+            self._access.look(node.map)
         return node
 
     async def set_attributes(self, ino: int, changes: Changes, caller: Caller) -> Attributes:
@@ -448,18 +454,24 @@ class Files:
             if handle.file is None:
                 return
             handle = handle.file
+        self.release_at_once(handle)
+
+    def release_at_once(self, handle: FileHandle | BlockHandle) -> bool:
+        if isinstance(handle, OpenBlock | SketchHandle):
+            return False
         node = handle.node
         node.writers -= handle.writable
         if node.forgotten:
             node.handles -= 1
-            return
+            return True
         if node.nlink and handle.writable and node.writers == 0:
             if node.aside:
                 self._journal.pending.reconsider(node)
             if has_unsealed(node):
                 self._background.start_soon(failing.once, "seals", self._seal, node)
-                return
+                return True
         self._drop_handle(node)
+        return True
 
     def _drop_handle(self, node: Node) -> None:
         """Drop a released handle; the last one of an unlinked file frees the file."""
@@ -511,20 +523,24 @@ class Tree:
         self._access, self._files = parts.mapper.access, files
         self._blocks = parts.block_names
 
+    def _may_have_blocks(self, directory: int) -> bool:
+        return self._blocks is not None and self._blocks.is_known_block_directory(directory)
+
     async def _block_folder(self, directory: int, name: bytes = b"") -> tuple[BlockNames, Node] | None:
-        """If it is a directory of blocks."""
+        """If it is a directory of blocks. Most are not, as `_may_have_blocks` tells without a coroutine."""
         folder = await self._blocks.folder(directory, name) if self._blocks is not None else None
         return (self._blocks, folder) if self._blocks is not None and folder is not None else None
 
     async def _check_free(self, directory: int, name: bytes) -> None:
         """Exists: a block has the name."""
-        if (at := await self._block_folder(directory)) is not None:
+        if self._may_have_blocks(directory) and (at := await self._block_folder(directory)) is not None:
             at[0].check_free(at[1], name)
 
     async def lookup(self, parent: int, name: bytes) -> Attributes:
         core, lookups = self._core, self._lookups
         core.counters.lookups += 1
-        at = await self._block_folder(parent, name) if name not in DOTS else None
+        may_have_blocks = self._may_have_blocks(parent) and name not in DOTS
+        at = await self._block_folder(parent, name) if may_have_blocks else None
         if at is not None:
             await at[0].files.offer(at[1])
             if (found := at[0].look_up(at[1], name)) is not None:
@@ -536,6 +552,19 @@ class Tree:
                 at[0].look_failed(at[1], name)
             raise errors.NotFound(name)
         return lookups.count_lookup(node)
+
+    def look_up_at_once(self, parent: int, name: bytes) -> Attributes | Literal[False] | None:
+        if self._may_have_blocks(parent):
+            return None
+        core, node = self._core, self._lookups.find_at_once(parent, name)
+        if node is None:
+            return None
+        core.counters.lookups += 1
+        if node is False:
+            core.counters.absent_lookups += 1
+            return False
+        core.places.add(node.ino, node.parent, node.name)
+        return node
 
     def forget(self, ino: int, count: int) -> None:
         if is_block(ino):
@@ -554,14 +583,14 @@ class Tree:
             self._core.places.add(entry.attributes.ino, parent, entry.name)
 
     def may_keep(self, directory: int, *, means_directory: bool = False) -> bool:
-        if not means_directory and self._blocks is not None and self._blocks.is_known_block_directory(directory):
+        if not means_directory and self._may_have_blocks(directory):
             return False  # rings change names, and a name may mean another block at any time
         return not self._lookups.must_ask(directory)
 
     async def create(
         self, parent: int, name: bytes, mode: int, caller: Caller, flags: int
     ) -> tuple[FileHandle | SketchHandle, Attributes]:
-        if (at := await self._block_folder(parent)) is not None:
+        if self._may_have_blocks(parent) and (at := await self._block_folder(parent)) is not None:
             sketch = await _check_change(self._core, at[0]).create(at[1], name, mode, caller, flags)
             if sketch is not None:
                 return sketch, sketch.sketch
@@ -610,7 +639,7 @@ class Tree:
             raise
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        at = await self._block_folder(parent, name)
+        at = await self._block_folder(parent, name) if self._may_have_blocks(parent) else None
         if at is not None and await _check_change(self._core, at[0]).unlink(at[1], name):
             self._core.counters.removes += 1
             return

@@ -116,7 +116,8 @@ class AccessTimes:
 
     def _leaving(self, node: Node) -> None:
         self.look(node.map)
-        self.store(node)
+        if node.atime_moved:
+            self.store(node)
 
     async def run(self) -> None:
         """Store what moved long enough ago, for ever, and what leaves memory; may be begun anew."""

@@ -134,6 +134,16 @@ class Dentries:
         """name -> its change that is not in the store yet, in one directory."""
         return self.changes.get(directory, _NONE)
 
+    def is_empty(self, directory: int) -> bool | None:
+        """No name of a directory means an inode. None: the store has to be asked. Without blocks of the directory."""
+        changes = self.changes_in(directory).values()
+        if any(change.node is not None for change in changes):
+            return False
+        known = self._directories.get(directory)
+        if known is None or not known.complete or len(known.hashes) != sum(change.stored for change in changes):
+            return None
+        return True
+
     def changes_between(self, directory: int, after: int, last: int, limit: int) -> tuple[list[NameChange], int]:
         """The same, of the first ``limit`` names whose cookies are larger than ``after``, up to ``last``; and up to
         which cookie these are all: equal ones are not parted."""

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from stat import S_IFDIR, S_IFMT, S_IFREG
 from types import MappingProxyType
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, ref
 
 import trio
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvfuse.volume.inodes.unstored import Unstored
     from kvfuse.volume.tier.shared_tier import SharedTier
 
+EVICTED_MIN = 1024
+"""Evicted nodes that are remembered, at least: operations hold some of them."""
 EVICTION_LOOKS = 4
 """Nodes considered for eviction when one is added above the bound: more than one, as some are busy or recent."""
 NO_ATTRIBUTES: Mapping[bytes, bytes | None] = MappingProxyType({})
@@ -194,7 +196,8 @@ class Node:
         self.lock: trio.Lock | None = None
         self.lost: tuple[KvfuseError, int] | None = None
         """of bytes that were taken, and the `Doubt.epoch` of which whoever has it open for writing hears it once"""
-        self.recent = True
+        self.recent = False
+        """it was found in memory since `Nodes` last considered it for eviction"""
         self.reserved = 0
         """bytes of records that are reserved for its next commit; see `metadata_budget`"""
         self.moved_to: tuple[int, bytes] | None = None
@@ -395,20 +398,21 @@ class Nodes:
         self.handover = handover or Handover()
         self._nodes: OrderedDict[int, Node] = OrderedDict()
         """ordered, because removal at its front takes constant time, unlike a dict's"""
-        self._evicted: WeakValueDictionary[int, Node] = WeakValueDictionary()
+        self._evicted: dict[int, ReferenceType[Node]] = {}
+        """by number, some of which no operation holds any more"""
+        self._evicted_max = EVICTED_MIN
+        """number of these at which the ones that are gone are dropped"""
         self._all_forgotten = False
         self.unstored: Unstored | None = None  # of all
         self.leaving: Callable[[Node], None] = lambda node: None
-        """called with a node before its eviction; if that makes it busy, it stays"""
+        """called with a node before its eviction; if that changes it, it stays"""
 
     def get(self, ino: int) -> Node | None:
         node = self._nodes.get(ino)
         if node is not None:
             node.recent = True
-        elif self._evicted:
-            node = self._evicted.pop(ino, None)
-            if node is not None:
-                self.add(node)
+        elif (evicted := self._evicted.pop(ino, None)) is not None and (node := evicted()) is not None:
+            self.add(node)
         return node
 
     def peek(self, ino: int) -> Node | None:
@@ -433,9 +437,10 @@ class Nodes:
 
     def drop(self, node: Node) -> None:
         """Remove the node, so that the inode is read again. No effect if it has another node, or none."""
-        if (self._nodes.get(node.ino) or self._evicted.get(node.ino)) is node:
-            self._nodes.pop(node.ino, None)
-            self._evicted.pop(node.ino, None)
+        if self._nodes.get(node.ino) is node:
+            del self._nodes[node.ino]
+        elif (evicted := self._evicted.get(node.ino)) is not None and evicted() is node:
+            del self._evicted[node.ino]
 
     def note_unsaved(self, node: Node) -> None:
         """The node has content, or a size, that is not stored: say so to the next daemon, before it is answered for."""
@@ -451,7 +456,8 @@ class Nodes:
     def forget_all(self) -> None:
         """End the membership of all nodes, also of those that operations in flight still add."""
         self._all_forgotten = True
-        for node in [*self._nodes.values(), *self._evicted.values()]:
+        evicted = [node for reference in self._evicted.values() if (node := reference()) is not None]
+        for node in [*self._nodes.values(), *evicted]:
             node.forgotten = True
             node.end_map()
             self.note_saved(node)  # whoever has it open hears it of this daemon
@@ -460,17 +466,20 @@ class Nodes:
         """Consider up to ``looks`` of the oldest nodes: evict those that may be, move the others to the end."""
         for _ in range(looks):
             if len(self._nodes) <= self.count_max:
-                return
+                break
             ino, node = next(iter(self._nodes.items()))
+            if not (node.recent or node.busy):
+                self.leaving(node)
+                if not (node.changed or node.times_changed):
+                    del self._nodes[ino]
+                    node.end_map()
+                    self._evicted[ino] = ref(node)
+                    continue
+            node.recent = False
             self._nodes.move_to_end(ino)
-            if node.recent or node.busy:
-                node.recent = False
-                continue
-            self.leaving(node)
-            if not node.busy:
-                del self._nodes[ino]
-                node.end_map()
-                self._evicted[ino] = node
+        if len(self._evicted) > self._evicted_max:
+            self._evicted = {ino: evicted for ino, evicted in self._evicted.items() if evicted() is not None}
+            self._evicted_max = max(EVICTED_MIN, 2 * len(self._evicted))
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())

@@ -8,6 +8,9 @@ from kvfuse.volume.inodes.chunk import COMMITTED, Chunk
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
+MADE_LATER = b""
+"""in place of an orphan record in ``Node.extra``: the commit makes it, unless the inode was reaped before"""
+
 
 def orphan_records(node: Node) -> dict[bytes, bytes | None]:
     """The orphan record of such a file, and those of its changed chunks. key -> value, None: to be deleted."""

@@ -19,8 +19,8 @@ from kvfuse.volume.store.sealed import get_sound, last_key, scan_page
 log = logging.getLogger(__name__)
 
 COOKIE_MAX = (1 << 63) - 1
-Meant = tuple[Node | schema.InodeRecord | int | None, int]
-"""(what a listed name means, version of the row that says so)"""
+Meant = tuple[int, Node | schema.InodeRecord | int | None, int]
+"""(cookie of a listed name, what the name means, version of the row that says so)"""
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Listing:
         while len(entries) < limit:
             epoch = self.pending.epoch
             start = schema.entry_after(self.ino, after)
-            rows, damaged = await scan_page(self.core.records, schema.entry_prefix(self.ino), start, limit)
+            is_empty = self.lookup.is_memory_newest and self.core.dentries.is_empty(self.ino)
+            prefix = schema.entry_prefix(self.ino)
+            rows, damaged = await scan_page(self.core.records, prefix, start, limit) if not is_empty else ([], [])
             if epoch != self.pending.epoch:
                 continue
             self._epoch = epoch
@@ -58,10 +60,10 @@ class Listing:
                 if cookie > last:
                     break
                 try:
-                    page[name] = schema.decode_entry(row.value), row.version
+                    page[name] = cookie, schema.decode_entry(row.value), row.version
                 except schema.Malformed as error:
                     log.error("%s", error)
-            page.update([(change.name, (change.node, 0)) for change in changes])
+            page.update([(change.name, (schema.name_hash(change.name), change.node, 0)) for change in changes])
             entries += await self._make_entries(page)
             if last == COOKIE_MAX:
                 break
@@ -71,14 +73,19 @@ class Listing:
     async def _make_entries(self, page: dict[bytes, Meant]) -> list[DirEntry]:
         entries = []
         if not self.lookup.is_memory_newest:
-            await self._read_own([meant for meant, _ in page.values() if isinstance(meant, int)])
-        for cookie, name in sorted([(schema.name_hash(name), name) for name in page]):
+            await self._read_own([meant for _, meant, _ in page.values() if isinstance(meant, int)])
+        nodes, is_current = self.core.nodes, self._epoch == self.pending.epoch
+        for name, (cookie, meant, version) in sorted(page.items(), key=_cookie_of):
+            if is_current and isinstance(meant, schema.InodeRecord) and nodes.get(meant.ino) is None:
+                entries.append(DirEntry(name, cookie, meant))  # memory keeps it only once it is changed or opened
+                continue
             try:
-                node = await self._find_node(name, *page[name])
+                node = await self._find_node(name, meant, version)
                 if node is None or not node.nlink:  # removed meanwhile; another inode may have the name
                     node = (await self.lookup.find_name(self.ino, name)).node
             except errors.Corrupt:
                 continue
+            is_current = self._epoch == self.pending.epoch
             if node is not None and node.nlink:
                 entries.append(DirEntry(name, cookie, node))
         return entries
@@ -104,11 +111,12 @@ class Listing:
                 return None
             if node.name if self.lookup.is_memory_newest else node.is_directory:
                 return node  # memory or the record has its place, and both may be newer than the row
-        elif self.core.nodes.get(entry.ino) is not None:
+            node.parent, node.name = self.ino, name
+            return node
+        if self.core.nodes.get(entry.ino) is not None:
             return self.lookup.take_record(entry, version, (self.ino, name), own=False)
-        elif self._epoch != self.pending.epoch:
-            return None  # the row may be out of date
-        else:  # memory keeps it only once the kernel has it (`Lookup.count_lookup`)
-            node = self.lookup.refresher.chunks.restore_chunks(Node.from_record(entry), entry)
-        node.parent, node.name = self.ino, name
-        return node
+        return None  # the row may be out of date
+
+
+def _cookie_of(row: tuple[bytes, Meant]) -> tuple[int, bytes]:
+    return row[1][0], row[0]

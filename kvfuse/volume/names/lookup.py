@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -137,6 +137,8 @@ class Lookup(ABC):
         """The directory has no block, no name in memory, and pending changes remove all its names in the store."""
         if await self._has_blocks(ino):
             return False
+        if self.is_memory_newest and (is_empty := self.core.dentries.is_empty(ino)) is not None:
+            return is_empty
         after = b""
         while True:
             epoch = self.journal.pending.epoch
@@ -170,6 +172,14 @@ class Lookup(ABC):
     @abstractmethod
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:
         """`find_name` for the kernel. On shared volumes Moved: a name above has changed, walk the path again."""
+
+    def find_at_once(self, parent: int, name: bytes) -> Node | Literal[False] | None:
+        """As `find_for_kernel`, where the kernel may cache the answer. False: no such name. None: it may wait."""
+        return None
+
+    def find_node_at_once(self, ino: int) -> Node | None:
+        """As `find_current`, of an inode whose attributes the kernel may cache. None: it may have to wait."""
+        return None
 
     @abstractmethod
     def is_doubtful(self, ino: int) -> bool:
@@ -250,6 +260,17 @@ class OwnLookup(Lookup):
         return dentries.get(parent, name).change is not None or epoch != self.journal.pending.epoch
 
     find_for_kernel = find_name
+
+    def find_at_once(self, parent: int, name: bytes) -> Node | Literal[False] | None:
+        dentry = self.core.dentries.find(parent, name)
+        if dentry is None or name in DOTS or len(name) > NAME_MAX:
+            return None
+        if dentry.change is not None:
+            return dentry.change.node or False
+        return False if dentry is ABSENT else self.core.nodes.get(dentry.ino)
+
+    def find_node_at_once(self, ino: int) -> Node | None:
+        return self.core.nodes.get(ino)
 
     def is_doubtful(self, ino: int) -> bool:
         return False

@@ -11,7 +11,7 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.inodes.orphans import orphan_records
+from kvfuse.volume.inodes.orphans import MADE_LATER, orphan_records
 from kvfuse.volume.names.folders import end_namespace, number_of
 from kvfuse.volume.names.large_removal import Removal
 from kvfuse.volume.names.open_elsewhere import Removed
@@ -106,7 +106,7 @@ class OwnNameless(Nameless):
         large = self.removal.is_large(node) and (node.stored or node.committing)
         kept = large or (node.is_file and (node.handles or self.core.places.known(node.ino)))
         if kept and (node.stored or node.committing):
-            records.update(orphan_records(node))
+            records.update(orphan_records(node) if heir is not None else {schema.orphan_key(node.ino): MADE_LATER})
         elif not (node.stored or node.committing):
             self.journal.pending.loose.withdraw_attributes(node)  # no other record refers to the inode
         node.heir = heir

@@ -138,6 +138,11 @@ class InodeRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     namespace: int = 0
     """the namespace that it is in, of a namespace's folder its own"""
 
+    @property
+    def blocks(self) -> int:
+        """As `api.Attributes` has it, of a file of which nothing is staged."""
+        return self.far_blocks + sum([-(-extent.length // 4096) * 8 for extents in self.chunks for extent in extents])
+
 
 class OrphanRecord(InodeRecord, array_like=True, frozen=True, gc=False):
     """An inode without names, which keeps its bytes while somebody may have it open. Readable as an `InodeRecord`."""
