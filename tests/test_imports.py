@@ -20,13 +20,14 @@ PACKAGE = Path(kvfuse.__file__).parent
 ROOT = PACKAGE.parent
 
 BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing"}
-DOOR = BASE | {"native", "options", "errnos", "mounttable", "credentials", "volume"}
+DOOR = BASE | {"native", "options", "errnos", "machine_memory", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "errnos": {"errors"},
     "sizes": set(),
     "keys": set(),
+    "machine_memory": set(),
     "touchpage": set(),
     "failing": {"errors"},
     "native": {"checksum"},
@@ -38,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "slab": BASE,
     "policy": {"errors"},
     "remote": BASE | {"options"},
-    "volume": BASE | {"native", "options", "mounttable", "credentials", "slab", "remote", "policy"},
+    "volume": BASE | {"native", "options", "machine_memory", "mounttable", "credentials", "slab", "remote", "policy"},
     "holder": {"errors", "mounttable", "kept"},
     "fs": DOOR | {"holder"},
     "usrbio": DOOR,

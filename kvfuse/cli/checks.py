@@ -14,10 +14,10 @@ from kvfuse.cli.console import note
 from kvfuse.cli.mounts import is_dead
 from kvfuse.errors import MountError
 from kvfuse.holder.daemon_side import KERNEL_RESENDS, NOT_SENT_AGAIN
+from kvfuse.machine_memory import free_memory_size, memory_size
 from kvfuse.mounttable import FILE_SYSTEM, top_mount
 from kvfuse.options.options import MountOptions
 from kvfuse.sizes import MIB
-from kvfuse.usrbio.daemon.machine_memory import free_memory_size, memory_size
 
 FUSE_DEVICE = Path("/dev/fuse")
 FUSE_CONF = Path("/etc/fuse.conf")

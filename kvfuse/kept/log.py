@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from kvfuse.kept.keeper import Keeper, Kept
@@ -25,14 +26,13 @@ active area; the tails of both"""
 NO_AREA = 2
 """value of the active area: the log is invalid"""
 AREA_SIZE = 64 << 20
-SHORT = 1 << 20
+SHORT = 8 << 20
 """bytes of frames at which the caller has to replace them by one, or four times the size of the last replacement"""
 STEP = 1 << 20
 """bytes whose pages are allocated at once"""
 _LENGTH = struct.Struct("<I")
 CLASSES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 """sizes of pieces of the room; each is four times the one before"""
-
 Piece = tuple[int, int]
 """(offset, size) in the room"""
 
@@ -138,6 +138,11 @@ class KeptLog:
 
     # -- bytes ---------------------------------------------------------------------------------------
 
+    @property
+    def used_share(self) -> float:
+        """Part of the room that is in use, of all of it."""
+        return self.used / self._room.size
+
     def take_pieces(self, size: int) -> list[Piece] | None:
         """Take pieces of the room for so many bytes, in order. None: no room."""
         pieces: list[Piece] = []
@@ -152,7 +157,7 @@ class KeptLog:
 
     def _take_piece(self, size: int) -> Piece | None:
         """Take the smallest piece that holds so many bytes, or else the largest free one."""
-        wanted = next((number for number, least in enumerate(CLASSES) if least >= size), len(CLASSES) - 1)
+        wanted = min(bisect_left(CLASSES, size), len(CLASSES) - 1)
         for number in range(wanted, len(CLASSES)):
             if self._free[number]:
                 return self._split_piece(self._free[number].pop(), number, wanted)
@@ -183,7 +188,7 @@ class KeptLog:
                 free.clear()
             self._free[-1].extend(range(self._unused - CLASSES[-1], -1, -CLASSES[-1]))
 
-    def write_bytes(self, offset: int, data: bytes | memoryview) -> None:
+    def write_bytes(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes into a piece."""
         self._room.memory[offset : offset + len(data)] = data
 

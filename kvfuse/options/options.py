@@ -231,7 +231,7 @@ class PublishOptions(_Section, frozen=True):
     mode: Literal["relaxed", "strict"] | None = None
     """None: strict where the record store is shared, else relaxed"""
     window: Seconds = 0.05
-    """seconds that a relaxed change may wait"""
+    """seconds that bytes of a relaxed change may wait; where changes do not outlive the daemon, its names, too"""
     interval: Seconds = 5.0
     """seconds in which what was stored is made to survive a loss of power, where nobody asks for it before"""
 
@@ -240,7 +240,7 @@ class CacheOptions(_Section, frozen=True):
     """What the daemon may keep in memory, and on a disk of this host."""
 
     staging_size: Bytes = 256 * MIB
-    """bytes of files being written that wait for their size class"""
+    """bytes of files that are not written yet, at most; see also `machine_memory.dirty_size_max`"""
     nodes: Count = 10_000
     """inodes kept decoded"""
     tier_size: TierBytes = GIB

@@ -425,7 +425,7 @@ class Files:
         if handle.writable and changed and node.nlink and self._lookups.is_strict(await self._inodes.find_folder(node)):
             if self._core.shared:  # while a commit of other callers is in flight
                 await self._parts.journal.flusher.write_out(node)
-            await self._journal.commit(node)
+            await self._journal.commit(node, strict=True)
         if handle.writable:
             handle.tell_lost()
 

@@ -17,6 +17,7 @@ import trio
 from kvfuse import failing
 from kvfuse.errors import EngineError, innermost
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
+from kvfuse.machine_memory import dirty_size_max
 from kvfuse.options.config import Options
 from kvfuse.volume.blocks.block_engine import BlockEngine, Hosts
 from kvfuse.volume.blocks.block_files import BlockFiles
@@ -119,7 +120,7 @@ class Parts:
     def __init__(self, core: Core, options: Options, member: Member | None, keeper: Keeper = NO_KEEPER) -> None:
         self.core = core
         headers = HeaderWriter(core)
-        flusher = Flusher(core, headers, options.cache.staging_size)
+        flusher = Flusher(core, headers, min(options.cache.staging_size, dirty_size_max()))
         pending = Pending(core)
         chunks = Chunks(core, flusher)
         refresher = Refresher(core, chunks, KernelNews(core.kernel))
@@ -131,7 +132,8 @@ class Parts:
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
         refusals = Refusals(pending, merger.merge, refresher.renew, chunks.reap_unstored, chunks.revive)
         terms = Terms(refusals) if member is None else SharedTerms(pending, refusals).terms
-        self.journal = Journal(pending, terms, flusher, options.publish.window, self._is_caller_coming)
+        interval = options.publish.interval if member is None and not core.read_only else None
+        self.journal = Journal(pending, terms, flusher, options.publish.window, interval, self._is_caller_coming)
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
         """both on a shared volume"""

@@ -159,6 +159,7 @@ class Running:
         left = find_kept_changes(self._keeper, parts.core.superblock.volume_id)
         if left is None:
             return set()
+        parts.journal.go_on()
         nameless, chunks, staging = parts.names.nameless, parts.reader.chunks, parts.writer.staging
         return await Restorer(parts.core, parts.journal, parts.lookups, nameless, chunks, staging, left).restore()
 

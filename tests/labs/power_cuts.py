@@ -105,6 +105,13 @@ class Medium:
         log = dict(self.segments), tuple(self.writes), self.records, tuple(self.commits)
         return Instant(disk.superblock, disk.version, sizes, *log)
 
+    def fork(self) -> Medium:
+        """Another one in the same state."""
+        fork = Medium(self.disk.copy(), sync_error=self.sync_error)
+        fork.segments, fork.writes = dict(self.segments), list(self.writes)
+        fork.records, fork.commits = self.records, list(self.commits)
+        return fork
+
     def cut(self, rng: random.Random) -> Disk:
         """A disk as a loss of power may leave it now."""
         return self.freeze().cut(rng)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvfuse.usrbio.daemon.machine_memory import find_own_group
+from kvfuse.machine_memory import find_own_group
 
 PAGE = 4096
 _PRESENT = 1 << 63

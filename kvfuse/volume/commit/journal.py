@@ -55,6 +55,8 @@ class CommitWaiter:
 
     nodes: tuple[Node, ...]
     durable: bool
+    strict: bool
+    """it is for a strict folder: no sync of bytes is waited for"""
     serial: int
     """serial number of the last change before the caller began to wait"""
     done: trio.Event = field(default_factory=trio.Event)
@@ -70,21 +72,20 @@ class Waiters:
         """always the same list: `Gathering` counts it"""
         self._has_stopped = False
 
-    def add(self, nodes: tuple[Node, ...], durable: bool) -> CommitWaiter:
+    def add(self, nodes: tuple[Node, ...], durable: bool, strict: bool) -> CommitWaiter:
         """Add a waiter and have a commit start at once. EngineError after `stop`."""
         if self._has_stopped:
             raise EngineError("the volume is being unmounted, or lost its lease: nothing is committed any more")
-        waiter = CommitWaiter(nodes, durable, self._pending.serial)
+        waiter = CommitWaiter(nodes, durable, strict, self._pending.serial)
         if nodes:
-            self.force([waiter])
+            self.force(nodes)
         self.waiting.append(waiter)
         self._pending.load.hurry()
         return waiter
 
-    def force(self, waiters: Iterable[CommitWaiter]) -> None:
-        """Force their inodes, and those tied to them, into the next commit even while they are open for writing."""
-        nodes = [settler for waiter in waiters for node in waiter.nodes for settler in settlers(node)]
-        for member in self._pending.ties.find_closure(nodes):
+    def force(self, nodes: Iterable[Node]) -> None:
+        """Force inodes, and those tied to them, into the next commit even while they are open for writing."""
+        for member in self._pending.ties.find_closure([settler for node in nodes for settler in settlers(node)]):
             if member.changed:
                 member.forced = True
                 self._pending.reconsider(member)
@@ -110,7 +111,7 @@ class Waiters:
             if is_served:
                 served.append(waiter)
         if len(served) < len(self.waiting):
-            self.force([waiter for waiter in self.waiting if waiter not in served])
+            self.force([node for waiter in self.waiting if waiter not in served for node in waiter.nodes])
             self._pending.load.hurry()
         return served
 
@@ -132,12 +133,23 @@ class Journal:
     """Commits pending changes, as one task, and lets callers wait for it. One per membership."""
 
     def __init__(
-        self, pending: Pending, terms: Terms, flusher: Flusher, window: float, is_coming: Callable[[], bool]
+        self,
+        pending: Pending,
+        terms: Terms,
+        flusher: Flusher,
+        window: float,
+        interval: float | None,
+        is_coming: Callable[[], bool],
     ) -> None:
-        """``window``: seconds from the first change to a commit without waiters. ``is_coming``: see `Gathering`."""
+        """``window``: seconds from the first change to a commit without waiters; where the next daemon finds all
+        changes, until their bytes are written. ``interval``: seconds until they are durable; None: only if somebody
+        asks. ``is_coming``: see `Gathering`.
+        """
         self.core = core = pending.core
         self.flusher = flusher
         self.window = window
+        self.interval = interval
+        self._may_be_behind = core.unstored is not None and interval is not None and not core.strict
         self.pending = pending
         self.counters = self.pending.counters
         self.waiters = Waiters(self.pending)
@@ -161,13 +173,19 @@ class Journal:
         """the last commit had no room for all: the next one begins at once"""
         self.failure: EngineError | None = None
         """the last commit's error, if it failed"""
+        self._can_sync = True
+        """the last sync of the segments did not fail"""
+        self._changed, self._due = trio.Event(), trio.Event()
+        """something is not durable; it is to be so now"""
+        self._opened = set[Node]()
+        """changed files that were open for writing when the last interval ended"""
 
     # -- waiting -------------------------------------------------------------------------------------
 
-    async def commit(self, *nodes: Node, durable: bool = False) -> None:
+    async def commit(self, *nodes: Node, durable: bool = False, strict: bool = False) -> None:
         """Return when all changes before the call are in the store, with the bytes of ``nodes``.
 
-        ``durable``: and survive a loss of power; returns at once if they do already.
+        ``durable``: and survive a loss of power; returns at once if they do already. ``strict``: for a strict folder.
         If the caller is cancelled, the commit happens all the same. EngineError: the changes stay
         visible here and are committed later.
         """
@@ -175,7 +193,7 @@ class Journal:
         if durable and nodes and all(self.settling.is_durable(node) for node in nodes):
             return
         durable = durable and not self.settling.is_always_durable
-        waiter = self.waiters.add(nodes, durable)
+        waiter = self.waiters.add(nodes, durable, strict)
         self.committer.gathering.add_caller()
         await waiter.done.wait()
         if waiter.error is not None:
@@ -237,6 +255,11 @@ class Journal:
         await self.commit(*self.pending.dirty, *self.pending.aside.nodes, durable=True)
         await self.settling.await_freed()
 
+    def go_on(self) -> None:
+        """Make all durable now: a daemon before this one ended, perhaps before its interval did."""
+        self._changed.set()
+        self._due.set()
+
     def put(self, key: bytes, value: bytes | None) -> None:
         """Put or delete a loose record with the next commit; None deletes it."""
         self.pending.loose.put(key, value)
@@ -267,6 +290,8 @@ class Journal:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.committer.run)
+                if self.interval is not None:
+                    nursery.start_soon(self._run_intervals, self.interval)
                 await self._run()
         finally:
             self.waiters.stop()
@@ -275,7 +300,11 @@ class Journal:
         load, failure_count = self.pending.load, 0
         while True:
             await load.work.wait()
-            if not (self.waiters.waiting or load.is_full or self._has_left):
+            self._changed.set()
+            while not (self.waiters.waiting or self._has_left):
+                is_behind = self._may_be_behind and self._is_behind()
+                if not is_behind and load.is_full:
+                    break
                 load.urgent = trio.Event()  # the last commit served the waiter that set it
                 window = self.window
                 for changed in self.pending.dirty:
@@ -285,6 +314,11 @@ class Journal:
                     break
                 with trio.move_on_after(window):
                     await load.urgent.wait()
+                if not is_behind:
+                    break
+                if load.is_full:
+                    self._due.set()
+                self.flusher.write_behind()
             await self.committer.gathering.await_callers()
             load.work, load.urgent = trio.Event(), trio.Event()
             try:
@@ -302,6 +336,45 @@ class Journal:
                     await load.urgent.wait()
                 load.work.set()
 
+    def _is_behind(self) -> bool:
+        """The next daemon finds all changes, so none needs a commit before the interval ends."""
+        is_kept = self.core.unstored is not None and self.core.unstored.is_on
+        is_well = self._can_sync and self.failure is None and not self.core.generations.is_withheld
+        is_behind = is_kept and is_well and self._sent is None
+        self.flusher.is_behind = self.pending.load.is_behind = is_behind
+        return is_behind
+
+    async def _run_intervals(self, interval: float) -> None:
+        """Make all changes durable so many seconds after the first of them, or when many wait, until cancelled."""
+        while True:
+            await self._changed.wait()
+            with trio.move_on_after(interval):
+                await self._due.wait()
+            self._changed, self._due = trio.Event(), trio.Event()
+            try:
+                await self._store_interval()
+            except EngineError as error:
+                log.debug("changes are not durable at the end of their interval: %s", error)
+                self._changed.set()
+                await trio.sleep(RETRY_DELAYS[-1])
+            self._due = trio.Event()
+
+    async def _store_interval(self) -> None:
+        """Make all changes durable but those of files that were opened for writing since the last time. EngineError.
+
+        Most bytes are written and synced before the commit: nobody waits for that, and those who wait for a commit do
+        not wait for a long sync either.
+        """
+        await self.flusher.flush([node for node in self.pending.dirty if node.staged_count and not node.writers])
+        await self._sync_segments()
+        changed = [*self.pending.dirty, *self.pending.aside.nodes]
+        opened = {node for node in changed if node.writers}
+        self.waiters.force(opened & self._opened)
+        self._opened = opened
+        if opened:
+            self._changed.set()
+        await self.commit(durable=True)
+
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build_batch` has none."""
         waiters = list(self.waiters.waiting)
@@ -316,11 +389,11 @@ class Journal:
                 await self.settling.free_slots()
             if self.refusals.doubtful:
                 await self.refusals.renew_doubtful()
-            flushed, left = self._choose_files()
+            flushed, others, left = self._choose_files()
             for node in flushed:
                 node.named = False
                 node.flushed_size = node.size
-            await self.flusher.flush(flushed)
+            await self.flusher.flush([*flushed, *others])
             async with self.committer.turn:
                 for prepare in self.terms.before_build:
                     await prepare()
@@ -340,19 +413,22 @@ class Journal:
         self.waiters.release(waiters)
         await self.settling.free_slots()
 
-    def _choose_files(self) -> tuple[list[Node], int | None]:
-        """Choose inodes whose bytes the next commit stores: (these, serial number of the oldest change that waits).
+    def _choose_files(self) -> tuple[list[Node], list[Node], int | None]:
+        """Choose inodes whose bytes the next commit stores: (these, others, serial number of the oldest change that
+        waits).
 
-        Awaited inodes are first, then the oldest. The commit also takes others that have no staged bytes.
+        Awaited inodes are first, then the oldest. The commit also takes others that have no staged bytes, whose
+        descriptions may be out of date.
         """
         dirty = self.pending.dirty
         ready = [node for node in dirty if node.forced or not node.writers]
         if len(ready) <= FILES_MAX:
-            return ready, None
+            return ready, [], None
         awaited = self.pending.ties.find_closure([node for waiter in self.waiters.waiting for node in waiter.nodes])
         ready.sort(key=lambda node: node not in awaited)
+        others = [node for node in ready[FILES_MAX:] if not node.staged_count]
         left = [dirty[node] for node in ready[FILES_MAX:] if node.staged_count]
-        return ready[:FILES_MAX], min(left, default=None)
+        return ready[:FILES_MAX], others, min(left, default=None)
 
     def _build_batch(self, flushed: set[Node], left: int | None) -> Batch:
         """``left``: serial number of the oldest change whose bytes were not written."""
@@ -384,9 +460,11 @@ class Journal:
             with self.core.doubt.syncing():
                 await self.core.segments.sync()
         except EngineError as error:
+            self._can_sync = False
             self.core.health.failed(SYNC, error)
             self.waiters.release([waiter for waiter in self.waiters.waiting if waiter.durable], error)
             raise
+        self._can_sync = True
         if not self.core.doubt.is_any:
             self.core.health.worked(SYNC)
 
@@ -395,7 +473,10 @@ class Journal:
 
         False: another host changed the same records first. Conflicts were resolved; the next commit has the changes.
         """
-        durable = any(waiter.durable for waiter in waiters)
+        is_strict = bool(waiters) and all(waiter.strict for waiter in waiters)
+        # Else a loss of power may leave names whose bytes are not there, or whose slots were given to others since.
+        is_behind = self.pending.load.is_behind and self._can_sync and not is_strict
+        durable = is_behind or any(waiter.durable for waiter in waiters)
         if durable:
             await self._sync_segments()
         if batch.puts or batch.deletes or durable:
@@ -407,7 +488,7 @@ class Journal:
                     self._sent = self.settling.batch = None
                     self.pending.load.hurry()
                     await self.terms.recall(batch, outcome.found)
-                    self.waiters.force(self.waiters.waiting)
+                    self.waiters.force([node for waiter in self.waiters.waiting for node in waiter.nodes])
                     return False
         self._sent = None
         self.settling.settle(batch, durable=durable)

@@ -26,6 +26,8 @@ CROWD_CHANGES = 2000
 """Changed nodes and names (without those aside) from which on operations wait for a commit before they add more. Users
 with changes share this number, and each waits only above its own share. So no user makes others wait, or makes
 commits so large that others notice."""
+BEHIND_FACTOR = 4
+"""So many times as many of both where changes outlive the daemon without a commit."""
 CROWD_SIZE = 16 << 20
 """Bytes of loose records from which on operations wait."""
 LINK_SHARE = 16
@@ -60,6 +62,8 @@ class Load:
         """set to start a commit at once"""
         self._loose_size = 0
         """bytes of loose records, since the last commit was built"""
+        self.is_behind = False
+        """changes outlive the daemon without a commit: more of them may wait for one"""
         self.linked_count = 0
         """changes that cannot be committed alone, made since a commit last had room for all"""
         self._new_count = 0
@@ -80,7 +84,7 @@ class Load:
         self._new_count += count
         self._counts[uid] = self._counts.get(uid, 0) + count
         self.work.set()
-        if self._new_count >= self._batch_max:
+        if self._new_count >= self._batch_max and self.is_full:
             self.urgent.set()
 
     def add_loose(self, size: int) -> None:
@@ -95,11 +99,14 @@ class Load:
 
     def is_crowded(self, uid: int) -> bool:
         """The user has used up its share of changes that may wait for a commit."""
-        return self._counts.get(uid, 0) * len(self._counts) > self._crowd_max or self._loose_size > CROWD_SIZE
+        crowd_max = self._crowd_max * (BEHIND_FACTOR if self.is_behind else 1)
+        return self._counts.get(uid, 0) * len(self._counts) > crowd_max or self._loose_size > CROWD_SIZE
 
     @property
     def is_full(self) -> bool:
-        return self._new_count >= self._batch_max
+        if not self.is_behind:
+            return self._new_count >= self._batch_max
+        return self._new_count >= self._batch_max * BEHIND_FACTOR or self.linked_count > self.linked_max // 2
 
 
 @dataclass
@@ -213,11 +220,16 @@ class Pending:
         """Let a change replace one that is not in the store yet."""
         self._drop_name(previous)
         change.stored, change.version = previous.stored, previous.version
-        if previous.vacated and not previous.sent:
+        if previous.vacated and not previous.sent and self._may_lose(previous):
             change.moved, change.vacated = previous.moved, True  # no later change is in the store
         if not previous.sent:
             change.leaves = previous.leaves  # likewise
         self.load.linked_count += change.stored
+
+    def _may_lose(self, previous: NameChange) -> bool:
+        """The store may have an inode by the name that it left: the next owner is not stored before that inode is."""
+        moved = previous.moved
+        return previous.stored or self.unstored is None or (moved is not None and (moved.stored or moved.committing))
 
     def tie(self, first: Node, second: Node) -> None:
         """Tie two inodes of which one took the other's name, and both stay: they are committed together."""

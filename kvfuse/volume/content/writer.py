@@ -146,7 +146,7 @@ class Writer:
         if end > min(FILE_SIZE_MAX, node.chunk_size << 32):
             raise FileTooLarge(f"inode {node.ino}: offset {end} is beyond what a file may have")
         mark = node.end_moved if appends else None  # others may move the end of the file meanwhile
-        if self.flusher.staged_bytes > self.flusher.staging_size or self.flusher.line.places:
+        if self.flusher.is_over_full or self.flusher.line.places:
             await self.flusher.wait_for_memory(node.namespace, len(data))
         if (node.staged_count or node.dirty_chunks) and self.is_many(node):
             await self.commit_so_far(node)

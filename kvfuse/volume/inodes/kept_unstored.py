@@ -305,6 +305,10 @@ class KeptUnstored:
     def size(self) -> int:
         return self._log.used
 
+    @property
+    def used_share(self) -> float:
+        return self._log.used_share if self.is_on else 0.0
+
     def close(self, *, is_stored: bool) -> None:
         self.is_on = False
         self._log.close(is_stored=is_stored)

@@ -56,7 +56,9 @@ class StagedCopies:
         if not copy.is_lost:
             for start, end in staged.patches:
                 self._copy_part(copy, start, min(end, staged.kept_end))
-            if staged.kept_end < staged.length:
+            if not staged.kept_end and len(staged.pieces) == len(copy.pieces) == 1:
+                self._log.write_bytes(copy.pieces[0][0], staged.pieces[0])
+            elif staged.kept_end < staged.length:
                 self._copy_part(copy, staged.kept_end, staged.length)
             staged.patches.clear()
             staged.kept_end = staged.length

@@ -22,6 +22,11 @@ class Unstored(Protocol):
         """Bytes of files that are kept."""
         ...
 
+    @property
+    def used_share(self) -> float:
+        """Part of the room for bytes of files that is in use: until they are in slots, and `seal` was called."""
+        ...
+
     def begin(self, keeper: Keeper, name: str, content: bytes) -> None:
         """What is marked so far, and all from now on, is what the next daemon finds under this name."""
 

@@ -67,7 +67,7 @@ class ApplyFirst:
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
         """Return when the store has the changes of these inodes, for a strict folder. EngineError."""
-        await self.journal.commit(*nodes)
+        await self.journal.commit(*nodes, strict=True)
 
     # -- before --------------------------------------------------------------------------------------
 

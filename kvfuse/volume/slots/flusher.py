@@ -27,6 +27,7 @@ from kvfuse.volume.disk.disk_tier import DiskTier
 from kvfuse.volume.inodes.chunk import Chunk, Staged
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.inodes.unstored import Unstored
 from kvfuse.volume.measures.demand import Demand
 from kvfuse.volume.measures.fair_line import FairLine
 from kvfuse.volume.slots.elsewhere import Elsewhere
@@ -50,6 +51,8 @@ BESIDE_READERS = 4
 OVER = "the volume is being unmounted, or lost its lease: nothing is written any more"
 WRITES_MAX = 4
 """Times that a batch is written: what is late goes elsewhere, and the last time it is waited for."""
+ROOM_SHARE_MAX = 0.875
+"""Part of the room for bytes that the next daemon finds; the rest is for writes whose bytes are not there yet."""
 PAUSE_MIN = 0.1
 PAUSE_MAX = 0.5
 """Seconds before the next attempt after a failed write: after the first failure, and at most."""
@@ -91,6 +94,10 @@ class Flusher:
     """bytes of slots that are being written with bytes dropped meanwhile"""
     _full: dict[tuple[Node, int], None] = field(default_factory=dict)
     """(node, chunk index) of chunks that will hardly change any more"""
+    _staged: dict[Node, None] = field(default_factory=dict)
+    """inodes with staged bytes"""
+    is_behind: bool = False
+    """bytes are written long before their commit, which is not near"""
 
     def __post_init__(self) -> None:
         self._lock = trio.Lock()
@@ -106,6 +113,8 @@ class Flusher:
         """of the last pass; None: it did not fail"""
         self._late: EngineTimeout | None = None
         """of the last write that timed out"""
+        self._is_asked = False
+        """also files that nobody writes any more are to be written"""
         self._is_over = False
         self._caller_count = 0
 
@@ -124,7 +133,10 @@ class Flusher:
         else:
             self.staged_bytes -= chunk.staged.length
         chunk.staged = staged
+        self._staged[node] = None
         self.staged_bytes += staged.length
+        if self.is_behind and self.is_half_full:
+            self._work.set()
 
     def unstage(self, node: Node, chunk: Chunk) -> None:
         """Remove the chunk's staged bytes, which were written or dropped. The caller frees their slots."""
@@ -132,6 +144,8 @@ class Flusher:
             self.staged_bytes -= chunk.staged.length
             node.staged_count -= 1
             chunk.staged = None
+            if not node.staged_count:
+                self._staged.pop(node, None)
             if self.line.places:
                 self.line.call_first()
 
@@ -144,11 +158,25 @@ class Flusher:
     def grew(self, byte_count: int) -> None:
         """Count staged bytes that grew (or, below 0, shrank) in place."""
         self.staged_bytes += byte_count
+        if self.is_behind and self.is_half_full:
+            self._work.set()
 
     def chunk_is_full(self, node: Node, index: int) -> None:
         """Write a chunk that will hardly change any more without waiting for a commit."""
         self._full[node, index] = None
         self._work.set()
+
+    def write_behind(self) -> None:
+        """Write what is staged of files that nobody writes any more, without waiting for a commit."""
+        if self._staged:
+            self._is_asked = True
+            self._work.set()
+
+    def _add_closed(self) -> None:
+        """Chunks of such files are full, as it were."""
+        for node in self._staged:
+            if not node.writers:
+                self._full.update([((node, at), None) for at, one in node.chunks.items() if one.staged is not None])
 
     @property
     def has_callers(self) -> bool:
@@ -156,26 +184,35 @@ class Flusher:
         return self._caller_count > 0
 
     @property
+    def is_over_full(self) -> bool:
+        """More bytes are staged than may be, or than the next daemon could get: writers wait."""
+        return self._fills(1, ROOM_SHARE_MAX)
+
+    @property
     def is_half_full(self) -> bool:
         """More than half of the allowed bytes are staged: write some before the next commit does."""
-        return self.staged_bytes > self.staging_size // 2
+        return self._fills(2, ROOM_SHARE_MAX / 2)
+
+    def _fills(self, part: int, share: float) -> bool:
+        unstored = self.core.unstored
+        return self.staged_bytes > self.staging_size // part or (unstored is not None and unstored.used_share > share)
 
     async def wait_for_memory(self, namespace: int, size: int) -> None:
-        """Return when no more than ``staging_size`` bytes are staged, and it is the turn of this caller, who brings
-        ``size`` bytes for a namespace. All staged bytes are being written meanwhile.
+        """Return when no more bytes are staged than may be, and it is the turn of this caller, who brings ``size``
+        bytes for a namespace. All staged bytes are being written meanwhile.
 
         EngineError: a write failed. The bytes stay staged, and are written again.
         """
         failed = self._failed
         place = self.line.enter(namespace, size, self.core.namespaces.weight(namespace))
         try:
-            while self.staged_bytes > self.staging_size or self.line.places[0] is not place:
+            while self.is_over_full or self.line.places[0] is not place:
                 if self._is_over:
                     raise EngineError(OVER)
                 if failed.is_set() and self._error is not None:
                     raise self._error
                 place.go = trio.Event()
-                if self.staged_bytes > self.staging_size:
+                if self.is_over_full:
                     self._work.set()
                 with trio.move_on_after(0.1):
                     await place.go.wait()
@@ -219,17 +256,22 @@ class Flusher:
             pass
 
     async def run(self) -> None:
-        """Until cancelled: write full chunks, and all staged bytes when there are more than ``staging_size``."""
+        """Until cancelled: write full chunks, and all staged bytes where there are more than may be."""
         pause = PAUSE_MIN
         while True:
             await self._work.wait()
             self._work = trio.Event()
+            if self._is_asked or (self.is_behind and self.is_half_full):
+                self._is_asked = False
+                self._add_closed()
             full, self._full = self._full, {}
             turn, self._turn = self._turn, _Turn()
             try:
                 await self._flush_chunks(list(full))
-                if self.staged_bytes > self.staging_size:
-                    await self.flush([node for node in self.core.nodes if node.staged_count])
+                if self.is_over_full:
+                    if self.core.unstored is not None:
+                        self._free_copies(self.core.unstored)
+                    await self.flush(self._staged)
             except EngineError as error:
                 if self._error is None:
                     log.error("writing staged bytes failed, they stay in memory and are written again: %s", error)
@@ -288,6 +330,14 @@ class Flusher:
                 left, size_max = deque(in_fair_order(self.core, chunks)), BATCH_BYTES_SHARED
             while left:
                 await self._write_batch(left, size_max)
+                if self.core.unstored is not None:
+                    self._free_copies(self.core.unstored)
+
+    def _free_copies(self, unstored: Unstored) -> None:
+        """Have the next daemon know which bytes are in slots by now, so that the room of their copies is free."""
+        unstored.seal()
+        if self.line.places:
+            self.line.call_first()
 
     async def _write_batch(self, chunks: deque[tuple[Node, int]], size_max: int) -> None:
         """Under the lock: write the first of ``chunks``. At each await staged bytes may be replaced or dropped;

@@ -509,3 +509,16 @@ def test_a_run_advances_over_its_buffers(tmp_path: Path, rng: random.Random) -> 
             run.advance(rng.randint(0, run.length))
         assert run.views == []
         file.retire()
+
+
+async def test_the_first_sync_covers_what_a_killed_process_wrote(
+    store: FileSegments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.write([Transfer(1, 0, b"x" * MIB)])
+    synced: list[list[int]] = []
+    monkeypatch.setattr(fileio, "sync", lambda files: synced.append([file.segment for file in files]))
+    after = FileSegments.open(tmp_path / "segments")
+    for _ in range(2):
+        await after.sync()
+    assert synced == [[1], []]
+    await after.aclose()

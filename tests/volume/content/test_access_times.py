@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import inside
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -250,7 +251,8 @@ async def test_an_access_time_is_stored_before_the_inode_leaves_memory(disk: Dis
 async def test_an_access_time_is_stored_after_a_while(
     disk: Disk, options: Options, chaos: Chaos, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with opened_volume(disk, options) as volume:
+    publish = msgspec.structs.replace(options.publish, interval=10 * STORE_SECONDS)  # no commit but those for times
+    async with opened_volume(disk, msgspec.structs.replace(options, publish=publish)) as volume:
         await make_files(volume, 10)
         commits = inside.journal(volume).counters.commits
         before = await stored_atimes(disk, options, 10)

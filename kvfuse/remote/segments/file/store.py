@@ -68,7 +68,8 @@ class FileSegments(SegmentStore):
         self._nowait = not direct  # a direct read always waits for the device
         self._closed = False
         self._view_bytes = 0
-        self._unsynced: set[SegmentFile] = set()
+        self._unsynced: set[SegmentFile] = set() if read_only else set(self._files.values())
+        """first all: a daemon that was killed may have written to them"""
         self._names_lock = trio.Lock()
         self._sync_lock = trio.Lock()
         self._threads = trio.CapacityLimiter(THREADS_MAX)

@@ -25,6 +25,17 @@ def free_memory_size(root: Path = Path("/")) -> int:
     return _read_meminfo(root, "MemAvailable:")
 
 
+def dirty_size_max(root: Path = Path("/")) -> int:
+    """Bytes that the machine lets programs write before they wait for its disks: `vm.dirty_bytes`, or `vm.dirty_ratio`
+    of the memory that this process may have."""
+    settings = root / "proc/sys/vm"
+    with suppress(OSError, ValueError):
+        if size := int((settings / "dirty_bytes").read_text()):
+            return size
+        return min(free_memory_size(root), memory_size(root)) * int((settings / "dirty_ratio").read_text()) // 100
+    return memory_size(root) // 5
+
+
 def _read_meminfo(root: Path, name: str) -> int:
     lines = (root / "proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))

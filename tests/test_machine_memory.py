@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfuse.usrbio.daemon.machine_memory import find_own_group, free_memory_size, memory_size
+from kvfuse.machine_memory import dirty_size_max, find_own_group, free_memory_size, memory_size
 
 MIB = 1 << 20
 V1 = "30 25 0:26 {seen_from} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
@@ -35,6 +35,20 @@ def grouped(root: Path, cgroup: str, mountinfo: str, limits: dict[str, str]) -> 
 def test_without_a_group_it_is_the_machines(root: Path) -> None:
     assert memory_size(root) == 16384 * MIB
     assert free_memory_size(root) == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "limit", "expected"),
+    [("0", "20", "max", 2 * MIB // 5), ("0", "50", str(MIB), MIB // 2), ("4096", "0", "max", 4096), ("", "", "max", 0)],
+)
+def test_bytes_that_may_be_dirty_are_a_part_of_memory_or_a_number(
+    root: Path, size: str, ratio: str, limit: str, expected: int
+) -> None:
+    grouped(root, "0::/a\n", V2.format(seen_from="/"), {"a/memory.max": limit})
+    (root / "proc/sys/vm").mkdir(parents=True)
+    (root / "proc/sys/vm/dirty_bytes").write_text(size + "\n")
+    (root / "proc/sys/vm/dirty_ratio").write_text(ratio + "\n")
+    assert dirty_size_max(root) == (expected or 16384 * MIB // 5)
 
 
 @pytest.mark.parametrize("seen_from", ["/", "/docker/abc"])
