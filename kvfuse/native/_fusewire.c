@@ -324,19 +324,15 @@ static void *read_requests(void *none)
         length = read_next(room, now_ns() - answered_at < SPIN_GAP_NS);
         if (length <= 0)
             break;
-        int is_answered = 0;
-        if (is_asked_most(room)) {
-            int others_go_on = lets_others_go_on(room, length);
-            if (others_go_on)
-                pthread_mutex_unlock(&readers.turn);
-            is_answered = answer_here(room, (size_t)length);
-            if (others_go_on)
-                pthread_mutex_lock(&readers.turn);
-        }
-        if (is_answered)
+        int is_shown = is_asked_most(room), others_go_on = is_shown && lets_others_go_on(room, length);
+        if (others_go_on)
+            pthread_mutex_unlock(&readers.turn);
+        if (is_shown && answer_here(room, (size_t)length))
             answered_at = now_ns();
-        else
+        else /* before it waits for its turn: who has that may wait for a request that comes after the answer to this one */
             queue_room(room, length), room = NULL;
+        if (others_go_on)
+            pthread_mutex_lock(&readers.turn);
     }
     pthread_mutex_unlock(&readers.turn);
     if (room && length < 0)

@@ -50,18 +50,25 @@ static void see(const void *request)
 static uint64_t answer(void *door, int fd, const void *request, size_t size)
 {
     const struct fuse_in_header *in = request;
-    if (in->unique % 3 == 0)
+    if (in->unique / 6 % 2 == 0)
         return 0;
     see(request);
     return 1;
 }
 
+static int is_seen(uint64_t i) { return __atomic_load_n(&seen[i], __ATOMIC_RELAXED); }
+
 static void *ask(void *none)
 {
-    static const uint32_t kinds[] = {FUSE_LOOKUP, FUSE_WRITE, FUSE_READ, FUSE_GETXATTR};
+    static const uint32_t kinds[] = {FUSE_LOOKUP, FUSE_WRITE, FUSE_READ, FUSE_GETXATTR, FUSE_READ, FUSE_READ};
     for (uint64_t i = 0; i < REQUESTS; i++) {
-        struct fuse_in_header in = {.len = sizeof in, .opcode = kinds[i % 4], .unique = i, .nodeid = i * 3};
+        struct {
+            struct fuse_in_header head;
+            struct fuse_read_in read;
+        } in = {{.len = sizeof in, .opcode = kinds[i % 6], .unique = i, .nodeid = i * 3}, {.size = LONG}};
         assert(write(ends[1], &in, sizeof in) == sizeof in);
+        while (i % 2 && !(is_seen(i) && is_seen(i - 1))) /* two at once, and then none until both are answered */
+            sched_yield();
     }
     return NULL;
 }
@@ -76,7 +83,7 @@ int main(void)
     pthread_create(&asking, NULL, ask, NULL);
     int total = 0;
     for (int round = 0; total < REQUESTS; round++) {
-        int stops = round < ROUNDS;
+        int stops = round < ROUNDS && total < REQUESTS / 2; /* then nothing but an answer lets one go on */
         assert(start_readers(NULL, NULL));
         for (int i = 0; total < REQUESTS && (!stops || i < 40); i++) {
             struct pollfd ready = {.fd = readers.queued, .events = POLLIN};
