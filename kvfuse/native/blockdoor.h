@@ -78,6 +78,15 @@ typedef struct {
     uint8_t kind, length, name[NAME_MAX_BYTES];
 } Look;
 
+/* A block that was looked up: it is opened a moment later, also where it was replaced in between. ``arena``: its number, 0:
+   none; its content is at ``page`` there as long as the stamp of that is the same. */
+typedef struct {
+    Look look;
+    struct fuse_attr attr;
+    uint64_t stamp;
+    uint32_t arena, page, table, row;
+} Named;
+
 /* A number by which the kernel wrote what is this block now: as long as it is known, it uses its pages of it. The others are
    places + 1 of the next ones with the same key. */
 typedef struct {
@@ -115,7 +124,7 @@ typedef struct {
     uint64_t serial; /* of handles: begins with the time in microseconds, so no former daemon gave the same ones */
     uint32_t pins[ARENAS];
     Look looks[LOOKS]; /* names that mean nothing */
-    Look named[LOOKS]; /* blocks that were looked up, each at the place of its number */
+    Named named[LOOKS]; /* blocks that were looked up, each at the place of its number */
     uint64_t look_head, look_tail;
     Use uses[USES];
     uint64_t use_head, use_tail;
@@ -317,7 +326,7 @@ static void unpin_content(Door *door, Arena *arena)
 
 #include "blockdrafts.h"
 
-static Look *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
+static Named *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
 
 static uint64_t answer_lookup(Door *door, const Request *asked)
 {
@@ -341,10 +350,13 @@ static uint64_t answer_lookup(Door *door, const Request *asked)
         if (is_held(door, mix(HELD_INODE, entry.nodeid, 0)))
             found = -1;
         else {
-            Look *look = named_place(door, entry.nodeid);
+            Named *named = named_place(door, entry.nodeid);
+            const Arena *arena = row->arena && !row->expires ? arena_of(door->core, row->arena) : NULL;
             fill_attr(door, place, row, entry.nodeid, &entry.attr);
-            look->number = entry.nodeid, look->length = (uint8_t)length;
-            memcpy(look->name, name, length);
+            named->look.number = entry.nodeid, named->look.length = (uint8_t)length;
+            memcpy(named->look.name, name, length);
+            named->attr = entry.attr, named->table = place, named->row = number, named->page = row->page;
+            named->arena = arena ? row->arena : 0, named->stamp = arena ? arena->tail->stamp : 0;
         }
     } else if (draft && !draft->is_taken) {
         entry.nodeid = draft->ino, found = 1;
@@ -494,6 +506,24 @@ static int restore_handles(Door *door)
     return 1;
 }
 
+/* Open a block that was replaced, or removed, since it was looked up. NULL: Python has to see. */
+static Handle *open_lost(Door *door, uint64_t ino)
+{
+    const Named *named = named_place(door, ino);
+    Arena *arena = named->look.number == ino && named->arena ? arena_of(door->core, named->arena) : NULL;
+    if (!arena || arena->state == SPARE || arena->tail->stamp != named->stamp || door->core->tables[named->table].is_ended ||
+        !may_pin(door, arena))
+        return NULL;
+    Handle *handle = take_handle(door);
+    if (!handle)
+        return NULL;
+    handle->ino = ino, handle->size = named->attr.size, handle->arena = arena, handle->attr = named->attr;
+    handle->table = named->table, handle->row = named->row;
+    handle->content = arena->base + (uint64_t)named->page * PAGE;
+    pin_content(door, arena);
+    return handle;
+}
+
 static uint64_t answer_open(Door *door, const Request *asked)
 {
     const struct fuse_open_in *in = asked->body;
@@ -503,9 +533,13 @@ static uint64_t answer_open(Door *door, const Request *asked)
     if (asked->size < sizeof *in || in->flags & (O_ACCMODE | O_TRUNC | O_DIRECT | O_APPEND))
         return 0;
     lock(door->core);
-    Row *row = is_held(door, mix(HELD_INODE, ino, 0)) ? NULL : (Row *)row_of(door, ino, &place);
+    int is_free = !is_held(door, mix(HELD_INODE, ino, 0));
+    Row *row = is_free ? (Row *)row_of(door, ino, &place) : NULL;
     Arena *arena = row && row->arena ? arena_of(door->core, row->arena) : NULL;
     Handle *handle = arena && may_pin(door, arena) ? take_handle(door) : NULL;
+    Handle *lost = is_free && !row ? open_lost(door, ino) : NULL;
+    if (lost)
+        out.fh = lost->fh;
     if (handle) {
         const Table *table = door->core->tables + place;
         row->used = now_in(table);
@@ -521,7 +555,7 @@ static uint64_t answer_open(Door *door, const Request *asked)
         out.fh = handle->fh;
     }
     unlock(door->core);
-    if (!handle)
+    if (!handle && !lost)
         return 0;
     reply(asked, 0, &out, sizeof out);
     return 1;

@@ -1628,7 +1628,7 @@ static PyObject *door_name_of(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "K", &ino))
         return NULL;
     lock(DOOR->core);
-    Look look = *named_place(DOOR, ino);
+    Look look = named_place(DOOR, ino)->look;
     unlock(DOOR->core);
     if (look.number != ino)
         Py_RETURN_NONE;

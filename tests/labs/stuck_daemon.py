@@ -41,6 +41,7 @@ async def never_answer(
         return await lookup(parent, name)
 
     volume.tree.lookup = lookup_or_not
+    volume.tree.look_up_at_once = lambda *_: None
     task_status.started()
     await trio.sleep_forever()
 

@@ -357,3 +357,17 @@ async def test_a_rename_says_first_what_it_is_about_to_do(opened: Open) -> None:
             assert unique == door.kernel.unique
             assert (ino, replaced) == (first, other) if number == 0 else ino != first
         assert await door.content(b"other") == b"bytes"
+
+
+async def test_a_block_that_was_looked_up_is_opened(opened: Open) -> None:
+    """Also where another one has taken its name since: its bytes are there for a while."""
+    async with opened() as door:
+        former = door.store(b"one", b"former")
+        assert (door.kernel.look_up(door.folder, b"one") or (0,))[0] == former
+        latter = door.store(b"one", b"latter")
+        assert latter != former
+        fh = door.kernel.open(former)
+        assert fh is not None
+        assert door.kernel.read(former, fh, 0, 9) == b"former"
+        assert door.kernel.release(former, fh)
+        assert await door.content(b"one") == b"latter"
