@@ -326,8 +326,6 @@ static void unpin_content(Door *door, Arena *arena)
 
 #include "blockdrafts.h"
 
-static Named *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
-
 static uint64_t answer_lookup(Door *door, const Request *asked)
 {
     const uint8_t *name = asked->body;

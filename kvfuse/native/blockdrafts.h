@@ -55,9 +55,14 @@ static void unlink_written(Door *door, Numbered *one)
     one->ino = 0;
 }
 
+static Named *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
+
+/* The number may mean something else from now on. */
 static void forget_written(Door *door, uint64_t ino)
 {
     Numbered *one = find_written(door, ino);
+    if (named_place(door, ino)->look.number == ino)
+        named_place(door, ino)->arena = 0;
     if (one)
         unlink_written(door, one);
 }

@@ -1389,7 +1389,7 @@ static PyObject *door_take_handles(PyObject *self, PyObject *args)
         uint32_t arena = 0;
         uint64_t start = 0;
         lock(DOOR->core);
-        for (is_more = 0; DOOR->open_count && i < DOOR->handle_count && !is_more; i++) {
+        for (is_more = 0; i < DOOR->handle_count && !is_more; i++) {
             Handle *handle = DOOR->handles + i;
             if ((is_more = handle->fh && handle->ino == ino && !handle->is_taken)) {
                 one = *handle;
