@@ -247,6 +247,7 @@ def test_at_any_await(folder: Path, words: tuple[str, ...], seed: int) -> None:
         with Users(mount.point) as users:
             for _ in range(scaled(POINTS)):
                 points.strike(chance.choices(("takeover", "service", "upgrade"), (12, 12, 1))[0])
+        wait_until(lambda: serves(mount), "a daemon that serves")  # one that raised may have answered until now
         said = holder_says(mount)
         seconds = sorted(points.seconds)
         print(f"{len(seconds)} exceptions at {len(points.places)} places: {percentiles(seconds)}; {said['causes']};")
@@ -260,6 +261,13 @@ def test_at_any_await(folder: Path, words: tuple[str, ...], seed: int) -> None:
         for cause, count in causes.items():
             assert f'kvfuse_daemon_deaths_total{{cause="{cause}"}} {float(count)}' in metrics_of(words)
         subprocess.run([*KVFUSE, "upgrade", str(mount.point)], check=True, timeout=4 * PATIENCE_S)  # errors are counted
+
+
+def serves(mount: KvfuseMount) -> bool:
+    try:
+        return holder_says(mount)["serves"] is True
+    except subprocess.CalledProcessError:  # none does
+        return False
 
 
 def is_there(ask: Callable[[], object]) -> bool:
