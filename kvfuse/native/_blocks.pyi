@@ -275,7 +275,7 @@ class Door:
     def next_taken(
         self,
     ) -> tuple[int, int, int, int, int, int, int, int, bytes, bytes, int, int] | None:
-        """As `kernel_answers.Draft`."""
+        """As `kernel_answers.TakenFile`."""
     def take_all(self) -> None:
         """All drafts are to be taken over."""
     def take_over(self, request: Any, /) -> bool:

@@ -113,23 +113,21 @@ static void note_put(Door *door, uint32_t table, int64_t row, uint64_t written)
     ring_bell(door);
 }
 
-static void note_change(Door *door, Folder *folder)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME_COARSE, &now);
-    folder->changed = (int64_t)now.tv_sec * SECOND_NS + now.tv_nsec;
-    door->has_changed = 1;
-    ring_bell(door);
-}
-
-/* -- drafts ------------------------------------------------------------------------------------------------------- */
-
 static int64_t coarse_time(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME_COARSE, &now);
     return (int64_t)now.tv_sec * SECOND_NS + now.tv_nsec;
 }
+
+static void note_change(Door *door, Folder *folder)
+{
+    folder->changed = coarse_time();
+    door->has_changed = 1;
+    ring_bell(door);
+}
+
+/* -- drafts ------------------------------------------------------------------------------------------------------- */
 
 /* Wait until nobody copies to a draft: that takes no longer than the copy of one request. Under the lock, which it lets go
    of; 0: it is another one by then. */
@@ -173,10 +171,11 @@ static Draft *draft_of_name(Door *door, uint64_t folder, const uint8_t *name, si
     return NULL;
 }
 
+/* NULL: there are too many, or no number is left. */
 static Draft *take_draft(Door *door, uint32_t flags)
 {
-    for (uint32_t i = 0; i < DRAFTS; i++) {
-        if (door->drafts[i].fh || door->next_number == door->last_number)
+    for (uint32_t i = 0; i < DRAFTS && door->next_number < door->last_number; i++) {
+        if (door->drafts[i].fh)
             continue;
         Draft *draft = door->drafts + i;
         uint64_t serial = ++door->serial;

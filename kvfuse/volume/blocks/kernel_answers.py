@@ -55,8 +55,8 @@ NOT_KEPT = KeptRows(bytearray(), bytearray())
 """nothing outlives this daemon"""
 
 
-class Draft(NamedTuple):
-    """A file that is being written, and that C made; ``fh``: the handle of who writes it."""
+class TakenFile(NamedTuple):
+    """A file that is being written, that C made, and that Python goes on with; ``fh``: the handle of who writes it."""
 
     fh: int
     ino: int
@@ -139,12 +139,12 @@ class KernelAnswers:
         for tell in self.on_notes:
             tell(notes)
 
-    def taken(self, *, is_all: bool = False) -> Iterator[Draft]:
+    def taken(self, *, is_all: bool = False) -> Iterator[TakenFile]:
         """Files that Python takes over; ``is_all``: those of which it was not asked, too."""
         if is_all:
             self.door.take_all()
         while (found := self.door.next_taken()) is not None:
-            yield Draft(*found)
+            yield TakenFile(*found)
 
     def give_numbers(self, take: Callable[[int], int]) -> None:
         """Have it have some inode numbers. ``take``: takes so many that follow each other; the first one."""
