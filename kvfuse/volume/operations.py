@@ -38,7 +38,7 @@ from kvfuse.volume.names.opened import make_opened
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.parts import Parts
 from kvfuse.volume.store import schema
-from kvfuse.volume.tenancy.xattrs import check_settable
+from kvfuse.volume.tenancy.xattrs import check_name, check_settable
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.content_map import ContentMap
 
@@ -147,6 +147,7 @@ class Inodes:
 
     async def get_xattr(self, ino: int, name: bytes) -> bytes:
         if self._blocks_of(ino) is not None:
+            check_name(name)
             raise errors.NoAttribute(f"block {ino:#x} has no attribute {name!r}")
         return await self._parts.xattrs.get(ino, name)
 
@@ -163,6 +164,7 @@ class Inodes:
     async def remove_xattr(self, ino: int, name: bytes, caller: Caller | None = None) -> None:
         xattrs = _check_change(self._core, self._parts.xattrs)
         if self._blocks_of(ino) is not None:
+            check_name(name)
             raise errors.NoAttribute(f"block {ino:#x} has no attribute {name!r}")
         await self._publish_attributes(await xattrs.remove(ino, name, caller))
 

@@ -282,6 +282,7 @@ class BlockFiles:
         sketch.data += data
         sketch.is_changed = sketch.is_rewritten = is_empty
         sketch.block = None if is_empty or not sketch.nlink else entry
+        sketch.sequence = entry.sequence
         sketch.expires, sketch.priority = entry.expires, entry.priority
         sketch.atime, sketch.mtime, sketch.ctime = entry.atime, entry.mtime, entry.ctime
         self.open_blocks.written.forget(ino)
@@ -421,6 +422,8 @@ class BlockFiles:
             await self._become_ordinary(sketch)
         else:
             sketch.is_changed = False
+            if sketch.block is not None:
+                sketch.sequence = sketch.block.sequence
 
     async def put(
         self, like: Sketch | BlockEntry, directory: int, name: bytes, content: memoryview
@@ -515,12 +518,21 @@ class BlockFiles:
             self.sketches.leave(sketch)
 
     async def _settle(self, sketch: Sketch, last: SketchHandle) -> None:
-        """The last writer has closed a sketch: what the kernel wrote since, as of a mapping, becomes the block's."""
+        """The last writer has closed a sketch: what the kernel wrote since, as of a mapping, becomes the block's.
+
+        His close has returned by then: a block that somebody has stored since under the name of an empty file stays.
+        """
         last.has_written = False
         try:
             async with sketch.lock:
-                if sketch.writers == 1 and sketch.nlink and sketch.node is None:
-                    await (self.publish(sketch) if sketch.data else self._become_ordinary(sketch))
+                if not (sketch.writers == 1 and sketch.nlink and sketch.node is None):
+                    return
+                if sketch.data:
+                    await self.publish(sketch)
+                elif (entry := self.search.find(*sketch.place)) is not None and entry.sequence != sketch.sequence:
+                    self.sketches.unlink(sketch)
+                else:
+                    await self._become_ordinary(sketch)
         except errors.OperationError as error:
             log.warning("file %r of directory %d is lost: %s", sketch.name, sketch.directory, error)
             self.lookups.refresher.news.content(sketch.ino)

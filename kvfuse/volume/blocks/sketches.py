@@ -45,6 +45,8 @@ class Sketch:
         """bytes of the memory that it has"""
         self.is_changed = False
         """the block of its name does not have these bytes, or other readers"""
+        self.sequence = 0
+        """of the block that it has stored, or is to replace; 0: none had the name when it was made"""
         self.block: BlockEntry | None = None
         """the block that has these bytes, unless `is_changed`"""
         self.expires, self.priority = 0, 128

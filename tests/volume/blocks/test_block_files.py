@@ -376,6 +376,44 @@ async def test_what_cannot_be_a_block_is_an_ordinary_file(disk: Disk, options: O
         await volume.sync()
 
 
+@pytest.mark.parametrize("was_block", [False, True])
+async def test_a_block_of_the_name_of_an_empty_file_that_is_closed_stays(
+    disk: Disk, options: Options, was_block: bool
+) -> None:
+    """close returns after FLUSH, before RELEASE: what is stored then is newer than the file."""
+    async with door_of(disk, options) as door:
+        if was_block:
+            await door.put(b"name", b"old")
+        handle = await (door.open(b"name", os.O_WRONLY | os.O_TRUNC) if was_block else door.create(b"name"))
+        await door.volume.files.flush(handle)
+        await door.put(b"name", b"new")
+        await door.volume.files.release(handle)
+        assert await door.get(b"name") == b"new"
+        assert await door.kind(b"name") == "block"
+        assert await door.names() == [b"name"]
+        handle = await door.open(b"name", os.O_WRONLY | os.O_TRUNC)
+        await door.close(handle)
+        assert await door.get(b"name") is None
+        assert await door.kind(b"name") == "file"
+
+
+async def test_attributes_that_no_file_can_have(disk: Disk, options: Options) -> None:
+    """The error of an ordinary file, whatever it is at the moment."""
+    async with door_of(disk, options) as door:
+        await door.put(b"block", b"block")
+        sketch = await door.create(b"sketch")
+        for name in (b"block", b"sketch"):
+            inodes, ino = door.volume.inodes, (await door.look(name)).ino
+            for call in (inodes.get_xattr, inodes.remove_xattr):
+                with pytest.raises(errors.InvalidArgument):
+                    await call(ino, b"security.")
+                with pytest.raises(errors.Unsupported):
+                    await call(ino, b"users.name")
+                with pytest.raises(errors.NoAttribute):
+                    await call(ino, b"user.name")
+        await door.close(sketch)
+
+
 async def test_owners_and_modes(disk: Disk, options: Options) -> None:
     async with door_of(disk, options) as door:
         handle = await door.create(b"one", mode=0o600, caller=Caller(7, 8))
