@@ -12,6 +12,7 @@ TEST_PACKAGES=(fio attr openssl prometheus git rsync)
 LAB_PACKAGES=(stress-ng dbench fsmark postmark)
 # The servers of volumes that hosts share: started by the tests and by 'kvfuse cluster-dev', on loopback.
 ETCD_PACKAGES=(etcd-server etcd-client)
+REDIS_PACKAGES=(redis-server)
 CEPH_PACKAGES=(ceph-mon ceph-osd ceph-common librados2)
 # What such a volume is compared with on the same servers.
 CLUSTER_BENCH_PACKAGES=(ceph-mds ceph-fuse)

@@ -31,7 +31,7 @@ from kvfuse.holder import status_socket
 from kvfuse.holder.guarding import CONNECTIONS
 from kvfuse.options import config
 from kvfuse.options.config import Options
-from kvfuse.options.options import BlockOptions, CacheOptions
+from kvfuse.options.options import BlockOptions, CacheOptions, RedisIndexOptions
 from kvfuse.sizes import GIB, format_size
 
 KERNEL_MIN = (5, 4)
@@ -261,6 +261,8 @@ def check_engines(options: Options) -> Iterator[Finding]:
         yield from _devices(options.segments)
     else:
         yield trio.run(_ask_segments, options)
+    if isinstance(options.index, RedisIndexOptions):
+        yield trio.run(_ask_index, options)
     if options.cache.disk_path is not None:
         yield _disk_tier(options.cache)
     if options.peer.listen is not None:
@@ -303,6 +305,19 @@ async def _ask_segments(options: Options) -> Finding:
         return Finding("segments", MISSING, str(error), "see docs/engines.md, rados")
     size = "an unknown number of bytes" if free is None else format_size(free)
     return Finding("segments", OK, f"{options.segments.engine}: {size} free {place}")
+
+
+async def _ask_index(options: Options) -> Finding:
+    from kvfuse.volume.opening import engines
+
+    begin = time.monotonic()
+    try:
+        async with engines.open_index(options):
+            return Finding(
+                "index", OK, f"{options.index.engine}: answers in {(time.monotonic() - begin) * 1000:.0f} ms"
+            )
+    except KvfuseError as error:
+        return Finding("index", MISSING, str(error), "see docs/engines.md, the index of blocks")
 
 
 def _devices(options: BlockOptions) -> Iterator[Finding]:

@@ -25,10 +25,13 @@ from kvfuse.errors import ConfigError
 from kvfuse.options.options import (
     SIZES,
     BlockOptions,
+    EtcdIndexOptions,
     EtcdOptions,
     KernelFlag,
     NamespaceOptions,
+    OmapIndexOptions,
     RadosOptions,
+    RedisIndexOptions,
     meant_kind,
 )
 from kvfuse.options.options import Options as Options
@@ -98,6 +101,10 @@ UNSET: dict[str, str] = {
     "segments.keyring": "as ceph.conf says",
     "segments.devices": "must be set",
     "segments.weights": "as the devices have room",
+    "index.url": "must be set",
+    "index.user": "the server's default",
+    "index.password_file": "none",
+    "index.ca_file": "those that the system trusts",
     **dict.fromkeys([f"namespace.{name}" for name in NamespaceOptions.__struct_fields__], "as stored in the volume"),
     "cache.tier_node": "whichever",
     "cache.disk_path": "nowhere",
@@ -140,7 +147,12 @@ _FORMER_VALUES: dict[str, dict[bool | str, str]] = {
 """former values of a key -> their present meaning"""
 _SLASHED_KEYS = frozenset(("peer.advertise", "peer.rdma_devices"))
 """lists whose parts may have colons in them: slashes separate them in ``-o``"""
-_SHORT_WORDS = {"publish": "publish.mode"}
+_SHORT_WORDS = {
+    "publish": "publish.mode",
+    # index has such keys, too, but had none when these words came into fstabs
+    "password_file": "records.password_file",
+    "ca_file": "records.ca_file",
+}
 # fmt: off
 _IGNORED_WORDS = frozenset((
     "defaults", "_netdev", "nofail", "auto", "noauto", "comment", "user", "nouser", "users", "owner", "noowner",
@@ -221,9 +233,10 @@ def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = 
         plain = _to_bytes(value) if is_size(key) else value
         result = msgspec.convert(plain, annotation, strict=not from_text, dec_hook=_hook)
     except (ValueError, RuntimeError):  # RuntimeError: expanduser found no home
-        if key == "records.endpoints" and "@" in str(value):
+        if key in ("records.endpoints", "index.url") and "@" in str(value):
             where = where.partition("=")[0]  # the rest may be a password
-            remedy = "set records.user and records.password_file"
+            table = key.partition(".")[0]
+            remedy = f"set {table}.user and {table}.password_file"
             raise ConfigError(f"{where}: {key}: a user and a password have no place in a URL: {remedy}") from None
         expected = _expectation(annotation)
         raise ConfigError(f"{_masked(where)}: {key} is wrong - expected {expected}; found {_found(value)}") from None
@@ -413,6 +426,7 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
             raise ConfigError(f"{origins[key]}: {key} is for {table}.engine '{engine}', which here is '{here}'")
     _check_disk_tier(options, origins)
     _check_devices(options)
+    _check_index(options)
     if isinstance(options.records, EtcdOptions):
         _check_shared(options, options.records, origins)
     elif isinstance(options.segments, RadosOptions):
@@ -446,6 +460,25 @@ def _check_devices(options: Options) -> None:
             f"segments.weights has {len(segments.weights)} numbers, segments.devices {len(segments.devices)} paths:"
             " give one for each, or none"
         )
+
+
+def _check_index(options: Options) -> None:
+    index = options.index
+    if isinstance(index, EtcdIndexOptions | RedisIndexOptions) and not options.is_shared:
+        raise ConfigError(
+            f"index.engine '{index.engine}' needs records.engine 'etcd': a volume of one host, as this is, has no index"
+        )
+    if isinstance(index, OmapIndexOptions) and not isinstance(options.segments, RadosOptions):
+        here = options.segments.engine
+        raise ConfigError(f"index.engine 'omap' needs segments.engine 'rados', which here is '{here}'")
+    if not isinstance(index, RedisIndexOptions):
+        return
+    if index.url is None:
+        raise ConfigError("index.url is not set: name the Redis server of the index")
+    if index.user is not None and index.password_file is None:
+        raise ConfigError("index.user needs index.password_file")
+    if index.ca_file is not None and not index.url.startswith("rediss:"):
+        raise ConfigError("index.ca_file is for rediss://, but index.url is of redis://")
 
 
 def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str]) -> None:

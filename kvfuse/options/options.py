@@ -61,6 +61,14 @@ NamespaceKind = Annotated[
 ]
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
 Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
+RedisUrl = Annotated[
+    str,
+    Meta(
+        pattern=r"^rediss?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:\d{1,5})?(/\d{0,5})?$",
+        description='a URL such as "redis://10.0.0.1:6379", with rediss:// for TLS',
+    ),
+]
+Shards = Annotated[int, Meta(ge=1, le=4096, description="a whole number, 1 to 4096")]
 VolumeName = Annotated[
     str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$", description="up to 100 letters, digits and ._-")
 ]
@@ -216,6 +224,35 @@ class BlockOptions(_Engine, frozen=True, tag="block"):
     """seconds for which nobody writes to slabs of a host that is gone: its last writes may still be under way"""
     reservations: bool = False
     """devices refuse further writes of such a host, where they have persistent reservations"""
+
+
+class AutoIndexOptions(_Engine, frozen=True, tag="auto"):
+    """omap where segments are in rados (in a pool that has omaps), else etcd where records are there, else none."""
+
+
+class EtcdIndexOptions(_Engine, frozen=True, tag="etcd"):
+    """Beside the records."""
+
+
+class OmapIndexOptions(_Engine, frozen=True, tag="omap"):
+    """Beside the segments in rados."""
+
+    shards: Shards = 16
+    """objects that the entries are spread over; the same on all hosts"""
+
+
+class RedisIndexOptions(_Engine, frozen=True, tag="redis"):
+    """A server that all hosts reach, or its compatible."""
+
+    url: RedisUrl | None = None
+    user: Word | None = None
+    """None: the server's default"""
+    password_file: Path | None = None
+    """its first line is the password"""
+    ca_file: Path | None = None
+    """the authority for rediss; None: those that the system trusts"""
+    deadline: DeadlineSeconds = 1.0
+    """seconds for a call"""
 
 
 class ClientOptions(_Section, frozen=True):
@@ -424,6 +461,9 @@ class Options(_Section, frozen=True):
     volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
     records: LmdbOptions | EtcdOptions = msgspec.field(default_factory=LmdbOptions)
     segments: FileOptions | RadosOptions | BlockOptions = msgspec.field(default_factory=FileOptions)
+    index: AutoIndexOptions | EtcdIndexOptions | OmapIndexOptions | RedisIndexOptions = msgspec.field(
+        default_factory=AutoIndexOptions
+    )
     client: ClientOptions = msgspec.field(default_factory=ClientOptions)
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
@@ -461,6 +501,13 @@ class Options(_Section, frozen=True):
             raise ConfigError("volume.name is not set: records.engine 'etcd' keeps many volumes, name one")
         assert isinstance(self.records, EtcdOptions)
         return f"{self.records.prefix}{self.volume.name}/"
+
+    def index_prefix(self, volume_id: bytes) -> str:
+        """Prefix of all keys of a shared volume's index: not below what record stores watch.
+
+        With a part of the volume's id: of a volume that is made again there may be entries of higher sequences.
+        """
+        return f"{self.key_prefix}index/{volume_id.hex()[:8]}/"
 
     @property
     def volume_path(self) -> Path:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import pytest
@@ -42,11 +42,16 @@ BYTES_OF_HOSTS = ("file", pytest.param("block", marks=pytest.mark.ring(3)), "rad
 """Where the bytes of volumes are that several hosts mount: for them engines make no difference but in the lab."""
 
 
+class _Stoppable(Protocol):
+    def stop(self) -> None: ...
+
+
 _Servers = TypeVar("_Servers", EtcdServers, CephServers)
+_S = TypeVar("_S", bound=_Stoppable)
 
 
 @contextmanager
-def running(start: Callable[[Path], _Servers], prefix: str, parent: str | None = None) -> Iterator[_Servers]:
+def running(start: Callable[[Path], _S], prefix: str, parent: str | None = None) -> Iterator[_S]:
     """What ``start`` starts in a new folder in ``parent``; ended, and its data removed, at the end."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
         servers = start(Path(folder))

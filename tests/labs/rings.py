@@ -1,12 +1,12 @@
 """The rings of tests, stated here and nowhere else; and the parts of ring 3, of which CI runs one each time.
 
-1. In process, and one mount for each door. 2. Mounts, etcd, hostile programs, POSIX. 3. The lab: what needs Ceph,
-virtual machines or inference engines, kill loops, random schedules, every other combination of what rings 1 and 2
-prove once, and all that takes over a minute.
+1. In process, and one mount for each door. 2. Mounts, etcd, Redis, hostile programs, POSIX. 3. The lab: what needs
+Ceph, virtual machines or inference engines, kill loops, random schedules, every other combination of what rings 1 and
+2 prove once, and all that takes over a minute.
 
 A test is in ring 3 if it needs what only the lab installs: by the mark ``needs``, a fixture of `OF_FIXTURES`, or a
 parameter that names RADOS; or if it has to be ``alone``, as what measures time has. Else its nearest mark
-``ring(number)`` says the ring, or its folder, in `FOLDERS`; but where it has etcd, it is not in ring 1.
+``ring(number)`` says the ring, or its folder, in `FOLDERS`; but where it has etcd or Redis, it is not in ring 1.
 
 As a program, without any package: ``rings.py needs`` prints what all of ring 3 needs; ``rings.py part MINUTES NUMBER``
 prints one of the parts into which ring 3 is cut, each of about so many minutes: a line with its number, the number of
@@ -44,7 +44,7 @@ FOLDERS = {
     "usrbio/hf3fs": 2,
 }
 """folder of tests -> ring of its tests that say nothing else; all other folders: 1"""
-ETCD = {"etcd", "etcd_alone", "own_etcd"}
+SMALL_SERVERS = {"etcd", "etcd_alone", "own_etcd", "redis"}
 """fixtures, and how parameters begin"""
 OF_FIXTURES = {"ceph": "ceph", "own_ceph": "ceph"}
 """fixture -> what it needs of the lab"""
@@ -87,11 +87,13 @@ def ring_of(item: pytest.Item) -> int:
     folder = item.path.parent.relative_to(TESTS)
     places = (place.as_posix() for place in (folder, *folder.parents))
     ring = mark.args[0] if mark is not None else next((FOLDERS[place] for place in places if place in FOLDERS), 1)
-    return max(ring, 2) if _has_etcd(item) else ring
+    return max(ring, 2) if _has_server(item) else ring
 
 
-def _has_etcd(item: pytest.Item) -> bool:
-    return bool(ETCD & {*getattr(item, "fixturenames", ()), *(word.partition("+")[0] for word in _words_of(item))})
+def _has_server(item: pytest.Item) -> bool:
+    return bool(
+        SMALL_SERVERS & {*getattr(item, "fixturenames", ()), *(word.partition("+")[0] for word in _words_of(item))}
+    )
 
 
 def require_lab(need: str) -> None:

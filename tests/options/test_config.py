@@ -16,7 +16,7 @@ from kvfuse.options import config
 from kvfuse.options.config import load
 from kvfuse.options.options import EtcdOptions, Options, RadosOptions
 from kvfuse.sizes import GIB, MIB
-from kvfuse.volume.opening.engines import RECORDS, SEGMENTS, check_private, read_password
+from kvfuse.volume.opening.engines import INDEXES, RECORDS, SEGMENTS, check_private, read_password
 
 TEMPLATE = resources.files("kvfuse").joinpath("data/mount.conf")
 
@@ -132,7 +132,10 @@ def test_the_repository_shows_the_template() -> None:
         ("[cache]\ncapacity = 3", "mount.conf line 2: unknown key 'cache.capacity' - did you mean 'volume.capacity'?"),
         ("capacity = 3", "mount.conf line 1: unknown key 'capacity' - did you mean 'volume.capacity'?"),
         ("volume = 3", "mount.conf line 1: unknown key 'volume' - did you mean 'volume.path'?"),
-        ("[bogus]", "mount.conf line 1: unknown key 'bogus' - the tables are volume, records, segments, client,"),
+        (
+            "[bogus]",
+            "mount.conf line 1: unknown key 'bogus' - the tables are volume, records, segments, index, client,",
+        ),
         ("[volume.path]\nx = 1", "mount.conf line 1: volume.path is wrong - expected a path; found {'x': 1}"),
     ],
 )
@@ -187,6 +190,8 @@ def test_what_is_no_toml_names_the_line(conf: Path) -> None:
 ETCD = "[volume]\nname = 'kv'\n[records]\nengine = 'etcd'\n"
 FILE = "[segments]\npath = '/shared/kv'\n"
 RADOS = "[segments]\nengine = 'rados'\npool = 'p'\n"
+BLOCK = "[segments]\nengine = 'block'\ndevices = ['/dev/d']\n"
+REDIS = "[index]\nengine = 'redis'\n"
 
 
 def test_a_shared_volume_has_a_name_instead_of_a_folder(conf: Path, tmp_path: Path) -> None:
@@ -259,6 +264,14 @@ def test_who_shares_publishes_strictly_unless_told_otherwise(conf: Path) -> None
             ETCD + RADOS + "[namespace]\nblocks = 5",
             ":9: namespace.blocks is not offered for a volume that several hosts",
         ),
+        ("index.engine = 'redis'", "index.engine 'redis' needs records.engine 'etcd'"),
+        ("index.engine = 'etcd'", "index.engine 'etcd' needs records.engine 'etcd'"),
+        (ETCD + BLOCK + "[index]\nengine = 'omap'", "index.engine 'omap' needs segments.engine 'rados', which here is"),
+        (ETCD + RADOS + REDIS, "index.url is not set: name the Redis server"),
+        (ETCD + RADOS + REDIS + "url = 'redis://a'\nuser = 'u'", "index.user needs index.password_file"),
+        (ETCD + RADOS + REDIS + "url = 'redis://a'\nca_file = 'c'", "index.ca_file is for rediss://"),
+        (ETCD + RADOS + REDIS + "shards = 3", "index.shards is for index.engine 'omap', which here is 'redis'"),
+        (ETCD + RADOS + REDIS + "urls = 3", "unknown key 'index.urls' - did you mean 'index.url'?"),
         (ETCD + "deadline = 10\n" + RADOS, "client.lease is 10 s: it must be longer than records.deadline, 10 s"),
     ],
 )
@@ -269,6 +282,7 @@ def test_what_does_not_go_together_is_refused(conf: Path, text: str, message: st
 def test_every_engine_that_can_be_chosen_can_be_opened() -> None:
     assert set(config.TABLES["records"].values()) == RECORDS.keys()
     assert set(config.TABLES["segments"].values()) == SEGMENTS.keys()
+    assert set(config.TABLES["index"].values()) == INDEXES.keys()
 
 
 def test_a_password_is_in_a_file_of_its_own(conf: Path) -> None:
@@ -285,6 +299,9 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(conf: Path, url: str) -
     messages += [error_of(conf, ETCD + f"endpoints = '{url}'\n" + RADOS)]
     with pytest.raises(ConfigError) as caught:
         load(words=[f"records.endpoints={url.replace(',', '')}"])
+    message = error_of(conf, ETCD + RADOS + REDIS + f"url = '{url}'")
+    assert "index.url: a user and a password have no place in a URL: set index.user" in message
+    assert not re.search("joe|hun|ter2", message)
     for message in [*messages, str(caught.value)]:
         assert "records.endpoints: a user and a password have no place in a URL: set records.user" in message
         assert not re.search("joe|hun|ter2", message)

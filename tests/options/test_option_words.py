@@ -76,6 +76,14 @@ def test_words_of_access_times(words: str, policy: str, directories: bool) -> No
     assert (mount.access_times, mount.diratime) == (policy, directories)
 
 
+def test_words_that_were_unique_before_another_table_had_them() -> None:
+    words = [
+        "records.engine=etcd,name=kv,segments.path=/s,records.user=u,password_file=/p,endpoints=https://a,ca_file=/c"
+    ]
+    records = load(words=words).options.records
+    assert (records.password_file, records.ca_file) == (Path("/p"), Path("/c"))
+
+
 def test_urls_in_words() -> None:
     words = ["records.engine=etcd,name=kv,segments.path=/s,endpoints=http://a:2379:http://[::1]:2379"]
     assert load(words=words).options.records.endpoints == ("http://a:2379", "http://[::1]:2379")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +14,18 @@ import trio
 
 from kvfuse.errors import ConfigError
 from kvfuse.options.config import Options, disk_free
-from kvfuse.options.options import BlockOptions, EtcdOptions, FileOptions, LmdbOptions, RadosOptions
+from kvfuse.options.options import (
+    AutoIndexOptions,
+    BlockOptions,
+    EtcdIndexOptions,
+    EtcdOptions,
+    FileOptions,
+    LmdbOptions,
+    OmapIndexOptions,
+    RadosOptions,
+    RedisIndexOptions,
+)
+from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import Meter, RecordStore
 from kvfuse.remote.records.decorators import Delayed
 from kvfuse.remote.records.lmdb.store import LmdbRecords
@@ -24,9 +36,11 @@ from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.slab.layout import Geometry, Superblock
 
 if TYPE_CHECKING:
+    from kvfuse.remote.records.etcd.gateway import EtcdPlace
+    from kvfuse.remote.segments.rados.librados import PoolPlace
     from kvfuse.remote.segments.rados.store import RadosSegments
 
-Store = TypeVar("Store", bound=RecordStore | SegmentStore)
+Store = TypeVar("Store", bound=RecordStore | SegmentStore | BlockIndex)
 
 
 @asynccontextmanager
@@ -56,6 +70,20 @@ async def open_segments(
 
 
 @asynccontextmanager
+async def open_index(options: Options, *, volume_id: bytes = b"") -> AsyncIterator[BlockIndex | None]:
+    """The index of a shared volume's blocks, closed at the end; None where it has none. ConfigError, EngineError.
+
+    ``volume_id``: each has entries of its own, also where volumes of one name are made one after the other.
+    """
+    index = await INDEXES[type(options.index)](options, options.index, volume_id)
+    if index is None:
+        yield None
+        return
+    async with _closing(index):
+        yield index
+
+
+@asynccontextmanager
 async def _closing(store: Store) -> AsyncIterator[Store]:
     try:
         yield store
@@ -80,13 +108,19 @@ async def _open_lmdb(options: Options, records: LmdbOptions, read_only: bool, me
 
 
 async def _open_etcd(options: Options, records: EtcdOptions, *_: object) -> RecordStore:
+    from kvfuse.remote.records.etcd.store import EtcdRecords
+
+    return await EtcdRecords.open(_etcd_place(options, records))
+
+
+def _etcd_place(options: Options, records: EtcdOptions) -> EtcdPlace:
     """ConfigError where the password cannot be read, or others may read it, or the key."""
-    from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
+    from kvfuse.remote.records.etcd.gateway import EtcdPlace
 
     if records.key_file is not None:
         check_private(records.key_file, "records.key_file")
     password = read_password(records.password_file) if records.password_file else ""
-    return await EtcdRecords.open(EtcdPlace(records, options.key_prefix.encode(), password))
+    return EtcdPlace(records, options.key_prefix.encode(), password)
 
 
 async def _open_files(
@@ -96,15 +130,20 @@ async def _open_files(
 
 
 async def _open_rados(options: Options, rados: RadosOptions, *_: object) -> RadosSegments:
+    from kvfuse.remote.segments.rados.store import RadosSegments
+
+    return await RadosSegments.open(_pool_place(options, rados))
+
+
+def _pool_place(options: Options, rados: RadosOptions) -> PoolPlace:
     """ConfigError where others may read the key."""
     from kvfuse.remote.segments.rados.librados import PoolPlace
-    from kvfuse.remote.segments.rados.store import RadosSegments
 
     if rados.pool is None:
         raise ConfigError("segments.pool is not set")
     if rados.keyring is not None:
         check_private(rados.keyring, "segments.keyring")
-    return await RadosSegments.open(PoolPlace(rados, rados.pool, rados.namespace or options.volume.name))
+    return PoolPlace(rados, rados.pool, rados.namespace or options.volume.name)
 
 
 async def _open_devices(
@@ -118,6 +157,47 @@ async def _open_devices(
         read_only=read_only,
         reservations=devices.reservations,
     )
+
+
+async def _open_auto_index(options: Options, index: AutoIndexOptions, volume_id: bytes) -> BlockIndex | None:
+    if not options.is_shared:
+        return None
+    if isinstance(options.segments, RadosOptions):
+        from kvfuse.remote.index.omap.store import NoOmap
+
+        try:
+            return await _open_omap_index(options, OmapIndexOptions(), volume_id)
+        except NoOmap:
+            pass  # an erasure-coded pool
+    return await _open_etcd_index(options, EtcdIndexOptions(), volume_id)
+
+
+async def _open_etcd_index(options: Options, index: EtcdIndexOptions, volume_id: bytes) -> BlockIndex:
+    from kvfuse.remote.index.etcd.store import EtcdIndex
+
+    if not isinstance(options.records, EtcdOptions):
+        raise ConfigError("index.engine 'etcd' needs records.engine 'etcd'")
+    place = _etcd_place(options, options.records)
+    return await EtcdIndex.open(replace(place, prefix=options.index_prefix(volume_id).encode()))
+
+
+async def _open_omap_index(options: Options, index: OmapIndexOptions, volume_id: bytes) -> BlockIndex:
+    from kvfuse.remote.index.omap.store import OmapIndex
+
+    if not isinstance(options.segments, RadosOptions):
+        raise ConfigError("index.engine 'omap' needs segments.engine 'rados'")
+    place = _pool_place(options, options.segments)
+    return await OmapIndex.open(place, f"index.{volume_id.hex()[:8]}", index.shards)
+
+
+async def _open_redis_index(options: Options, index: RedisIndexOptions, volume_id: bytes) -> BlockIndex:
+    """ConfigError where the password cannot be read, or others may read it."""
+    try:
+        from kvfuse.remote.index.redis.store import RedisIndex, RedisPlace
+    except ImportError as error:
+        raise ConfigError(f"index.engine 'redis' needs a package ({error}): pip install 'kvfuse[redis]'") from None
+    password = read_password(index.password_file, "index.password_file") if index.password_file else ""
+    return await RedisIndex.open(RedisPlace(index, options.index_prefix(volume_id).encode(), password))
 
 
 def device_paths(devices: BlockOptions) -> list[Path]:
@@ -165,19 +245,25 @@ SEGMENTS: dict[type, Callable[..., Awaitable[SegmentStore]]] = {
     RadosOptions: _open_rados,
     BlockOptions: _open_devices,
 }
+INDEXES: dict[type, Callable[..., Awaitable[BlockIndex | None]]] = {
+    AutoIndexOptions: _open_auto_index,
+    EtcdIndexOptions: _open_etcd_index,
+    OmapIndexOptions: _open_omap_index,
+    RedisIndexOptions: _open_redis_index,
+}
 """the options of an engine -> what opens it"""
 
 
-def read_password(file: Path) -> str:
+def read_password(file: Path, key: str = "records.password_file") -> str:
     """The first line of a file. ConfigError where there is none, or others may read it."""
-    check_private(file, "records.password_file")
+    check_private(file, key)
     try:
         password = file.read_text().partition("\n")[0]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"records.password_file: {file} cannot be read: {reason}") from None
+        raise ConfigError(f"{key}: {file} cannot be read: {reason}") from None
     if not password:
-        raise ConfigError(f"records.password_file: the first line of {file} is empty")
+        raise ConfigError(f"{key}: the first line of {file} is empty")
     return password
 
 

@@ -80,7 +80,7 @@ class EtcdServers:
         (folder / STATE_FILE).write_text(json.dumps(state))
         try:
             if servers.settings.tls:
-                _make_certificates(folder)
+                make_certificates(folder)
             for member in servers.members:
                 member.launch()
             for index in range(members):
@@ -218,7 +218,7 @@ class EtcdServers:
             yield answer
 
 
-def _make_certificates(folder: Path) -> None:
+def make_certificates(folder: Path) -> None:
     """An authority, and certificates of it for the members and for clients: name.pem and name.key.
 
     None but the authority's has a common name: members would take it for the name of a user.

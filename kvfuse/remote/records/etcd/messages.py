@@ -37,6 +37,8 @@ class Put(EtcdMessage):
     key: bytes
     value: bytes
     lease: int = 0
+    prev_kv: bool = False
+    """the answer has what was there"""
 
 
 class DeleteRange(EtcdMessage):
@@ -50,6 +52,14 @@ class Compare(EtcdMessage, tag_field="target", tag="MOD"):
     mod_revision: int
 
 
+class CompareValue(EtcdMessage, tag_field="target", tag="VALUE"):
+    """The key's value is GREATER or LESS than this one. Neither holds of an absent key."""
+
+    key: bytes
+    value: bytes
+    result: str
+
+
 class TxnOperation(EtcdMessage):
     """One of them."""
 
@@ -60,7 +70,7 @@ class TxnOperation(EtcdMessage):
 
 
 class TxnMessage(EtcdMessage):
-    compare: list[Compare] = []
+    compare: list[Compare | CompareValue] = []
     success: list[TxnOperation] = []
     failure: list[TxnOperation] = []
 
@@ -115,8 +125,13 @@ class RangeAnswer(EtcdAnswer):
     more: bool = False
 
 
+class PutAnswer(EtcdAnswer):
+    prev_kv: KeyValue | None = None
+
+
 class OperationAnswer(Struct):
     response_range: RangeAnswer | None = None
+    response_put: PutAnswer | None = None
     response_txn: TransactionAnswer | None = None
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -67,12 +68,15 @@ class _Call:
         self.idle = trio.Event()
         self.hedges: list[_Spare] = []
         self.is_late = False
+        self.is_cancelled = False
+        """what ends now with -ECANCELED was ended here; a server says so, too, where a comparison does not hold"""
         self.is_over = False
         """its memory is the caller's again"""
 
     def ended(self, tag: int, code: int) -> None:
         request = self.in_flight.pop(tag)
-        request.ended(code)
+        if not (self.is_cancelled and code == -errno.ECANCELED):
+            request.ended(code)
         self.look_at(request)
         if not self.in_flight:
             self.idle.set()
@@ -144,18 +148,19 @@ class Dispatcher:
         """Never abandoned: a call that was cancelled waits for its thread."""
         return await trio.to_thread.run_sync(call, limiter=self._threads)
 
-    async def perform(self, requests: Sequence[ObjectRequest]) -> None:
+    async def perform(self, requests: Sequence[ObjectRequest], until: float = math.inf) -> None:
         """Have every request answered. EngineError of the first that failed, EngineTimeout; others may have been done.
 
         Reads are filled with zeros where objects have no bytes. Requests are started in order, and those on
         one object done in that order. Nothing is started where one of them would change a silent object.
+        ``until``: trio's time at which the caller's own deadline ends.
         """
         for request in requests if self.lateness.since else ():
             name, hedges = request.name, self.options.hedge_delay and isinstance(request, ReadRequest)
             if self.lateness.is_lost(name) and not hedges:
                 raise EngineTimeout(self._what(request) + self.lateness.silence_of(name))
         for first in range(0, len(requests), self.options.in_flight_max):
-            call = await self._call(requests[first : first + self.options.in_flight_max], self._wait)
+            call = await self._call(requests[first : first + self.options.in_flight_max], self._wait, until)
             self._check(call)
             reads = [read for read in call.requests if isinstance(read, ReadRequest) and read.absent_bytes]
             if reads:
@@ -167,7 +172,7 @@ class Dispatcher:
         left = [request for request in requests if request.name not in silent]
         for first in range(0, len(left), self.options.in_flight_max):
             call = await self._call(left[first : first + self.options.in_flight_max], self._wait_some)
-            late = {request.name for request in call.requests if request.code in (None, -errno.ECANCELED)}
+            late = {request.name for request in call.requests if request.code is None}
             for name in late:
                 self._watch(name, trio.current_time())
             self.lateness.late += len(late)
@@ -178,13 +183,15 @@ class Dispatcher:
             silent |= late
         return silent
 
-    async def _call(self, requests: Sequence[ObjectRequest], wait: Callable[[_Call], Awaitable[None]]) -> _Call:
+    async def _call(
+        self, requests: Sequence[ObjectRequest], wait: Callable[[_Call], Awaitable[None]], until: float = math.inf
+    ) -> _Call:
         """Start requests, and ``wait`` for their answers; none is under way when this returns."""
         call = _Call(requests)
         try:
             copied_bytes = sum(request.copied_bytes for request in requests)
             await _sized(self.in_thread, copied_bytes, lambda: self._start(call, requests))
-            with trio.move_on_after(self.options.deadline) as patience:
+            with trio.move_on_at(min(trio.current_time() + self.options.deadline, until)) as patience:
                 await wait(call)
             call.is_late = patience.cancelled_caught
         finally:
@@ -281,6 +288,7 @@ class Dispatcher:
             hedges = [spare for spare in call.hedges if spare in self._spares]
             if call.in_flight or hedges:
                 call.idle = trio.Event()  # anew: between two starts there may have been nothing under way
+                call.is_cancelled = True
                 await self._cancel([call.completions[tag] for tag in call.in_flight], hedges)
                 if call.in_flight:
                     await call.idle.wait()
@@ -305,7 +313,7 @@ class Dispatcher:
 
     def _check(self, call: _Call) -> None:
         """EngineError where a request was not answered, or failed. An object that was late is silent from now on."""
-        late = [request for request in call.requests if request.code in (None, -errno.ECANCELED)]
+        late = [request for request in call.requests if request.code is None]
         if call.is_late:
             for request in late:
                 self._watch(request.name, trio.current_time() - self.options.deadline)
@@ -316,10 +324,10 @@ class Dispatcher:
                 if call.is_late
                 else self.lateness.silence_of(request.name)
             )
-            unknown = "" if isinstance(request, ReadRequest) else "; whether it was done is unknown"
+            unknown = "" if request.is_read else "; whether it was done is unknown"
             raise EngineTimeout(self._what(request) + why + unknown)
         self._check_answers(call.requests)
-        if any(not isinstance(request, ReadRequest) for request in call.requests):
+        if not all(request.is_read for request in call.requests):
             self.lateness.took(trio.current_time() - call.began)
 
     def _check_answers(self, requests: Sequence[ObjectRequest]) -> None:
@@ -327,7 +335,7 @@ class Dispatcher:
         for request in requests:
             if request.failure:
                 raise librados.engine_error(request.failure, self._what(request))
-            if not isinstance(request, ReadRequest):
+            if not request.is_read:
                 self.lateness.changed(request.name)
 
     def _what(self, request: ObjectRequest) -> str:

@@ -20,7 +20,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -34,6 +34,7 @@ BALANCE_READS = 1
 """flag of a read: any replica may answer it"""
 FULL_TRY = 64
 """flag of a write: fail in a full pool; without it librados holds the write back until there is room"""
+OMAP_EQUAL = 1
 UNBOUNDED = str(1 << 40)
 BLOCKLIST_SECONDS = 24 * 3600
 """for which a client stays cut off: longer than what it has under way can last, and than its connections do"""
@@ -41,7 +42,7 @@ BLOCKLIST_SECONDS = 24 * 3600
 Callback = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """void callback(completion, tag)"""
 
-_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+_PROTOTYPES: dict[str, tuple[Any, ...] | None] = {
     "rados_create2": (c_void_p, c_char_p, c_char_p, c_uint64),
     "rados_conf_read_file": (c_void_p, c_char_p),
     "rados_conf_set": (c_void_p, c_char_p, c_char_p),
@@ -68,8 +69,15 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "rados_write_op_create": (c_void_p, c_int, c_char_p),
     "rados_write_op_write": (c_void_p, c_void_p, c_size_t, c_uint64),
     "rados_write_op_remove": (c_void_p,),
+    "rados_read_op_omap_get_vals_by_keys2": (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p),
+    "rados_omap_get_next2": None,
+    "rados_omap_get_end": (c_void_p,),
+    "rados_write_op_omap_cmp2": (c_void_p, c_char_p, c_uint8, c_char_p, c_size_t, c_size_t, c_void_p),
+    "rados_write_op_omap_set2": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_size_t),
+    "rados_write_op_omap_rm_keys2": (c_void_p, c_void_p, c_void_p, c_size_t),
     "rados_aio_write_op_operate": (c_void_p, c_void_p, c_void_p, c_char_p, c_void_p, c_int),
 }
+"""function -> types of its arguments; None: they are passed as they are, which takes half the time"""
 _RETURN_NOTHING = {
     "rados_shutdown",
     "rados_buffer_free",
@@ -82,6 +90,11 @@ _RETURN_NOTHING = {
     "rados_write_op_create",
     "rados_write_op_write",
     "rados_write_op_remove",
+    "rados_read_op_omap_get_vals_by_keys2",
+    "rados_omap_get_end",
+    "rados_write_op_omap_cmp2",
+    "rados_write_op_omap_set2",
+    "rados_write_op_omap_rm_keys2",
 }
 _RETURN_POINTERS = {"rados_create_read_op", "rados_create_write_op"}
 
@@ -92,6 +105,16 @@ class ObjectRange(NamedTuple):
     offset: int
     address: int
     length: int
+
+
+class OmapChange(NamedTuple):
+    """Of one key of an object's omap."""
+
+    key: bytes
+    before: bytes
+    """its value has to be this; b"": there is none"""
+    after: bytes
+    """its value then; b"": none"""
 
 
 @dataclass(frozen=True)
@@ -271,6 +294,33 @@ class RadosPool:
         self._lib.rados_write_op_remove(operation)
         return self._start_change(operation, name, tag)
 
+    def start_omap_read(self, name: bytes, keys: Sequence[bytes], values: OmapValues, tag: int) -> int:
+        """Read what these keys have. ``values`` is filled meanwhile and must be kept."""
+        operation = self._lib.rados_create_read_op()
+        self._lib.rados_read_op_omap_get_vals_by_keys2(
+            operation, _texts(keys), len(keys), _sizes(keys), values.iterator, values.code
+        )
+        completion = self._new_completion(tag)
+        code = self._lib.rados_aio_read_op_operate(operation, self._context, completion, name, 0)
+        self._lib.rados_release_read_op(operation)
+        return self._started(code, completion, name)
+
+    def start_omap_change(self, name: bytes, changes: Sequence[OmapChange], tag: int) -> int:
+        """Change keys, all or none: -ECANCELED where one has another value before. The bytes are copied."""
+        lib = self._lib
+        operation = lib.rados_create_write_op()
+        lib.rados_write_op_create(operation, CREATE_OR_LEAVE, None)
+        for key, before, _ in changes:
+            lib.rados_write_op_omap_cmp2(operation, key, OMAP_EQUAL, before, len(key), len(before), None)
+        put = [change.key for change in changes if change.after]
+        if put:
+            values = [change.after for change in changes if change.after]
+            lib.rados_write_op_omap_set2(operation, _texts(put), _texts(values), _sizes(put), _sizes(values), len(put))
+        gone = [change.key for change in changes if not change.after]
+        if gone:
+            lib.rados_write_op_omap_rm_keys2(operation, _texts(gone), _sizes(gone), len(gone))
+        return self._start_change(operation, name, tag)
+
     def cancel(self, completion: int) -> None:
         """End an operation that was not announced yet, if it still can be: it is announced with -ECANCELED."""
         self._lib.rados_aio_cancel(self._context, completion)
@@ -327,6 +377,41 @@ class ReadResults:
     def code(self) -> int:
         """The first range's error (a negative errno), or 0."""
         return min(self._codes, default=0)
+
+
+_Text = ctypes.POINTER(ctypes.c_char)
+
+
+class OmapValues:
+    """Where librados notes what an object's omap has. Lives until the operation ended."""
+
+    def __init__(self) -> None:
+        self._iterator, self._code = c_void_p(), c_int()
+        self.iterator, self.code = byref(self._iterator), byref(self._code)
+
+    def take(self) -> dict[bytes, bytes]:
+        """Key -> value, of those that are there. Once, when the operation ended."""
+        following = library().rados_omap_get_next2
+        key_size, value_size = c_size_t(), c_size_t()
+        key: Any = _Text()
+        value: Any = _Text()
+        places = self._iterator, byref(key), byref(value), byref(key_size), byref(value_size)
+        taken: dict[bytes, bytes] = {}
+        while following(*places) == 0 and key:
+            taken[key[: key_size.value]] = value[: value_size.value]
+        return taken
+
+    def __del__(self) -> None:
+        if self._iterator:
+            library().rados_omap_get_end(self._iterator)
+
+
+def _texts(texts: Sequence[bytes]) -> ctypes.Array[c_char_p]:
+    return (c_char_p * len(texts))(*texts)
+
+
+def _sizes(texts: Sequence[bytes]) -> ctypes.Array[c_size_t]:
+    return (c_size_t * len(texts))(*map(len, texts))
 
 
 def _check(code: int, what: str) -> None:

@@ -47,6 +47,7 @@ class ObjectRequest(ABC):
     """One operation on one object. ``code`` is its answer: None until there is one, negative errno for a failure."""
 
     verb: str
+    is_read = False
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -75,6 +76,7 @@ class ReadRequest(ObjectRequest):
     """Fills each piece's view. Absent bytes are left alone until ``fill``."""
 
     verb = "reading"
+    is_read = True
 
     def __init__(self, name: bytes, pieces: Sequence[ObjectPiece]) -> None:
         super().__init__(name)
