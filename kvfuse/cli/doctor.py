@@ -312,7 +312,9 @@ async def _ask_index(options: Options) -> Finding:
 
     begin = time.monotonic()
     try:
-        async with engines.open_index(options):
+        async with engines.open_index(options) as index:
+            if index is not None:
+                await index.find([bytes(16)])
             return Finding(
                 "index", OK, f"{options.index.engine}: answers in {(time.monotonic() - begin) * 1000:.0f} ms"
             )

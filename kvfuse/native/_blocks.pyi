@@ -45,7 +45,7 @@ class Core:
     def forget_foreign(self, number: int) -> None:
         """Know nothing of a slab of another host any more."""
     def tell(self, low: int, high: int) -> bytes | None:
-        """What another host has to know of the newest block here with a fingerprint; None: there is none."""
+        """What another host has to know of the newest block here with a fingerprint: `TOLD`; None: there is none."""
     def hear(self, told: Any) -> bool:
         """Another host told of a block. Whether it counts: it may be anything. Its table is there before."""
     def row_at(self, slab: int, slot: int, sequence: int) -> tuple[int, int] | None:
@@ -176,6 +176,8 @@ class Batch:
         """`RUN`, of data and of heads and names. Heads may be written before the data: checksums tell."""
     def blocks(self, to_pack: bool) -> bytes:
         """`STORED`, of each block that is written, or may be compressed, until the batch has ended."""
+    def told(self) -> bytes:
+        """`TOLD`, of each block that is written and not gone: once `runs` were asked for, until the batch has ended."""
     def pack(self, packed: Any, buffer: Any, saved: Any) -> None:
         """Before `runs`: blocks that are compressed move to smaller slots, where there are some.
 

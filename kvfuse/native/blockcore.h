@@ -26,9 +26,9 @@
 enum { HEAD = 96, NAME_ROOM = 256, HEAD_MAGIC = 0x4B56, HEAD_VERSION = 1, STATE_FREE = 0, STATE_BLOCK = 1, STATE_SLAB = 2 };
 enum { PACKED_VERSION = 2 }; /* of a block's head, if its bytes are compressed in the slot */
 /* LOADED: as a head said. FOREIGN: as a head of another host's slab said. SHADOWS: such a slab has, or
-   had, an older block of the name; SHADOWS_NOW: as was seen since `settle_shadows`. From bit MICROS on: microseconds of
+   had, an older block of the name. From bit MICROS on: microseconds of
    the time that the block shows */
-enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8, FOREIGN = 16, SHADOWS = 32, SHADOWS_NOW = 64, MICROS = 12 };
+enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8, FOREIGN = 16, SHADOWS = 32, MICROS = 12 };
 enum { NO_LIST = 253 }; /* no policy decides about the row */
 enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7 };
 enum { ABSENT = -1, NOT_RESIDENT = -2, NOT_MAPPED = -3, NO_ROOM = -4, CHANGED = -8 };
@@ -140,9 +140,10 @@ typedef struct {
     uint64_t head, tail, room;
 } Queue;
 
-/* Bytes of a slot that are no block's any more: for who has copies of them. */
+/* Bytes of a slot that are no block's any more: for who has copies of them, and for the index. */
 typedef struct {
     uint64_t address, sequence, size; /* ``address``: in the volume; ``sequence``: of the block that it was */
+    Fingerprint fingerprint; /* of the block, if it is no more; zeros: it has moved to another slot */
 } Gone;
 
 typedef struct Core {
@@ -690,14 +691,14 @@ static uint64_t slot_offset(const Core *core, uint32_t number, uint32_t slot)
 }
 
 /* The oldest ones are forgotten where there are too many. */
-static void note_gone(Core *core, const Row *row)
+static void note_gone(Core *core, const Row *row, Fingerprint fingerprint)
 {
     if (!core->gone || !core->slabs[row->slab].owners)
         return;
     core->gone_head += core->gone_tail - core->gone_head == GONE_MAX;
     core->gone[core->gone_tail++ % GONE_MAX] =
         (Gone){row->slab * core->slab_size + slot_offset(core, row->slab, row->slot), row->sequence,
-               core->classes[core->slabs[row->slab].class].slot_size};
+               core->classes[core->slabs[row->slab].class].slot_size, fingerprint};
 }
 
 /* Let go of what a row has: its slot and its memory. The row is being changed, or is no block any more. */
@@ -711,7 +712,7 @@ static void release_row(Core *core, Table *table, Row *row)
         if (row->flags & (DIRTY | WRITING))
             core->dirty_bytes -= padded(row->length);
     }
-    note_gone(core, row);
+    note_gone(core, row, row->fingerprint);
     if (row->flags & FOREIGN) {
         core->foreign_rows--;
         return;
@@ -879,7 +880,7 @@ static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *ter
     row->slab = plan->slab, row->slot = (uint16_t)plan->slot, row->packed = 0;
     row->flags = DIRTY | (uint32_t)((terms->shown_us ? terms->shown_us : terms->now_us) % 1000000) << MICROS;
     if (former >= 0 && table->index.rows[former].flags & (FOREIGN | SHADOWS))
-        row->flags |= SHADOWS | SHADOWS_NOW, core->shadows = 1;
+        row->flags |= SHADOWS, core->shadows = 1;
     row->sequence = *sequence, row->directory = terms->directory;
     row->due = terms->now_us, row->used = terms->now, row->expires = terms->expires;
     row->stored = terms->shown_us ? (uint32_t)(terms->shown_us / 1000000) : terms->now;
@@ -1640,7 +1641,7 @@ static int meet_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
             return 1;
         if (other->sequence > head->sequence || (other->sequence == head->sequence && other->slab >= number)) {
             if (!(other->flags & FOREIGN))
-                other->flags |= SHADOWS | SHADOWS_NOW, core->shadows = 1;
+                other->flags |= SHADOWS, core->shadows = 1;
             return 0;
         }
         end_row(core, table, (uint32_t)place, NO_ROW);
@@ -1652,7 +1653,7 @@ static int meet_head(Core *core, uint32_t number, uint32_t slot, const Head *hea
     return 1;
 }
 
-/* All heads of other hosts were seen since a sequence: blocks of ours up to it, of which none has an older one, shadow none. */
+/* All hosts know of blocks of ours up to a sequence: these shadow none. */
 static void settle_shadows(Core *core, uint64_t sequence)
 {
     int is_any = 0;
@@ -1662,9 +1663,8 @@ static void settle_shadows(Core *core, uint64_t sequence)
             Row *row = table->index.rows + r;
             if (!(row->version & 1) || !(row->flags & SHADOWS))
                 continue;
-            if (row->sequence <= sequence && !(row->flags & SHADOWS_NOW))
+            if (row->sequence <= sequence)
                 row->flags &= ~(uint32_t)SHADOWS;
-            row->flags &= ~(uint32_t)SHADOWS_NOW;
             is_any |= (row->flags & SHADOWS) != 0;
         }
     }

@@ -67,7 +67,6 @@ ASKS_OFFSET, AHEAD_OFFSET, ORIGIN_OFFSET = 132, 136, 144
 """in a table's header, u32: whoever looks blocks up asks the daemon of those that are not in memory; u64: seconds by
 which the clock of the namespace is ahead; u64: serial of the table that went on as this one"""
 TOLD_SIZE = 112
-"""of what a host tells another one of a block: its head, slab and slot u32, 8 bytes 0"""
 SLAB_STATE_SIZE = 16
 """bytes that one slab takes in the states"""
 NAME_ROOM = 256
@@ -143,8 +142,10 @@ STORED = np.dtype(
 ``must_pack``: its slot is one for compressed bytes."""
 PACKED = np.dtype([("number", np.uint64), ("offset", np.uint64), ("size", np.uint64)])
 """Compressed bytes of a block in a buffer, filled up to a page; size 0: they are no fewer. See `Batch.pack`."""
-GONE = np.dtype([("address", np.uint64), ("sequence", np.uint64), ("size", np.uint64)])
-"""A slot of the volume whose block is no more: see `Core.take_gone`."""
+TOLD = np.dtype([*HEAD.descr, ("slab", np.uint32), ("slot", np.uint32), ("spare", np.uint64)])
+"""What a host tells another one of a block: its head, and where that is. `TOLD_SIZE` bytes."""
+GONE = np.dtype([(name, np.uint64) for name in ("address", "sequence", "size", "low", "high")])
+"""A slot of the volume whose block is no more, or in another one, then without a fingerprint: see `Core.take_gone`."""
 ARENA = np.dtype([("number", np.uint64), ("address", np.uint64), ("size", np.uint64)])
 """An arena that a client has mapped: see `table_get`."""
 

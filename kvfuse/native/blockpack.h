@@ -35,7 +35,7 @@ static int move_block(Core *core, Table *table, Written *one, Row *row, uint32_t
     int64_t number = slab_with_room(core, slot_size);
     if (number < 0)
         return 0;
-    note_gone(core, row);
+    note_gone(core, row, (Fingerprint){0, 0});
     uint32_t slot = take_slot(core->slabs + number);
     core->slabs[number].owners[slot] = core->slabs[former_slab].owners[former_slot];
     core->states[former_slab].has_stale = 1;

@@ -953,6 +953,29 @@ static PyObject *batch_blocks(BatchObject *self, PyObject *args)
     return _PyBytes_Resize(&found, (Py_ssize_t)(done * STORED_WORDS * 8)) < 0 ? NULL : found;
 }
 
+static PyObject *batch_told(BatchObject *self, PyObject *unused)
+{
+    const Batch *batch = &self->batch;
+    PyObject *found = PyBytes_FromStringAndSize(NULL, self->is_ended ? 0 : (Py_ssize_t)(batch->blocks * sizeof(Told)));
+    if (!found)
+        return NULL;
+    char *out = PyBytes_AS_STRING(found);
+    uint64_t done = 0;
+    lock(self->of->core);
+    for (uint64_t i = 0; !self->is_ended && self->is_laid_out && i < batch->count; i++) {
+        const Written *one = batch->rows + i;
+        if (!one->data || !one->size)
+            continue;
+        const Row *row = row_at(self->of->core, one->table, one->row);
+        if (!(row->version & 1) || row->sequence != one->sequence)
+            continue; /* it went before its entry could come */
+        const Told told = {.head = one->head, .slab = one->slab, .slot = one->slot};
+        memcpy(out + done++ * sizeof told, &told, sizeof told);
+    }
+    unlock(self->of->core);
+    return _PyBytes_Resize(&found, (Py_ssize_t)(done * sizeof(Told))) < 0 ? NULL : found;
+}
+
 static PyObject *batch_pack(BatchObject *self, PyObject *args)
 {
     Py_buffer packed, buffer, saved;
@@ -992,6 +1015,7 @@ static PyMethodDef batch_methods[] = {
     {"fail", (PyCFunction)batch_fail, METH_NOARGS, "fail()"},
     {"runs", (PyCFunction)batch_runs, METH_NOARGS, "runs() -> (data, heads)"},
     {"blocks", (PyCFunction)batch_blocks, METH_VARARGS, "blocks(whether to be packed) -> bytes"},
+    {"told", (PyCFunction)batch_told, METH_NOARGS, "told() -> bytes"},
     {"pack", (PyCFunction)batch_pack, METH_VARARGS, "pack(packed, buffer, saved)"},
     {"facts", (PyCFunction)batch_facts, METH_NOARGS, "facts() -> (blocks, bytes, queue position)"},
     {NULL, NULL, 0, NULL},

@@ -10,7 +10,7 @@ import numpy as np
 from kvfuse.checksum import CHECKSUM_SIZE, GRANULE_SIZE, extent_checksum
 from kvfuse.native.rowreceiver import ROW
 from kvfuse.peer.peer_reads import Read
-from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, Wanted
 
 _SINK = np.empty(GRANULE_SIZE, np.uint8)
 """for bytes that nobody waits for any more"""
@@ -56,8 +56,6 @@ class Destinations:
 
 
 def _is_right(wanted: Wanted, checksums: bytes) -> bool:
-    if wanted.ino == BLOCK_ROW:
-        return True
     if wanted.ino == BLOCK:
         size = wanted.high - wanted.low
         return extent_checksum(checksums, size) == int.from_bytes(wanted.checksums, "little")

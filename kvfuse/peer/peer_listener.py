@@ -35,7 +35,7 @@ from kvfuse.peer.read_link import ReadLink, answer_link
 from kvfuse.peer.read_plans import Places
 from kvfuse.peer.stream import BROKEN, PeerStream
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
-from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Answer, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, Answer, Wanted
 
 GREETING_SECONDS = 5.0
 STRANGERS_MAX = 64
@@ -277,7 +277,7 @@ class Listener:
             if view is not None:
                 found[place] = view
                 self._note(caller, wanted)
-            elif answer is Answer.ABSENT and ino != BLOCK_ROW:
+            elif answer is Answer.ABSENT:
                 absent.append((place, wanted))
             answers["answer"][place] = answer
         if absent:
@@ -329,7 +329,7 @@ class Listener:
         return [client for client in ranked if client == own or client in places][:NAMED_MAX]
 
     def _note(self, caller: int, wanted: Wanted) -> None:
-        if caller in self.neighbourhood().places and wanted.ino != BLOCK_ROW:  # or nobody can ask it for that
+        if caller in self.neighbourhood().places:  # or nobody can ask it for that
             self.copies.note(wanted.addr, caller)
 
     def _count(self, answers: Rows) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import trio
 
 from kvfuse.errors import EngineError, MountError
-from kvfuse.native import blockforms as forms
 from kvfuse.options.options import PeerOptions
 from kvfuse.peer.neighbour import Neighbour
 from kvfuse.peer.peer_listener import Listener
@@ -27,13 +26,11 @@ from kvfuse.peer.peer_wire import FINAL
 from kvfuse.peer.rdma import Rdma, open_rdma
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.store.peer_records import PeerRecord
-from kvfuse.volume.views.neighbours import BLOCK_ROW, HEDGE_MIN, Answer, Wanted
+from kvfuse.volume.views.neighbours import HEDGE_MIN, Answer, Wanted
 from kvfuse.volume.volume import Volume
 
 NEIGHBOURS_MAX = 256
 RETRY_SECONDS = 0.5
-FIND_SECONDS = 0.25
-"""for which hosts are waited for that are asked for blocks"""
 LATE_FACTOR, LATE_MIN = 8.0, 0.25
 """A read is waited for up to so many times as long as it should take, at least so many seconds."""
 
@@ -120,32 +117,6 @@ class Peers:
             for read in reads:
                 read.abandon()
         return [read.is_right for read in reads]
-
-    async def find_blocks(self, fingerprints: Sequence[tuple[int, int]]) -> tuple[list[list[bytes]], set[int]]:
-        answers: list[list[bytes]] = [[] for _ in fingerprints]
-        targets: dict[Read, tuple[int, Neighbour, bytearray]] = {}
-        for neighbour in self.neighbours.values():
-            for place, (low, high) in enumerate(fingerprints if neighbour.is_ready else ()):
-                target = bytearray(forms.TOLD_SIZE)
-                read = Read(Wanted(BLOCK_ROW, 0, low, high, 0, len(target), b""), memoryview(target))
-                targets[read] = place, neighbour, target
-        reads = list(targets)
-        late_from = trio.current_time() + HEDGE_MIN
-        try:
-            with trio.move_on_after(min(FIND_SECONDS, self.options.deadline)):
-                await self._ask([(read, targets[read][1]) for read in reads])
-        finally:
-            if trio.current_time() >= late_from:
-                self._note_late(reads)
-            for read in reads:
-                read.abandon()
-        whole = {neighbour.client for _, neighbour, _ in targets.values()}
-        for read, (place, neighbour, target) in targets.items():
-            if read.is_right:
-                answers[place].append(bytes(target))
-            elif read.answer is not Answer.ABSENT:
-                whole.discard(neighbour.client)
-        return answers, whole
 
     def _patience(self, asked: Sequence[tuple[Read, Neighbour]]) -> float:
         expected = [neighbour.speed.expect(read.size) for read, neighbour in asked]

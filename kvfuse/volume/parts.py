@@ -39,6 +39,7 @@ from kvfuse.volume.content.reader import OwnExtents, Reader
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.content.writer import Staging, Writer
+from kvfuse.volume.hosts.block_letters import BlockLetters
 from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.giving import Giving
 from kvfuse.volume.hosts.reports import Reports
@@ -162,6 +163,7 @@ class Parts:
             options.cache.staging_size, self.blocks.search.ancestors, (lambda: view.lent) if view else None,
         )  # fmt: skip
         core.blocks = self.engine
+        self.letters: BlockLetters | None = None
         self.block_names: BlockNames | None = None
         """of a volume with a block store"""
         if self.engine is not None:
@@ -169,12 +171,14 @@ class Parts:
             self.block_names = BlockNames(files)
             room = BlockRoom(self.engine)
             if self.coherence is not None and view is not None:
-                granting, giving = self.coherence.granting, self.coherence.giving
+                granting, giving, engine = self.coherence.granting, self.coherence.giving, self.engine
+                self.letters = letters = BlockLetters(
+                    self.coherence.records, core.client, engine.has_slab, lambda slab: slab in view.lent, engine.hear
+                )
                 self.engine.meet(
                     Hosts(
                         giving.reports.ask, self.space.elsewhere[-1], (granting.take, granting.await_others),
-                        lambda clients: view.are_blocks_of(clients, core.client),
-                        lambda slab: view.seen(slab).holder.client,
+                        letters.write, letters.send, lambda: letters.are_answered, letters.look_again,
                     )
                 )  # fmt: skip
                 giving.connect(room)
@@ -265,6 +269,8 @@ class Parts:
                 nursery.start_soon(failing.vital_task, self.fetcher.run)
         else:
             nursery.start_soon(failing.vital_task, self.coherence.run)
+            if self.letters is not None:
+                nursery.start_soon(failing.service, "letters about blocks", self.letters.run)
             await nursery.start(self.leases.run)
 
     async def leave(self) -> None:

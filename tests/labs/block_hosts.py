@@ -72,7 +72,7 @@ class BlockHost:
         async def has_come() -> bool:
             return await self.get(name) == data
 
-        await eventually(has_come)
+        await eventually(has_come, seconds=60, pause=0.01)
 
 
 async def block_hosts(volumes: Sequence[Volume], *, is_strict: bool = False, **settings: str) -> list[BlockHost]:

@@ -986,16 +986,22 @@ class BlocksLab:
         self.check_readers()
 
     def check_gone(self) -> None:
-        """Whoever has copies hears of each block that is no more, and of no other one."""
-        gone = set[tuple[int, int]]()
+        """Whoever has copies hears of each block that is no more, and of no other one; the index of none that moved."""
+        gone, ended = set[tuple[int, int]](), set[tuple[int, int, int]]()
         while found := self.core.take_gone(self.rng.choice([1, 50, 10000])):
-            gone |= {(address, sequence) for address, sequence, _ in np.frombuffer(found, blocks.GONE).tolist()}
+            rows = np.frombuffer(found, blocks.GONE)
+            gone |= {(address, sequence) for address, sequence in rows[["address", "sequence"]].tolist()}
+            ended |= {tuple(row) for row in rows[["low", "high", "sequence"]].tolist()}
         seen = {
             (slab * SLAB + self.core.slot_places(slab, slot)[1], sequence)
             for table in self.tables.values()
             for slab, slot, sequence in table.live()[["slab", "slot", "sequence"]].tolist()
         }
         assert not gone & seen
+        live = {
+            tuple(row) for table in self.tables.values() for row in table.live()[["low", "high", "sequence"]].tolist()
+        }
+        assert not ended & live
         assert self.seen - seen <= gone
         self.seen = seen
 

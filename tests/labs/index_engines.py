@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.index.etcd.store import EtcdIndex
 from kvfuse.remote.index.omap.store import OmapIndex
 from kvfuse.remote.index.redis.store import RedisIndex
+from kvfuse_cluster.ceph import CephServers
 
 Opener = Callable[[str], Awaitable[BlockIndex]]
 """opens the index of one of a test's volumes, again and again"""
@@ -39,3 +42,19 @@ def opener(engine: str, request: pytest.FixtureRequest, **more: object) -> Opene
         return MemoryIndex(volumes.setdefault(volume, Entries()))
 
     return open_memory
+
+
+@contextmanager
+def stoppable_osds(request: pytest.FixtureRequest) -> Iterator[tuple[CephServers, Callable[[int], None]]]:
+    """(servers of the test's own, what sends a signal to all their OSDs). At the end they go on."""
+    ceph: CephServers = request.getfixturevalue("own_ceph")
+
+    def send(number: int) -> None:
+        for index in range(len(ceph.osds)):
+            ceph.kill(index, number)
+
+    yield ceph, send
+    send(signal.SIGCONT)
+    for index in range(len(ceph.osds)):
+        ceph.wait_up(index)
+    ceph.wait_clean()

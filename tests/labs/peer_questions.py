@@ -8,14 +8,14 @@ import struct
 import numpy as np
 
 from kvfuse.peer.peer_wire import QUESTION, QUESTION_MAGIC, ROWS_MAX, MessageHead, Rows, pack_question
-from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, Wanted
 
 
 def good_question(rng: random.Random, size: int) -> tuple[MessageHead, Rows]:
     count = rng.randint(1, 6)
     wanted = [
         Wanted(
-            rng.choice((rng.randrange(10), BLOCK, BLOCK_ROW)),
+            rng.choice((rng.randrange(10), BLOCK)),
             0,
             rng.randrange(10),
             1,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import inside
 import trio
+from memory_index import MemoryIndex
 from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options
 
 from kvfuse import errors
@@ -65,7 +66,7 @@ async def joined(
             if member.before is not None and not await has_cut_off(member, records, segments):
                 return await join()
             fenced = FencedRecords(records, member), FencedSegments(segments, member)
-            return HeldVolume(disk.superblock, *fenced, member, join)
+            return HeldVolume(disk.superblock, *fenced, member, join, block_index=MemoryIndex(disk.index))
 
         async def join_anew() -> Member:
             number = client + 1000 * (disk.joins[client] if keeper.outlives else len(members))

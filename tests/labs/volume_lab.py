@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 from kept_memory import free
+from memory_index import Entries
 
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
@@ -89,6 +90,8 @@ class Disk:
     quarantine: float = 0.0
     leases: dict[bytes, LeaseState] = field(default_factory=dict)
     """by identity"""
+    index: Entries = field(default_factory=Entries)
+    """of blocks that hosts share"""
     joins: Counter[int] = field(default_factory=Counter)
     """host -> how often it joined as a new client"""
     audit: Callable[[Mapping[bytes, bytes], Collection[bytes]], None] | None = None

@@ -131,7 +131,7 @@ def test_a_killed_daemon_of_a_shared_volume_goes_on(etcd_alone: EtcdServers, see
             assert store.get(b"more") == b"more"
 
 
-def test_hosts_that_answer_each_other_find_blocks_at_once(etcd_alone: EtcdServers, seed: int) -> None:
+def test_hosts_that_answer_each_other_find_blocks_before_they_are_durable(etcd_alone: EtcdServers, seed: int) -> None:
     with hosts(etcd_alone, 2, "publish.interval=30", are_peers=True) as mounts:
         one, two = mounts
         for mount in mounts:
@@ -140,9 +140,11 @@ def test_hosts_that_answer_each_other_find_blocks_at_once(etcd_alone: EtcdServer
             for number in range(30):
                 name = f"{number}"
                 first.put(name.encode(), content(seed, name))
+                wait_until(lambda name=name: second.get(name.encode()) is not None, "a block to be found")
                 assert second.get(name.encode()) == content(seed, name)
                 assert (two.point / "kv" / name).read_bytes() == content(seed, name)
                 second.put(b"back-" + name.encode(), content(seed, name))
+                wait_until((one.point / "kv" / f"back-{name}").exists, "a block to be found")
                 assert (one.point / "kv" / f"back-{name}").read_bytes() == content(seed, name)
         assert stats(two)["peers"]["asked"]["right"] >= 30
 

@@ -36,8 +36,9 @@ from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.indexed_blocks import IndexedBlocks, Letters, key_of, keys_of
 from kvfuse.volume.blocks.kernel_answers import KeptRows, KernelAnswers
-from kvfuse.volume.blocks.other_slabs import GRAVE_EXPIRES, OtherSlabs
+from kvfuse.volume.blocks.other_slabs import OtherSlabs
 from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
@@ -50,9 +51,8 @@ from kvfuse.volume.namespaces.accounts import UNBOUNDED
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.space import RoomSource
-from kvfuse.volume.store.schema import NOBODY
 from kvfuse.volume.views import clock
-from kvfuse.volume.views.neighbours import BLOCK, Neighbours, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +75,18 @@ SHARED_PARTS = 16
 """one slab in so many is the most that a host of a shared volume has free ahead of need"""
 NO_SLABS_SECONDS = 0.2
 """for which nobody is asked for slabs after there were none"""
-ASKED_FIRST, ASKED_GROWTH = 16, 4
-"""names of a batch that other hosts are asked for at first; so many times as many after each part that had some"""
 NEWS_SECONDS = 4.0
 """in which hosts hear what others could give"""
 HEAR_SECONDS = 0.02
 """from the first thing that C answers to when it is heard of, with all that came meanwhile"""
+LOOK_SECONDS, LOOKED_AT = 1.0, 1 << 15
+"""between looks at blocks of other hosts that are known; rows that are looked at together"""
+LOOKED_BESIDE = 256
+"""of those that were not read lately, at one look"""
+TOLD_AT_ONCE, TELL_SECONDS = 256, 0.5
+"""rows whose entries are looked at together, and seconds in between"""
+GRAVE_EXPIRES = 1
+"""second in which a grave expired"""
 ROOM_SECONDS = 10.0
 """for which a put waits for room while some is being made"""
 
@@ -99,10 +105,13 @@ class Hosts:
     """waits for these slabs"""
     quotas: tuple[RoomSource, RoomSource]
     """what takes more of a quota, and what waits for other hosts"""
-    hold_all: Callable[[set[int]], bool]
-    """all slabs with blocks of other hosts are held by these clients"""
-    holder_of: Callable[[int], int]
-    """the client that has a slab"""
+    write_letters: Callable[[Letters], None]
+    """tells holders of slabs of newer blocks"""
+    send_letters: Callable[[], Awaitable[None]]
+    """returns when they hear of these even if this host is killed. EngineError"""
+    are_letters_answered: Callable[[], bool]
+    look_for_letters: Callable[[], None]
+    """slabs have come"""
 
 
 @dataclass
@@ -142,19 +151,25 @@ class BlockEngine:
         stores = core.make_segments, self.commit, announce
         self.slabs = BlockSlabs(self.native, geometry, core.slabs, core.segments, *stores)
         self.others: OtherSlabs | None = None
-        """blocks of other hosts"""
+        """slabs of other hosts"""
+        self.indexed: IndexedBlocks | None = None
+        """what the index says of their blocks"""
         if self.lent_slabs is not None:
             self.slabs.more = self._take_more_slabs
             self.others = OtherSlabs(
-                self.native, self.slabs.heads, self.lent_slabs, self._states.has, self._open_tables,
-                self._has_been_used, self.interval,
-            )  # fmt: skip
+                self.native, self.slabs.heads, self.lent_slabs, self._states.has, self._open_tables
+            )
             core.slabs.lent_granted = self._slab_granted
+        if self.others is not None and core.block_index is not None:
+            self.indexed = IndexedBlocks(
+                self.native, core.block_index, self.has_slab, self._open_tables, self._write_letters
+            )
         self.reads = SlotReads(core, self.native)
         self.packer = BlockPacker(self.slabs)
         self.writer = WriteBehind(
-            self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync, self.packer, self.reads
-        )
+            self.native, self.slabs, core.segments, core.doubt, self.interval, self.sync, self.packer, self.reads,
+            self.indexed.publish if self.indexed is not None else None,
+        )  # fmt: skip
         self.news = BlockNews(self.native, self.tables, core.namespaces.news)
         door = Door(self.native, self.tables.multipliers, 0.0, clock.TICK_MAX, 1000 * SEQUENCE_LAG_US)
         self.answers = KernelAnswers(door)
@@ -176,12 +191,11 @@ class BlockEngine:
         self.with_files: set[int] = FileDirectories(self.shown, self.answers)
         self.directories: dict[int, frozenset[bytes]] = {}
         """directory -> names in it that may mean directories; any thread may look"""
-        self._is_closing = self._has_peers = False
+        self._is_closing = False
         self._hosts: Hosts | None = None
         self._no_slabs_until = -1.0
         self.has_ended = False
         """its membership is over"""
-        self._uses = -1
         self.names_held: Counter[int] = Counter()
         """directory -> names in it of files that become blocks"""
         self._restore()
@@ -191,8 +205,17 @@ class BlockEngine:
         """The other hosts of a shared volume: once, before `run`."""
         self._hosts = hosts
 
-    def _holder_of(self, slab: int) -> int:
-        return self._hosts.holder_of(slab) if self._hosts is not None else NOBODY
+    def has_slab(self, slab: int) -> bool:
+        """This host has its blocks."""
+        return slab < self.core.geometry.slab_count and self._states.has(slab)
+
+    def _write_letters(self, letters: Letters) -> None:
+        if self._hosts is not None:
+            self._hosts.write_letters(letters)
+
+    async def _send_letters(self) -> None:
+        if self._hosts is not None:
+            await self._hosts.send_letters()
 
     @property
     def _spare_slabs(self) -> int:
@@ -202,9 +225,9 @@ class BlockEngine:
 
     @property
     def knows_all(self) -> bool:
-        if self.slabs.to_load or self._has_peers:  # they know of blocks that the medium does not have yet
+        if self.slabs.to_load:
             return False
-        return self.others is None or self.others.is_young(time.monotonic())
+        return self.lent_slabs is None or len(self.lent_slabs()) <= len(self.core.slabs.lent)
 
     @property
     def is_shared(self) -> bool:
@@ -213,63 +236,90 @@ class BlockEngine:
     async def renew(self, *, is_strict: bool, directory: int = 0, names: Sequence[bytes] = ()) -> None:
         if self.others is None:
             return
-        if names and await self._ask_neighbours(directory, names, is_strict=is_strict):
+        if names and self.indexed is not None:
+            await self._ask_index(self.indexed, directory, names, is_strict=is_strict)
+        elif not names:
+            await self.others.renew(is_strict=is_strict)
+
+    async def _ask_index(
+        self, indexed: IndexedBlocks, directory: int, names: Sequence[bytes], *, is_strict: bool
+    ) -> None:
+        """Know what the index has of names (relaxed: of those that are not known here)."""
+        wanted = names if is_strict else [name for name in names if self.find(directory, name) is None]
+        if not wanted:
             return
-        await self.others.renew(is_strict=is_strict)
-
-    async def _ask_neighbours(self, directory: int, names: Sequence[bytes], *, is_strict: bool) -> bool:
-        """Ask hosts that answer others for names (relaxed: that are not known here). True: nobody else has any."""
-        neighbours = self.core.reads.neighbours
-        if neighbours is None or self.others is None:
-            return False
-        if is_strict:
-            return await self._ask_for(neighbours, directory, names)
-        wanted, size = [name for name in names if self.find(directory, name) is None], ASKED_FIRST
-        while wanted:
-            some, wanted, size = wanted[:size], wanted[size:], size * ASKED_GROWTH
-            is_all = await self._ask_for(neighbours, directory, some)
-            if wanted and not any(self.find(directory, name) for name in some):
-                return False  # a chain ends here: nobody goes on with it
-            if not is_all:
-                return False
-        return True
-
-    async def _ask_for(self, neighbours: Neighbours, directory: int, wanted: Sequence[bytes]) -> bool:
-        """Ask for all of these. True: nobody else has any."""
         halves = np.zeros(2 * len(wanted), np.uint64)
         fingerprints(self.tables.multipliers, directory, *forms.name_columns(wanted), halves)
-        pairs = halves.reshape(-1, 2).tolist()
-        answers, whole = await neighbours.find_blocks([(low, high) for low, high in pairs])
-        told = [one for found in answers for one in found]
-        await self._open_tables(told)
-        for one in told:
-            self.native.hear(one)
-        self._forget_gone(directory, wanted, answers, whole)
-        self._has_peers = bool(whole)
-        return self._hosts is not None and self._hosts.hold_all(whole)
+        keys = [key_of(low, high) for low, high in halves.reshape(-1, 2).tolist()]
+        answers = await indexed.ask(keys, is_strict=is_strict)
+        if is_strict:
+            for table in self.tables.of(directory):
+                rows, sequences = table.find(wanted, self.now(table.namespace))
+                self._drop_unconfirmed(table, keys, rows, sequences, answers)
 
-    def _forget_gone(
-        self, directory: int, names: Sequence[bytes], answers: Sequence[Sequence[bytes]], whole: set[int]
+    def _drop_unconfirmed(
+        self, table: BlockTable, keys: Sequence[bytes], rows: Numbers, sequences: Words, answers: Mapping[bytes, int]
     ) -> None:
-        """Drop rows of blocks of which their hosts say that they are no more."""
-        told = {name: {_sequence_of(one) for one in found} for name, found in zip(names, answers, strict=True)}
-        for table in self.tables.of(directory):
-            rows, sequences = table.find(names, self.now(table.namespace))
-            for name, row, sequence in zip(names, rows.tolist(), sequences.tolist(), strict=True):
-                if row < 0 or sequence in told[name]:
-                    continue
-                is_foreign = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
-                if is_foreign and self._holder_of(int(table.rows["slab"][row])) in whole:
-                    self.drop_entry(table, row, sequence)
+        """Drop rows of other hosts' blocks of which the index has no, or another one."""
+        for key, row, sequence in zip(keys, rows.tolist(), sequences.tolist(), strict=True):
+            is_foreign = row >= 0 and bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
+            if is_foreign and answers.get(key, sequence) != sequence:
+                self.drop_entry(table, row, sequence)
 
-    def _has_been_used(self) -> bool:
-        """Somebody stored or read blocks since this was called last."""
-        found, before = self.native.statistics(), self._uses
-        self._uses = found["puts"] + found["gets"] + self.shown.noted
-        return bool(self.tables.all) and self._uses != before
+    async def _tell_again(self, indexed: IndexedBlocks) -> None:
+        """Tell the index of blocks that it may lack: those of a daemon before this one; all, after it was away."""
+        await self._has_loaded.wait()
+        while True:
+            try:
+                for table in list(self.tables.all.values()):
+                    for start in range(0, 0 if table.has_ended else len(table.rows), TOLD_AT_ONCE):
+                        some = table.rows[start : start + TOLD_AT_ONCE].copy()
+                        is_foreign = some["flags"] & np.uint32(forms.FOREIGN) != 0
+                        some = some[(some["version"] & np.uint64(1) != 0) & ~is_foreign]
+                        if len(some):
+                            lacking = some[await indexed.find_lacking(some)]
+                            told = [self.native.tell(*pair) for pair in lacking[["low", "high"]].tolist()]
+                            await indexed.publish(b"".join([one for one in told if one is not None]))
+                            await trio.sleep(TELL_SECONDS)
+                        await trio.lowlevel.checkpoint()
+                await indexed.is_doubtful.wait()
+                indexed.is_doubtful = trio.Event()
+            except errors.EngineError:
+                await trio.sleep(LOOK_SECONDS)
 
-    def tell(self, low: int, high: int) -> bytes | None:
-        return self.native.tell(low, high)
+    async def _look_again(self, indexed: IndexedBlocks) -> None:
+        """Ask again for other hosts' blocks that are in memory and were read lately, by and by for all that are known.
+        Settle blocks that shadow no others."""
+        since, marks = 0, dict[int, int]()
+        """of each table, the row from which on the others are asked for"""
+        while True:
+            sequence, position = self.native.statistics()["sequence"], self.writer.queued
+            await trio.sleep(LOOK_SECONDS)
+            is_told = self.writer.written >= position and indexed.failure is None
+            hosts = self._hosts
+            if is_told and self.native.statistics()["shadows"] and (hosts is None or hosts.are_letters_answered()):
+                self.native.settle_shadows(sequence)
+            before, since, left = since, int(time.time()) - 1, LOOKED_BESIDE
+            for table in list(self.tables.all.values()) if self.native.statistics()["foreign"] else ():
+                for start in range(0, 0 if table.has_ended else len(table.rows), LOOKED_AT):
+                    found = table.rows[start : start + LOOKED_AT]
+                    is_foreign = (found["flags"] & np.uint32(forms.FOREIGN) != 0) & (
+                        found["version"] & np.uint64(1) != 0
+                    )
+                    is_read = is_foreign & (found["arena"] != 0) & (found["used"] >= before)
+                    beside = np.flatnonzero(is_foreign & ~is_read)
+                    beside = beside[beside + start >= marks.get(table.number, 0)][:left]
+                    left -= len(beside)
+                    if len(beside):
+                        marks[table.number] = int(beside[-1]) + start + 1
+                    rows = np.concatenate([np.flatnonzero(is_read), beside])
+                    seen = found[rows].copy()
+                    keys = list(keys_of(seen))
+                    answers = await indexed.ask(keys, is_strict=False) if keys else {}
+                    self._drop_unconfirmed(table, keys, rows + start, seen["sequence"], answers)
+                    await trio.lowlevel.checkpoint()
+                if left:
+                    marks.pop(table.number, None)
 
     def copy_at(self, addr: int, sequence: int) -> memoryview | None:
         table, row = self._row_at(addr, sequence)
@@ -593,8 +643,25 @@ class BlockEngine:
             if start < len(names):
                 await self.make_room(int(results[done]), table, int(sizes[start]), give_up)
         if terms.is_strict:
-            await self.writer.flush()
+            await self.flush()
         return stored
+
+    async def flush(self) -> None:
+        """Return when all that was put and dropped is durable, and other hosts find it. EngineError."""
+        await self.writer.flush()
+        if self.indexed is not None:
+            await self.reads.drop_gone(self._note_gone)
+            await self.indexed.catch_up()
+            if self.indexed.failure is not None:
+                raise errors.EngineError(f"other hosts cannot be told of blocks: {self.indexed.failure}")
+            await self._send_letters()
+
+    async def hear(self, told: Sequence[bytes]) -> None:
+        """Other hosts have newer blocks of names: what is older here is gone when this returns. EngineError."""
+        if self.indexed is not None:
+            await self.indexed.hear(told)
+            self.note_put()
+            await self.writer.flush()
 
     async def make_room(self, why: int, table: BlockTable, size: int, give_up: float) -> None:
         """Wait until a put that was refused has a chance again. Raises, as `put`, where it has none."""
@@ -789,7 +856,9 @@ class BlockEngine:
         answers = np.ones(len(found), np.bool_)
         foreign = np.flatnonzero(found["flags"] & np.uint32(forms.FOREIGN))
         if len(foreign) and self.others is not None:
-            answers[foreign] = await self.others.are_confirmed(found[foreign])
+            answers[foreign], are_gone = await self.others.are_confirmed(found[foreign])
+            if are_gone.any() and self.indexed is not None:
+                self.indexed.distrust(found[foreign][are_gone])
         return answers
 
     def _drop_damaged(self, table: BlockTable, names: Sequence[bytes], rows: Numbers, sequences: Words) -> None:
@@ -798,9 +867,8 @@ class BlockEngine:
         still = (found["sequence"][rows] == sequences) & (found["arena"][rows] == 0)
         foreign = still & (found["flags"][rows] & np.uint32(forms.FOREIGN) != 0)
         if foreign.any() and self.others is not None:  # the other host has replaced or removed them
-            slabs = found["slab"][rows[foreign]].tolist()
             self.native.drop_rows(table.number, rows[foreign], sequences[foreign], np.zeros(len(rows), np.int64))
-            self.others.expire(slabs)
+            self.others.distrust()
             still &= ~foreign
         if still.any():
             self.core.counters.checksum_failures += int(np.count_nonzero(still))
@@ -811,8 +879,11 @@ class BlockEngine:
 
     async def read(self, table: BlockTable, name: bytes) -> bytearray | None:
         """A copy of a block; None: there is none any more. EngineError."""
-        for _ in range(4):
+        for attempt in range(4):
             rows, sequences = table.find([name], self.now(table.namespace))
+            if rows[0] < 0 and attempt and self.indexed is not None:  # another host may have stored it again
+                await self.renew(is_strict=False, directory=table.readers.directory, names=[name])
+                rows, sequences = table.find([name], self.now(table.namespace))
             if rows[0] < 0:
                 return None
             length = int(table.rows["length"][rows[0]])
@@ -944,15 +1015,19 @@ class BlockEngine:
             await self.renew(is_strict=is_strict, directory=directory, names=names)
             there = [self.find(directory, name) is not None for name in names]
             await self._bury(directory, names)
-            return [was or one for was, one in zip(there, self.drop(directory, names), strict=True)]
+            there = [was or one for was, one in zip(there, self.drop(directory, names), strict=True)]
+            if is_strict:
+                await self.flush()
+            return there
         return self.drop(directory, names)
 
     async def _bury(self, directory: int, names: Sequence[bytes]) -> None:
         """Put graves in the place of blocks that slabs of other hosts have, or have older ones of."""
         for table in self.tables.of(directory):
             rows, _ = table.find(names, self.now(table.namespace))
-            flags = table.rows["flags"][rows]
-            chosen = np.flatnonzero((rows >= 0) & (flags & np.uint32(forms.FOREIGN | forms.SHADOWS) != 0)).tolist()
+            there = np.flatnonzero(rows >= 0)
+            flags = table.rows["flags"][rows[there]]
+            chosen = there[flags & np.uint32(forms.FOREIGN | forms.SHADOWS) != 0].tolist()
             if chosen:
                 dead = [memoryview(b"\0")] * len(chosen)
                 await self.put(
@@ -1002,9 +1077,9 @@ class BlockEngine:
     async def read_row(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block of the medium. None: it is none any more, or it was damaged, and is dropped. EngineError."""
         data = await self._read_beside(table, row, sequence)
-        is_foreign, slab = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN)), int(table.rows["slab"][row])
+        is_foreign = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
         if data is None and self.drop_entry(table, row, sequence) and is_foreign and self.others is not None:
-            self.others.expire([slab])
+            self.others.distrust()
         elif data is None and not is_foreign:
             self.core.counters.checksum_failures += 1
             log.warning("a block of directory %d is damaged, and dropped", table.readers.directory)
@@ -1088,7 +1163,12 @@ class BlockEngine:
             nursery.start_soon(failing.service, "what C answered", self._hear_answers)
             nursery.start_soon(failing.service, "room for puts that wait", self._room_requests.run)
             if self.others is not None:
-                nursery.start_soon(failing.service, "blocks of other hosts", self.others.run)
+                nursery.start_soon(failing.service, "slabs of other hosts", self.others.run)
+            if self.indexed is not None:
+                nursery.start_soon(failing.service, "index of blocks", self.indexed.keep_up)
+                nursery.start_soon(failing.service, "blocks of other hosts", partial(self._look_again, self.indexed))
+                if not self.core.read_only:
+                    nursery.start_soon(failing.service, "blocks for others", partial(self._tell_again, self.indexed))
 
     def begin_answers(self, attr_timeout: float, kept: KeptRows, take_handles: Callable[[int], None]) -> object:
         """As `KernelAnswers.begin`. Event loop only, while this runs."""
@@ -1111,9 +1191,13 @@ class BlockEngine:
             if self.slabs.to_load:
                 began = time.perf_counter()
                 await self.slabs.load(self._open_tables)
+                if self.indexed is not None:
+                    self.indexed.is_doubtful.set()
                 log.info("%d blocks found in %.2f s", self.slabs.loaded_blocks, time.perf_counter() - began)
             self.slabs.loaded.set()
             self._has_loaded.set()
+            if self._hosts is not None:
+                self._hosts.look_for_letters()
             await self._more_to_load.wait()
 
     async def _keep_ready(self) -> None:
@@ -1122,7 +1206,7 @@ class BlockEngine:
             before = self.native.statistics()["puts"]
             self.update_quotas()
             is_busy = self.tables.sweep(SWEPT_AT_ONCE, self.arenas.forget)
-            await self.reads.drop_gone()
+            await self.reads.drop_gone(self._note_gone)
             can_write = not self.core.read_only
             if can_write and any(found.settings.is_blocks for found in self.core.namespaces.all.values()):
                 await self._keep_slabs()
@@ -1143,6 +1227,10 @@ class BlockEngine:
                     self._work = trio.Event()
                     await self._work.wait()
 
+    def _note_gone(self, gone: npt.NDArray[np.void]) -> None:
+        if self.indexed is not None and not self.has_ended:
+            self.indexed.note_gone(gone)
+
     async def _keep_slabs(self) -> None:
         free = self.native.statistics()["free_slabs"]
         if self._is_closing:
@@ -1160,6 +1248,10 @@ class BlockEngine:
         self._is_closing = True
         if self.writer.durable < self.writer.queued:
             await self.writer.flush()
+        if self.indexed is not None:
+            await self.reads.drop_gone(self._note_gone)
+            await self.indexed.catch_up()
+            await self._send_letters()
         if self.others is not None:
             self.slabs.give_back(self.core.geometry.slab_count)
 
@@ -1187,6 +1279,7 @@ class BlockEngine:
             "loading_slabs": len(self.slabs.to_load),
             "evicted": self.eviction.statistics(),
             **(self.others.statistics() if self.others is not None else {}),
+            **(self.indexed.statistics() if self.indexed is not None else {}),
         }
 
 
@@ -1196,7 +1289,3 @@ def _any_of(rows: Sequence[Numbers], count: int) -> Mask:
     for own in rows:
         found |= own >= 0
     return found
-
-
-def _sequence_of(told: bytes) -> int:
-    return int(np.frombuffer(told, forms.HEAD, 1)[0]["sequence"])

@@ -392,7 +392,7 @@ class BlockFiles:
             if sketch.node is None and self.lookups.has_strict_blocks(
                 await self.lookups.find_directory(sketch.directory)
             ):
-                await self.engine.writer.flush()
+                await self.engine.flush()
 
     async def fsync(self, handle: BlockHandle) -> None:
         """What is in the file now survives a loss of power."""

@@ -122,7 +122,7 @@ class BlockNames:
             await self.files.remove_file(folder.ino, name)
         self._note_change(folder)
         if self._lookups.has_strict_blocks(folder):
-            await self._engine.writer.flush()
+            await self._engine.flush()
         return True
 
     def _note_change(self, *folders: Node) -> None:
@@ -185,7 +185,7 @@ class BlockNames:
         self._note_change(old, new)
         self._core.counters.renames += 1
         if self._lookups.has_strict_blocks(new):
-            await self._engine.writer.flush()
+            await self._engine.flush()
         return True
 
     @staticmethod

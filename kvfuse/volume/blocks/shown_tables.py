@@ -79,8 +79,6 @@ class ShownTables:
     dentries: Dentries
     eviction: BlockEviction
     """hears what is read"""
-    noted: int = 0
-    """reads and questions that were ever noted"""
     _have_neighbours: bool = False
     _touches: deque[RowTouches] = field(default_factory=deque)
     _opened: trio.Event = field(default_factory=trio.Event)
@@ -211,7 +209,6 @@ class ShownTables:
     def _note(self, touches: RowTouches, now: int) -> int:
         table, asked = touches.table, touches.take_asked()
         numbers: Numbers = np.array(touches.take(), np.int64)
-        self.noted += len(numbers) + len(asked)
         if table.has_ended:
             return len(numbers)
         rows = table.rows

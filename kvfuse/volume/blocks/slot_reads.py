@@ -7,11 +7,12 @@ The block's checksum is compared by the caller, whoever had the bytes; copies th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse.native import blockforms as forms
@@ -55,7 +56,7 @@ class SlotReads:
     _codec: Codec = field(default_factory=Codec)
 
     def start(self) -> None:
-        if self.core.disk is not None:
+        if self.core.disk is not None or self.core.block_index is not None:
             self.native.follow_gone()
 
     async def read(self, wanted: Sequence[SlotRead]) -> list[bool]:
@@ -154,12 +155,14 @@ class SlotReads:
     def may_keep(self, namespace: int) -> bool:
         return self.core.disk is not None and self.core.namespaces.may_keep(namespace, "disk")
 
-    async def drop_gone(self) -> None:
-        """Drop copies of blocks that are no more."""
-        while self.core.disk is not None:
+    async def drop_gone(self, note_gone: Callable[[npt.NDArray[np.void]], None]) -> None:
+        """Drop copies of blocks that are no more, and tell of these."""
+        while True:
             gone = np.frombuffer(self.native.take_gone(GONE_AT_ONCE), forms.GONE)
-            for address, sequence, size in gone.tolist():
-                self.core.disk.drop(address, size, sequence)
+            note_gone(gone)
+            if (disk := self.core.disk) is not None:
+                for address, sequence, size in gone[["address", "sequence", "size"]].tolist():
+                    disk.drop(address, size, sequence)
             if len(gone) < GONE_AT_ONCE:
                 break
             await trio.lowlevel.checkpoint()

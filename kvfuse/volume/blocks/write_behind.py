@@ -38,7 +38,8 @@ class WriteBehind:
     """Of one membership. Event loop only, but for `note_put`.
 
     ``interval``: seconds in which what was written is synced. ``doubt``: hears of each sync that fails, of others, too.
-    ``sync_records``: makes it durable which slabs are lent. ``reads``: hears of each batch that is written.
+    ``sync_records``: makes it durable which slabs are lent. ``reads``: hears of each batch that is written; ``publish``
+    likewise of its blocks, as `Batch.told` has them.
     """
 
     core: Core
@@ -49,6 +50,7 @@ class WriteBehind:
     sync_records: Callable[[], Awaitable[None]]
     packer: BlockPacker
     reads: SlotReads
+    publish: Callable[[bytes], Awaitable[None]] | None = None
     written: int = 0
     durable: int = 0
     failures: int = 0
@@ -112,14 +114,24 @@ class WriteBehind:
         return bool(found["dirty"])
 
     async def _write(self, batch: Batch) -> None:
-        """Write a batch until the engine accepts it."""
+        """Write a batch until the engine accepts it; others hear of its blocks meanwhile."""
         await self.packer.pack(batch)
-        transfers, pause = self._transfers(batch), RETRY_SECONDS_MIN
+        transfers = self._transfers(batch)
         _, _, position = batch.facts()
+        async with trio.open_nursery() as nursery:
+            if self.publish is not None:
+                nursery.start_soon(self.publish, batch.told())
+            await self._write_all(transfers)
+        self.error = None
+        self.reads.keep_stored(batch)
+        batch.end()
+        self._move(written=position)
+
+    async def _write_all(self, transfers: list[Transfer]) -> None:
+        pause = RETRY_SECONDS_MIN
         while True:
             try:
-                await self.segments.write(transfers)
-                break
+                return await self.segments.write(transfers)
             except EngineError as error:
                 if self.error is None:
                     log.error("blocks cannot be written: %s", error)
@@ -127,10 +139,6 @@ class WriteBehind:
                 self._move()
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
-        self.error = None
-        self.reads.keep_stored(batch)
-        batch.end()
-        self._move(written=position)
 
     def _transfers(self, batch: Batch) -> list[Transfer]:
         data, heads = (np.frombuffer(runs, forms.RUN) for runs in batch.runs())

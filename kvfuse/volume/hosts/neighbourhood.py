@@ -22,7 +22,7 @@ from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.views.neighbours import BLOCK, BLOCK_ROW, Answer, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, Answer, Wanted
 
 RETRY_SECONDS = 0.5
 
@@ -108,14 +108,11 @@ class Neighbourhood:
     # -- what this host has --------------------------------------------------------------------------
 
     def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
-        """From memory, or what is known of a block. The bytes stay as they are while the view is held."""
-        if wanted.ino not in (BLOCK, BLOCK_ROW):
+        """From memory. The bytes stay as they are while the view is held."""
+        if wanted.ino != BLOCK:
             return Nearby(self.core).resident(wanted)
-        view, blocks = None, self.core.blocks
-        if blocks is not None and wanted.ino == BLOCK:
-            view = blocks.copy_at(wanted.addr, wanted.generation)
-        elif blocks is not None and (told := blocks.tell(wanted.addr, wanted.generation)) is not None:
-            view = memoryview(told)
+        blocks = self.core.blocks
+        view = blocks.copy_at(wanted.addr, wanted.generation) if blocks is not None else None
         is_whole = view is not None and (wanted.low, wanted.high) == (0, len(view))
         return (Answer.HERE, view) if is_whole else (Answer.ABSENT, None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,11 +124,6 @@ class SlabView:
         for slab in range(self._unheld_start, self.geometry.slab_count):
             if self.seen(slab).holder.client == NOBODY and slab not in self._unclear:
                 yield slab
-
-    def are_blocks_of(self, clients: Container[int], own: int) -> bool:
-        """All slabs that have blocks of the block store are held by these clients, or by this one."""
-        holders = {self.seen(slab).holder.client for slab in self.lent}
-        return all(client == own or client in clients for client in holders)
 
     def has_orphans(self) -> bool:
         """Blocks of the block store are in slabs that no client has which is alive."""

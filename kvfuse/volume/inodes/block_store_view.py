@@ -22,9 +22,6 @@ class BlockStoreView(Protocol):
     def describe(self, number: int, unread: Mapping[str, int], tier: SegmentsTier) -> dict[str, Any]:
         """Figures of a namespace, as `Cache.statistics`."""
 
-    def tell(self, low: int, high: int) -> bytes | None:
-        """What another host has to know of a block here, by the halves of its fingerprint."""
-
     def copy_at(self, addr: int, sequence: int) -> memoryview | None:
         """A copy of the block at an address, if it is that one, and in memory."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import trio
 
 from kvfuse.kept.log import KeptLog
+from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.slab import layout
@@ -182,6 +183,8 @@ class Core:
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
     kernel: KernelLink = field(default_factory=KernelLink)
+    block_index: BlockIndex | None = None
+    """of the blocks of a shared volume"""
     disk: DiskTier | None = None
     unstored_log: KeptLog | None = None
     """where what is not stored is kept for the next daemon; None: it is not"""

@@ -195,7 +195,7 @@ async def _open_redis_index(options: Options, index: RedisIndexOptions, volume_i
     try:
         from kvfuse.remote.index.redis.store import RedisIndex, RedisPlace
     except ImportError as error:
-        raise ConfigError(f"index.engine 'redis' needs a package ({error}): pip install 'kvfuse[redis]'") from None
+        raise ConfigError(f"index.engine 'redis' needs a package ({error}): pip install 'hiredis>=3'") from None
     password = read_password(index.password_file, "index.password_file") if index.password_file else ""
     return await RedisIndex.open(RedisPlace(index, options.index_prefix(volume_id).encode(), password))
 

@@ -14,6 +14,7 @@ from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
 from kvfuse.options.config import Options
 from kvfuse.options.options import is_on_read_only
+from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
@@ -40,6 +41,8 @@ class HeldVolume(NamedTuple):
     """has it as another client, when ``member`` lost its lease. EngineError, VolumeError where that cannot be yet"""
     store_superblock: Callable[[Superblock], Awaitable[None]] | None = None
     """makes a superblock with more features durable. EngineError. None: nobody needs to know"""
+    block_index: BlockIndex | None = None
+    """of the blocks of a shared volume"""
 
 
 @asynccontextmanager
@@ -103,7 +106,10 @@ async def _hold_shared(
             records, options.client.lease, options.title, mountpoint, alone=alone, keeper=keeper
         ) as join:
             member = await join()
-            async with engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id) as segments:
+            async with (
+                engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id) as segments,
+                engines.open_index(options, volume_id=superblock.volume_id) as index,
+            ):
                 if member.before is not None and not await has_cut_off(member, records, segments):
                     member = await join()
 
@@ -112,8 +118,8 @@ async def _hold_shared(
                     fenced = FencedRecords(records, member), FencedSegments(segments, member)
                     store = partial(formatting.store_shared_features, fenced[0])
                     if alone:
-                        return HeldVolume(superblock, *fenced, store_superblock=store)
-                    return HeldVolume(superblock, *fenced, member, again, store)
+                        return HeldVolume(superblock, *fenced, store_superblock=store, block_index=index)
+                    return HeldVolume(superblock, *fenced, member, again, store, index)
 
                 async def again() -> HeldVolume:
                     await segments.renew()  # the others may have cut off the client that this one was

@@ -114,7 +114,7 @@ async def _load_values(
     options: Options, held: HeldVolume, values: list[bytes], metadata_limit: int, keeper: Keeper, handover: Handover
 ) -> Core:
     """``values``: of the counters, the root directory, the exact sizes."""
-    superblock, records, segments, member, _, store_superblock = held
+    superblock, records, segments, member, _, store_superblock, index = held
     geometry, is_alone = superblock.geometry, member is None
     inode, generation = [schema.decode_u64(value) for value in values[:2]]
     sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
@@ -152,6 +152,7 @@ async def _load_values(
         geometry=geometry,
         records=records,
         segments=segments,
+        block_index=index,
         slabs=slabs,
         nodes=Nodes(options.cache.nodes, tier, handover),
         places=KnownInodes(handover),

@@ -265,6 +265,8 @@ files_key: Key = partial(_KEY.pack, b"q")
 """of the counts of one client"""
 report_key: Key = partial(_KEY.pack, b"a")
 """of the report of one client"""
+letter_key: Callable[[int, int, int], bytes] = partial(_FREED_KEY.pack, b"b")
+"""of a slab, the sender, a serial number"""
 namespace_key: Key = partial(_KEY.pack, b"p")
 """of a namespace's settings"""
 cleared_key: Key = partial(_KEY.pack, b"e")
@@ -280,6 +282,7 @@ NAMESPACE_PREFIX = b"p"
 USE_PREFIX = b"u"
 GRANTS_PREFIX = b"g"
 REPORT_PREFIX = b"a"
+LETTER_PREFIX = b"b"
 CLEARED_PREFIX = b"e"
 XATTR_PREFIX = b"x"
 """of the keys of all extended attributes"""
@@ -339,6 +342,7 @@ def xattr_name(key: bytes) -> bytes:
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
 _KEY_SIZES |= {b"a": (9, 9), b"w": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
+_KEY_SIZES[b"b"] = (21, 21)
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -355,7 +359,7 @@ def key_client(key: bytes) -> int:
 
 
 def key_slab(key: bytes) -> int:
-    """The slab in an s, l or f key."""
+    """The slab in an s, l, f or b key."""
     return int(_SLAB_KEY.unpack_from(key)[1])
 
 

@@ -14,10 +14,8 @@ from typing import NamedTuple, Protocol
 
 HEDGE_MIN = 0.05
 """Seconds: no read that took less is late, however fast its host usually is."""
-BLOCK, BLOCK_ROW = (1 << 63) + 1, (1 << 63) + 2
-"""in the place of an inode. BLOCK: bytes of a block that is a row, by the address and the sequence; ``checksums`` is
-one for all of them. BLOCK_ROW: what a host knows of its newest block of a fingerprint, in place of address and
-generation; checked by who asks"""
+BLOCK = (1 << 63) + 1
+"""in the place of an inode: bytes of a block that is a row, by address and sequence; ``checksums`` is one for all"""
 NO_BASE = -1
 """the slot does not have the bytes of the file as they are (they are compressed)"""
 
@@ -61,12 +59,6 @@ class Neighbours(Protocol):
     """reads beside which the engine was asked, because they took longer than usual"""
     overtaken: int
     """of these, where the engine had the bytes first"""
-
-    async def find_blocks(self, fingerprints: Sequence[tuple[int, int]]) -> tuple[list[list[bytes]], set[int]]:
-        """What all hosts that can be asked know of blocks that are rows: of each, the answers. And who answered all.
-
-        It takes no longer than a moment; who is late is asked no more after some times.
-        """
 
     def may_have(self, addr: int) -> bool:
         """A host that can be asked holds the slab, and most likely wrote what is there."""

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 from cluster_lab import create_etcd_user, etcd_cluster, etcd_place, rados_place
-from index_engines import Opener, opener
+from index_engines import Opener, opener, stoppable_osds
 from redis_lab import RedisServer, redis_server
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout
@@ -54,19 +54,9 @@ def stoppable(request: pytest.FixtureRequest) -> Iterator[Stoppable]:
         yield Stoppable(opener("redis", request, deadline=DEADLINE), server.kill)
         server.kill(signal.SIGCONT)
     else:
-        ceph: CephServers = request.getfixturevalue("own_ceph")
-
-        def send(number: int) -> None:
-            for index in range(len(ceph.osds)):
-                ceph.kill(index, number)
-
-        yield Stoppable(
-            lambda volume: OmapIndex.open(rados_place(ceph, "stopped", deadline=DEADLINE), "index", 16), send
-        )
-        send(signal.SIGCONT)
-        for index in range(len(ceph.osds)):
-            ceph.wait_up(index)
-        ceph.wait_clean()
+        with stoppable_osds(request) as (ceph, send):
+            place = rados_place(ceph, "stopped", deadline=DEADLINE)
+            yield Stoppable(lambda volume: OmapIndex.open(place, "index", 16), send)
 
 
 async def works_again(index: BlockIndex) -> None:
@@ -269,8 +259,10 @@ async def test_tls_and_passwords() -> None:
             ({"ca_file": None}, "CERTIFICATE_VERIFY_FAILED"),
             ({"url": f"redis://127.0.0.1:{server.port}", "ca_file": None}, "closed the connection|reset"),
         ):
+            index = await RedisIndex.open(server.place("kv", **wrong))
             with pytest.raises(EngineError, match=message) as caught:
-                await RedisIndex.open(server.place("kv", **wrong))
+                await index.find([KEY])
+            await index.aclose()
             assert "hunter2" not in str(caught.value)
         with pytest.raises(ConfigError, match=r"TLS to redis: .*absent\.pem"):
             await RedisIndex.open(server.place("kv", ca_file=server.folder / "absent.pem"))

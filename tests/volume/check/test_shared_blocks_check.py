@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import trio.testing
 from namespace_lab import make_namespace
 from shared_lab import check_disk, eventually, volumes
 from volume_lab import MIB, Chaos, Disk, MemoryRecords, MemorySegments, check, lab_options
@@ -53,7 +54,7 @@ async def scrubbed(volume: Volume) -> tuple[int, list[str]]:
 
 
 @pytest.mark.usefixtures("autojump_clock")
-async def test_each_host_looks_after_its_own_blocks(rng: random.Random) -> None:
+async def test_each_host_looks_after_its_own_blocks(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
     disk = Disk.format(OPTIONS, shared=True)
     data = {b"%d" % number: rng.randbytes(rng.choice([100, 9000, 70_000])) for number in range(10)}
     async with volumes(disk, OPTIONS, 2, rng) as mounted:

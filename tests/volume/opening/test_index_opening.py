@@ -120,8 +120,10 @@ async def test_a_redis_server_has_it(etcd_alone: EtcdServers, redis: RedisServer
         await engine_of(options)
     secret.chmod(0o600)
     redis.kill()
-    with pytest.raises(EngineError, match="refused"):
-        await engine_of(options)
+    async with engines.open_index(options) as index:
+        assert index is not None
+        with pytest.raises(EngineError, match="refused"):
+            await index.find([ENTRY.key])
     found = await trio.to_thread.run_sync(lambda: [*check_engines(options)])
     assert "refused" in {finding.name: finding.detail for finding in found}["index"]
 

@@ -102,6 +102,8 @@ class OmapIndex(IndexEngine):
         try:
             await index._dispatcher.perform([request])
         except BaseException as error:
+            if request.code in (-errno.EPERM, -errno.EACCES):
+                return index  # of a user who may only read
             await index.aclose()
             if request.code == -errno.EOPNOTSUPP:
                 raise NoOmap(f"{place}: the pool has no omaps: see index.engine") from error
