@@ -9,6 +9,7 @@ blocks, and writes nothing: what it would tell the medium stays in its queue.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -36,7 +37,7 @@ from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
-from kvfuse.volume.blocks.indexed_blocks import IndexedBlocks, Letters, key_of, keys_of
+from kvfuse.volume.blocks.indexed_blocks import IndexedBlocks, Letters, keys_of, split_keys
 from kvfuse.volume.blocks.kernel_answers import KeptRows, KernelAnswers
 from kvfuse.volume.blocks.other_slabs import OtherSlabs
 from kvfuse.volume.blocks.room_requests import RoomRequests
@@ -245,12 +246,15 @@ class BlockEngine:
         self, indexed: IndexedBlocks, directory: int, names: Sequence[bytes], *, is_strict: bool
     ) -> None:
         """Know what the index has of names (relaxed: of those that are not known here)."""
-        wanted = names if is_strict else [name for name in names if self.find(directory, name) is None]
+        wanted = names
+        if not is_strict:
+            here = _any_of(self._find_all(directory, forms.name_columns(names))[1], len(names))
+            wanted = list(compress(names, (~here).tolist()))
         if not wanted:
             return
         halves = np.zeros(2 * len(wanted), np.uint64)
         fingerprints(self.tables.multipliers, directory, *forms.name_columns(wanted), halves)
-        keys = [key_of(low, high) for low, high in halves.reshape(-1, 2).tolist()]
+        keys = split_keys(halves)
         answers = await indexed.ask(keys, is_strict=is_strict)
         if is_strict:
             for table in self.tables.of(directory):
@@ -300,7 +304,9 @@ class BlockEngine:
             if is_told and self.native.statistics()["shadows"] and (hosts is None or hosts.are_letters_answered()):
                 self.native.settle_shadows(sequence)
             before, since, left = since, int(time.time()) - 1, LOOKED_BESIDE
-            for table in list(self.tables.all.values()) if self.native.statistics()["foreign"] else ():
+            tables = list(self.tables.all.values()) if self.native.statistics()["foreign"] else []
+            random.shuffle(tables)  # each of them comes first, by and by
+            for table in tables:
                 for start in range(0, 0 if table.has_ended else len(table.rows), LOOKED_AT):
                     found = table.rows[start : start + LOOKED_AT]
                     is_foreign = (found["flags"] & np.uint32(forms.FOREIGN) != 0) & (
@@ -314,7 +320,7 @@ class BlockEngine:
                         marks[table.number] = int(beside[-1]) + start + 1
                     rows = np.concatenate([np.flatnonzero(is_read), beside])
                     seen = found[rows].copy()
-                    keys = list(keys_of(seen))
+                    keys = keys_of(seen)
                     answers = await indexed.ask(keys, is_strict=False) if keys else {}
                     self._drop_unconfirmed(table, keys, rows + start, seen["sequence"], answers)
                     await trio.lowlevel.checkpoint()

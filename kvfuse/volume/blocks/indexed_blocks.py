@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +32,7 @@ from kvfuse.checksum import crc32c
 from kvfuse.errors import EngineError
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core
-from kvfuse.remote.index.api import BlockIndex, Entry
+from kvfuse.remote.index.api import KEY_SIZE, BlockIndex, Entry
 from kvfuse.volume.views import clock
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,12 @@ def key_of(low: int, high: int) -> bytes:
     return low.to_bytes(8, "little") + high.to_bytes(8, "little")
 
 
-def keys_of(rows: npt.NDArray[np.void]) -> Iterable[bytes]:
+def keys_of(rows: npt.NDArray[np.void]) -> list[bytes]:
     """The keys of rows, heads, or whatever has a fingerprint."""
-    pairs = np.stack([rows["low"], rows["high"]], axis=1).astype("<u8").tobytes()
-    return [pairs[start : start + 16] for start in range(0, len(pairs), 16)]
+    return split_keys(np.stack([rows["low"], rows["high"]], axis=1))
+
+
+def split_keys(halves: npt.NDArray[np.uint64]) -> list[bytes]:
+    """The keys of fingerprints, by the halves of each."""
+    pairs = halves.astype("<u8").tobytes()
+    return [pairs[start : start + KEY_SIZE] for start in range(0, len(pairs), KEY_SIZE)]

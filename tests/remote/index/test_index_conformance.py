@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
@@ -226,12 +226,12 @@ async def test_an_index_that_is_closed_fails_and_is_there_when_it_is_opened_agai
     await put(index, 1, b"value")
     await index.aclose()
     await index.aclose()
-    calls: list[Callable[[], object]] = [
+    calls: list[Callable[[], Awaitable[object]]] = [
         lambda: index.find([KEY]), lambda: put(index, 2), lambda: index.drop([(KEY, 1)])
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(EngineError, match="closed"):
-            await call()  # type: ignore[misc]
+            await call()
     assert index.counters.errors == 3
     index = await open_index("kv")
     assert await found(index) == Entry(KEY, 1, b"value")

@@ -78,6 +78,7 @@ class _Connection:
 
     async def ask(self, commands: Sequence[Command]) -> list[Any]:
         """A reply for each, which may be a ReplyError. One of `BROKEN` where the server does not give them."""
+        # It packs tuples of any length; its types say so of none with bytes and numbers.
         packed: list[bytes] = [hiredis.pack_command(command) for command in commands]  # type: ignore[arg-type]
         await self.stream.send_all(b"".join(packed))
         replies: list[Any] = []
