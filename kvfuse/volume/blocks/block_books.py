@@ -64,7 +64,8 @@ class BlockBooks:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.counters: Counter[str] = Counter()
-        """as of `Cache.counters`, but for ``brought``: present blocks that had to be read from the segments"""
+        """as of `Cache.counters`, but for present blocks that had to be read: ``copied`` from the disk tier,
+        ``brought`` from elsewhere"""
         self.residence = Histogram(AGE_BOUNDS)
         self.reuse_gap = Histogram(AGE_BOUNDS)
         self._estimate = HitEstimate(FOLLOWED_MAX)
@@ -126,6 +127,12 @@ class BlockBooks:
         self.counters["present"] -= count
         self.counters["missed_slow"] += count
 
+    def brought(self, are_copies: Mask) -> None:
+        """Blocks that were not in memory are read; which of them from the disk tier."""
+        copied = int(np.count_nonzero(are_copies))
+        self.counters["copied"] += copied
+        self.counters["brought"] += len(are_copies) - copied
+
     def look(self, now: float) -> None:
         """From time to time: follow fewer keys, if these are used so much that it takes long."""
         if self._followed_uses > FOLLOWED_USES_MAX * max(1.0, now - self._looked_at):
@@ -143,8 +150,9 @@ class BlockBooks:
         counters = self.counters.copy()
         counters["asked"] += unread.get("refused", 0)
         present = max(0, counters["present"] - sum(unread.values()) + unread.get("refused", 0))
-        brought = min(present, counters["brought"])
-        hits = {"dram": present - brought, "disk": 0, "remote": 0}
+        copied = min(present, counters["copied"])
+        brought = min(present - copied, counters["brought"])
+        hits = {"dram": present - copied - brought, "disk": copied, "remote": 0}
         hits[tier] += brought
         return {
             **{name: counters[name] for name in ("asked", "absent", "stored", "refused", *REASONS)},

@@ -824,10 +824,10 @@ class BlockEngine:
         came[wanted] = are_right
         copies = self.reads.copies_of(reads, are_copies[rest])  # before the memory may be given away
         landing.land(came, results)
-        if not is_ahead:
-            self.eviction.books[table.namespace].counters["brought"] += int(np.count_nonzero(came))
-        self.reads.settle(reads, copies, are_copies[rest], results[wanted][rest])
         is_wrong = results[wanted] == 0
+        if not is_ahead:
+            self.eviction.books[table.namespace].brought(are_copies[~is_wrong])
+        self.reads.settle(reads, copies, are_copies[rest], results[wanted][rest])
         if len(damaged := wanted[is_wrong & ~are_copies]):
             self._drop_damaged(table, names, rows[damaged], sequences[damaged])
         if len(again := wanted[is_wrong & are_copies]):  # the segments are asked
@@ -900,9 +900,10 @@ class BlockEngine:
             if size == forms.NOT_RESIDENT and (await self.fetch(table, [name], rows, sequences))[0] == 0:
                 found = await self._read_beside(table, int(rows[0]), int(sequences[0]))
                 if found is not None:
+                    data, is_copy = found
                     self.eviction.note_use(table, rows)
-                    self.eviction.books[table.namespace].counters["brought"] += 1
-                    return found
+                    self.eviction.books[table.namespace].brought(np.array([is_copy]))
+                    return data
         return None
 
     def get_columns(
@@ -950,6 +951,8 @@ class BlockEngine:
             here = np.flatnonzero(own >= 0)
             found = table.room[own[here]]
             tiers[here], sizes[here] = np.where(found["arena"] != 0, Tier.DRAM, Tier.REMOTE), found["length"]
+            beside = found["arena"] == 0
+            tiers[here[beside][self.reads.on_disk(found[beside])]] = Tier.DISK
         seconds = self.core.reads.speeds.arrivals(tiers, sizes)
         if rate:
             count = worth_reading(seconds, sizes, rate)
@@ -1082,7 +1085,8 @@ class BlockEngine:
 
     async def read_row(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
         """Read a block of the medium. None: it is none any more, or it was damaged, and is dropped. EngineError."""
-        data = await self._read_beside(table, row, sequence)
+        found = await self._read_beside(table, row, sequence)
+        data = found[0] if found is not None else None
         is_foreign = bool(table.rows["flags"][row] & np.uint32(forms.FOREIGN))
         if data is None and self.drop_entry(table, row, sequence) and is_foreign and self.others is not None:
             self.others.distrust()
@@ -1091,8 +1095,11 @@ class BlockEngine:
             log.warning("a block of directory %d is damaged, and dropped", table.readers.directory)
         return data
 
-    async def _read_beside(self, table: BlockTable, row: int, sequence: int) -> bytearray | None:
-        """Read a block past memory that has no room for it. None: it is none any more, or damaged."""
+    async def _read_beside(self, table: BlockTable, row: int, sequence: int) -> tuple[bytearray, bool] | None:
+        """Read a block past memory that has no room for it: its bytes, and whether they are from the disk tier.
+
+        None: it is none any more, or damaged.
+        """
         for _ in range(4):
             found = table.rows[row].copy()
             if int(found["sequence"]) != sequence or not int(found["version"]) & 1:
@@ -1106,14 +1113,14 @@ class BlockEngine:
             address = slab * self.core.geometry.slab_size + offset
             one = slot_read(table.namespace, address, sequence, memoryview(target), packed * forms.PAGE)
             if (await self._read_nearby(found[np.newaxis], [memoryview(target)]))[0]:
-                return target if int(table.rows["sequence"][row]) == sequence else None
+                return (target, False) if int(table.rows["sequence"][row]) == sequence else None
             (is_copy,) = await self.reads.read([one])
             is_right = crc32c(target) == int(found["checksum"])
             self.reads.settle([one], self.reads.copies_of([one], [is_copy]), [is_copy], [is_right])
             if is_right and not (await self._are_confirmed(found[np.newaxis])).all():
                 return None
             if is_right:
-                return target if int(table.rows["sequence"][row]) == sequence else None
+                return (target, is_copy) if int(table.rows["sequence"][row]) == sequence else None
             has_moved = table.rows[row][["slab", "slot", "packed"]].item() != (slab, slot, packed)
             if not is_copy and not has_moved:
                 break

@@ -80,4 +80,4 @@ class Outlook:
         disk, chunk = self.core.disk, node.chunks.get(0)
         if disk is None or chunk is None or not chunk.extents:
             return False
-        return disk.has(chunk.extents[0].addr, chunk.extents[0].generation)
+        return disk.have_copies([chunk.extents[0].addr], [chunk.extents[0].generation])[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,6 +119,24 @@ class SlotReads:
             self.core.disk.note_engine(size, trio.current_time() - began)
 
     # -- copies --------------------------------------------------------------------------------------
+
+    def on_disk(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Of which rows the disk tier has the block, its first bytes at least. ``found``: a copy of the rows."""
+        answers = np.zeros(len(found), np.bool_)
+        if (disk := self.core.disk) is None:
+            return answers
+        slabs, of_slab = np.unique(found["slab"].astype(np.int64), return_inverse=True)
+        slots, last = found["slot"].astype(np.int64), np.zeros(len(slabs), np.int64)
+        np.maximum.at(last, of_slab, slots)
+        starts, slot_sizes = np.zeros(len(slabs), np.int64), np.zeros(len(slabs), np.int64)
+        for number, (slab, slot) in enumerate(zip(slabs.tolist(), last.tolist(), strict=True)):
+            with suppress(ValueError):  # a thread dropped the blocks just now
+                first, end = (self.native.slot_places(slab, one)[1] for one in (0, slot))
+                starts[number] = slab * self.core.geometry.slab_size + first
+                slot_sizes[number] = (end - first) // max(slot, 1)
+        addresses = starts[of_slab] + slots * slot_sizes[of_slab]
+        answers[:] = disk.have_copies(addresses.tolist(), found["sequence"].tolist())
+        return answers
 
     def copies_of(self, wanted: Sequence[SlotRead], are_copies: Iterable[bool]) -> list[memoryview | None]:
         """What came from the segments and is to be kept once it is known to be right: the targets may change before."""

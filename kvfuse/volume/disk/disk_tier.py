@@ -11,7 +11,7 @@ After a restart the heads of all copies are read in the background. Until that i
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -114,10 +114,13 @@ class DiskTier:
 
     # -- for readers ---------------------------------------------------------------------------------
 
-    def has(self, addr: int, generation: int) -> bool:
-        """The tier has a copy of the first granule of an extent."""
-        copy = self.index.copies.get(addr)
-        return copy is not None and copy.generation == generation
+    def have_copies(self, addrs: Iterable[int], generations: Iterable[int]) -> list[bool]:
+        """Of which extents the tier has a copy of the first granule."""
+        copies = map(self.index.copies.get, addrs)
+        return [
+            copy is not None and copy.generation == generation
+            for copy, generation in zip(copies, generations, strict=True)
+        ]
 
     def held(self, addr: int, generation: int, low: int, high: int) -> GranuleRun | None:
         """Granules of an extent, as the copies here have them; None: there are not copies of all."""

@@ -17,9 +17,11 @@ from namespace_lab import change_namespace, make_namespace
 from packing_lab import compressible
 from volume_lab import MIB, Disk, check, lab_options, opened
 
+from kvfuse.native.blockforms import name_columns
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE, RowTerms
 from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.measures.speeds import Tier
 from kvfuse.volume.volume import Volume
 
 KEYS = [b"key-%d" % number for number in range(12)]
@@ -59,6 +61,17 @@ class Lab:
         for place in self.engine.arenas._known:
             assert self.engine.arenas._free(place)
         assert self.engine.native.statistics()["resident"] == 0
+
+    def tiers(self) -> list[int]:
+        """Of all keys, as a look-up says."""
+        columns = name_columns(KEYS)
+        tiers: list[int] = self.engine.look_up(self.directory, self.directory, columns, is_timed=True)[0].tolist()
+        return tiers
+
+    def hits(self) -> dict[str, int]:
+        """By tier, of a volume whose segments are elsewhere."""
+        hits: dict[str, int] = self.engine.describe(self.directory, {}, "remote")["hits"]
+        return hits
 
     async def read(self, key: bytes) -> bytes | None:
         found = self.engine.find(self.directory, key)
@@ -113,6 +126,28 @@ async def test_what_was_read_once_is_read_from_the_disk_also_after_a_restart(opt
         before = engine_reads(again.volume)
         await again.read_all()
         assert engine_reads(again.volume) == before
+
+
+async def test_look_ups_say_which_blocks_are_on_the_disk(options: Options) -> None:
+    async with lab_on(Disk.format(options), options) as lab:
+        await lab.put(KEYS)
+        lab.leave_memory()
+        assert lab.tiers() == [Tier.REMOTE] * len(KEYS)
+        some = KEYS[::2]
+        for key in some:
+            await lab.read(key)
+        await filled(lab.volume)
+        lab.leave_memory()
+        assert lab.tiers() == [Tier.DISK, Tier.REMOTE] * len(some)
+        before = lab.hits()
+        for key in KEYS:
+            await lab.read(key)
+        after = lab.hits()
+        assert [after[tier] - before[tier] for tier in ("disk", "remote")] == [len(some), len(some)]
+        lab.leave_memory()
+        await lab.put(KEYS[:1], version=1)
+        lab.leave_memory()
+        assert lab.tiers()[0] == Tier.REMOTE, "the copy is of the block before"
 
 
 async def test_blocks_that_are_dropped_replaced_or_cleared_leave_the_disk(options: Options) -> None:
