@@ -154,8 +154,10 @@ class BlockArenas:
         if sum(found[0] == forms.SPARE for found in facts.values()) >= SPARES:
             return False
         if (arena := self._new()) is not None:
-            await trio.to_thread.run_sync(arena.populate)
-            self._add(arena)
+            try:
+                await trio.to_thread.run_sync(arena.populate)
+            finally:  # also if cancelled: the core has all arenas that `leave` frees
+                self._add(arena)
             return True
         owners = {found[1] for found in facts.values() if found[0] != forms.SPARE}
         if len(owners) < 2 and not self._tables.ended:

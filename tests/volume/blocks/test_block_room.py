@@ -161,3 +161,15 @@ async def test_a_block_comes_ahead_of_need_where_all_memory_is_in_use(disk: Disk
             for _ in range(2):  # one that is there is there
                 assert (await engine.fetch(table, [b"%d" % number], rows, sequences, is_ahead=True)).tolist() == [1]
         assert not all(was_here)
+
+
+async def test_memory_whose_making_was_cut_short_is_given_back(disk: Disk, options: Options) -> None:
+    """As where a host lost its lease just then."""
+    async with opened(disk, options) as volume:
+        engine = engine_of(volume)
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await engine.arenas.keep_spares()
+        assert scope.cancelled_caught
+        engine.arenas.leave()
+        assert engine.arenas.size == 0
