@@ -1391,7 +1391,7 @@ static void doubt_unsynced(Core *core)
         Table *table = core->tables + t;
         for (uint32_t r = 0; table->is_known && !table->is_ended && r < table->index.header->row_end; r++) {
             Row *row = table->index.rows + r;
-            if (!(row->version & 1) || row->sequence <= core->synced || (row->flags & (DIRTY | WRITING | FOREIGN)))
+            if (!(row->version & 1) || row->sequence <= core->synced || (row->flags & (DIRTY | WRITING | FOREIGN | LOADED)))
                 continue;
             Arena *arena = row->arena ? arena_of(core, row->arena) : NULL;
             if (!arena) {

@@ -1137,7 +1137,8 @@ static PyObject *note_synced(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "KK", &sequence, &heads))
         return NULL;
     lock(CORE);
-    CORE->synced = sequence;
+    if (CORE->synced < sequence)
+        CORE->synced = sequence;
     if (CORE->unsynced.head < heads && heads <= CORE->unsynced.tail)
         CORE->unsynced.head = heads;
     unlock(CORE);

@@ -9,6 +9,7 @@ refused when too much waits. So a write that was given up, and comes late, finds
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,8 +57,8 @@ class WriteBehind:
     failures: int = 0
     _synced_loans: int = -1
     _sync_failures: int = 0
-    _written_marks: tuple[int, int] = 0, 0
-    """sequence of a block, and number of heads, up to which all are written"""
+    _marks: deque[tuple[int, int]] = field(default_factory=deque)
+    """(position, sequence) of some moments: all blocks up to that sequence are before that position"""
     error: EngineError | None = None
     """why nothing is written at present"""
     is_idle: bool = False
@@ -73,6 +74,7 @@ class WriteBehind:
 
     def _note_failed_sync(self) -> None:
         self._sync_failures += 1
+        self._marks.clear()  # blocks of before have later positions now
         self.core.doubt_unsynced()
         self.wake()
 
@@ -85,10 +87,9 @@ class WriteBehind:
             nursery.start_soon(self._sync_by_and_by)
             while True:
                 await self._gather()
-                before = self.core.statistics()
+                self._mark()
                 found = self.core.take_dirty(BATCH_BYTES, BATCH_BLOCKS)
                 if isinstance(found, int):
-                    self._written_marks = before["sequence"], before["written_heads"]
                     self._move(written=found)
                     await self._wait()
                 else:
@@ -154,6 +155,14 @@ class WriteBehind:
                 address += part
         return found
 
+    def _mark(self) -> int:
+        """Note what was put by now. The position."""
+        found = self.core.statistics()
+        while len(self._marks) > 1 and self._marks[1][0] <= self.written:
+            self._marks.popleft()
+        self._marks.append((found["queued"], found["sequence"]))
+        return found["queued"]
+
     def _move(self, *, written: int | None = None, durable: int | None = None) -> None:
         self.written = self.written if written is None else written
         self.durable = self.durable if durable is None else durable
@@ -178,7 +187,8 @@ class WriteBehind:
 
     async def _sync(self) -> None:
         """EngineError, after which the bytes of blocks that were written since the last one are in doubt."""
-        position, marks = self.written, self._written_marks
+        position, heads = self.written, self.core.statistics()["written_heads"]
+        sequence = max([sequence for before, sequence in self._marks if before <= position], default=0)
         loans, failures = self.slabs.loans, self._sync_failures
         with self.doubt.syncing():
             await self.segments.sync()
@@ -187,7 +197,7 @@ class WriteBehind:
         if failures != self._sync_failures:
             raise EngineError("another sync failed meanwhile: blocks are written again")
         self.error, self._synced_loans = None, loans
-        self.core.note_synced(*marks)
+        self.core.note_synced(sequence, heads)
         self._move(durable=position)
 
     @property
@@ -195,18 +205,19 @@ class WriteBehind:
         """The position of all that was put and dropped by now."""
         return self.core.statistics()["queued"]
 
-    async def flush(self, position: int | None = None) -> None:
-        """Return when all that was put and dropped before a position (None: now) is durable. EngineError: it is not."""
-        position = self.queued if position is None else position
-        self._sync_wanted = max(self._sync_wanted, position)
-        failures = self.failures
+    async def flush(self) -> None:
+        """Return when all that was put and dropped by now is durable. EngineError: it is not."""
+        position, failures, sync_failures = self._mark(), self.failures, self._sync_failures
         while self.durable < position:
+            self._sync_wanted = max(self._sync_wanted, position)
             self.wake()
             if self.written >= position:
                 self._asked.set()
             await self._moved.wait()
             if self.error is not None and self.failures > failures:
                 raise EngineError(f"blocks are not stored yet: {self.error}") from self.error
+            if sync_failures != self._sync_failures:  # one of a file: blocks in doubt are queued again
+                position, sync_failures = self._mark(), self._sync_failures
 
     async def await_progress(self) -> None:
         """Return when something was written or synced, or could not be."""
