@@ -387,6 +387,9 @@ class BlockFiles:
                 await sketch.lock.acquire()
             try:
                 await self.publish(sketch)
+            except errors.OperationError:
+                sketch.is_refused = True
+                raise
             finally:
                 sketch.lock.release()
             if sketch.node is None and self.lookups.has_strict_blocks(
@@ -421,7 +424,7 @@ class BlockFiles:
         except errors.FileTooLarge:
             await self._become_ordinary(sketch)
         else:
-            sketch.is_changed = False
+            sketch.is_changed = sketch.is_refused = False
             if sketch.block is not None:
                 sketch.sequence = sketch.block.sequence
 
@@ -527,6 +530,8 @@ class BlockFiles:
             async with sketch.lock:
                 if not (sketch.writers == 1 and sketch.nlink and sketch.node is None):
                     return
+                if sketch.is_refused:  # by now the name may mean what another host stored
+                    raise errors.EngineError("its close has failed, and said so")
                 if sketch.data:
                     await self.publish(sketch)
                 elif (entry := self.search.find(*sketch.place)) is not None and entry.sequence != sketch.sequence:

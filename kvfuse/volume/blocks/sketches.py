@@ -45,6 +45,8 @@ class Sketch:
         """bytes of the memory that it has"""
         self.is_changed = False
         """the block of its name does not have these bytes, or other readers"""
+        self.is_refused = False
+        """a close has said that these bytes could not be stored: they are not stored unasked"""
         self.sequence = 0
         """of the block that it has stored, or is to replace; 0: none had the name when it was made"""
         self.block: BlockEntry | None = None
@@ -96,6 +98,7 @@ class Sketch:
 
     def touch(self) -> None:
         self.is_changed = self.is_rewritten = True
+        self.is_refused = False
         self.mtime = self.ctime = clock.now()
 
 

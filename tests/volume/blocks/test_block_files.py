@@ -655,3 +655,30 @@ async def test_nobody_uses_up_the_tables_of_others(
         for other in others:
             await door.store_as(other, b"%d-of" % other.uid, b"modest")
             assert await door.kind(b"%d-of" % other.uid) == "block"
+
+
+@pytest.mark.parametrize("then", ["the last close", "a write", "another close"])
+async def test_what_a_close_could_not_store_is_not_stored_unasked(
+    disk: Disk, options: Options, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """By then the name may mean what another host, or a ring, has stored under it."""
+    async with door_of(disk, options) as door:
+        engine, files = door.volume.rows, door.volume.files
+
+        async def fail(*_: object, **__: object) -> None:
+            raise errors.EngineError("injected")
+
+        handle = await door.create(b"name")
+        await files.write(handle, 0, b"refused", by_kernel=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "put", fail)
+            with pytest.raises(errors.EngineError):
+                await files.flush(handle)
+        await door.put(b"name", b"newer")
+        if then == "a write":
+            await files.write(handle, 0, b"written", by_kernel=True)
+        elif then == "another close":
+            await files.flush(handle)
+        await files.release(handle)
+        expected = {"the last close": b"newer", "a write": b"written", "another close": b"refused"}[then]
+        assert await door.get(b"name") == await door.read(b"name") == expected
