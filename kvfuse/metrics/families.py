@@ -148,7 +148,7 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
 def _reports(reports: Stats) -> Iterator[Metric]:
     """Zeros where one host has the volume."""
     rows: Rows = [((event,), reports[event]) for event in ("sent", "heard", "asked")]
-    text = "Reports between hosts of room that they lack, or have."
+    text = "Reports between hosts: room that they lack, blocks of each other that they use."
     yield _counter("kvfuse_room_reports", text, ("event",), rows)
 
 

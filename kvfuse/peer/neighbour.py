@@ -22,6 +22,7 @@ from kvfuse.peer.stream import BROKEN, PeerStream
 from kvfuse.peer.verbs import VerbsError
 from kvfuse.volume.measures.speeds import Speed
 from kvfuse.volume.store.peer_records import PeerRecord
+from kvfuse.volume.views.neighbours import Uses
 
 CONNECT_SECONDS = 3.0
 """to resolve the name, connect and greet"""
@@ -92,6 +93,10 @@ class Neighbour:
             shares.setdefault(chosen, []).append(read)
         for connection, own in shares.items():
             connection.ask(own)
+
+    def tell_uses(self, uses: Uses) -> None:
+        """It is connected."""
+        min(self.connections, key=lambda one: (one.is_replaced, one.bytes)).tell_uses(uses)
 
     def note(self, *, is_well: bool) -> None:
         """A read ended: with an answer, or with bytes that are wrong, or too late, or not at all."""

@@ -19,6 +19,7 @@ from kvfuse.peer.peer_wire import (
     QUESTION_BYTES_MAX,
     QUESTION_MAGIC,
     ROWS_MAX,
+    USES_MAGIC,
     MessageHead,
     Rows,
     WireError,
@@ -30,7 +31,7 @@ from kvfuse.peer.peer_wire import (
 from kvfuse.peer.read_link import ReadLink
 from kvfuse.peer.read_plans import PLACE, Places, check_counts, split_places
 from kvfuse.peer.stream import BROKEN, PeerStream
-from kvfuse.volume.views.neighbours import Answer
+from kvfuse.volume.views.neighbours import Answer, Uses
 
 NO_PLACES = np.empty(0, PLACE)
 SLACK_SECONDS = 0.25
@@ -69,6 +70,8 @@ class PeerConnection:
         self._waiting: deque[Read] = deque()
         self._sent: deque[tuple[int, Sequence[Read]]] = deque()
         self._sending = _Sending()
+        self._uses: list[memoryview] = []
+        """a message that tells of uses, and waits to be sent"""
         self._scope = trio.CancelScope()
         self._count = 0
         self.link = link
@@ -87,6 +90,11 @@ class PeerConnection:
             self._sending.unsent = self._stream.send_now(self._question(self._next(), ()))
         if self._sending.unsent or self._waiting:
             self._sending.work.set()
+
+    def tell_uses(self, uses: Uses) -> None:
+        """Send it by and by; one that waits for a slow host is replaced."""
+        self._uses = [memoryview(MessageHead(len(uses), 0, self._own_load()).pack(USES_MAGIC)), plain(uses)]
+        self._sending.work.set()
 
     def leave(self) -> None:
         """End it when nothing is asked by it any more: there is another one."""
@@ -138,9 +146,11 @@ class PeerConnection:
         while True:
             await self._sending.work.wait()
             self._sending.is_busy = True
-            while self._sending.unsent or (reads := self._next()):
+            while self._sending.unsent or self._uses or (reads := self._next()):
                 if self._sending.unsent:
                     pieces, self._sending.unsent = self._sending.unsent, []
+                elif self._uses:
+                    pieces, self._uses = self._uses, []
                 else:
                     pieces = self._question(reads, await self.link.welcome(reads) if self.link is not None else ())
                 await self._stream.send(pieces)

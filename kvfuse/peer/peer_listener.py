@@ -23,10 +23,12 @@ from kvfuse.peer.peer_wire import (
     QUESTION,
     QUESTION_MAGIC,
     ROWS_MAX,
+    USES_MAGIC,
     MessageHead,
     Rows,
     WireError,
     check_question,
+    is_of_uses,
     parse_head,
     plain,
 )
@@ -35,7 +37,7 @@ from kvfuse.peer.read_link import ReadLink, answer_link
 from kvfuse.peer.read_plans import Places
 from kvfuse.peer.stream import BROKEN, PeerStream
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
-from kvfuse.volume.views.neighbours import BLOCK, Answer, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, USE, Answer, Wanted
 
 GREETING_SECONDS = 5.0
 STRANGERS_MAX = 64
@@ -209,16 +211,21 @@ class Listener:
         memory, have = memoryview(bytearray(HEAD_SIZE + ROWS_MAX * QUESTION.itemsize)), 0
         while True:
             have = await stream.receive_more(memory, have, HEAD_SIZE)
-            head = parse_head(memory[:HEAD_SIZE], QUESTION_MAGIC)
-            size = HEAD_SIZE + head.row_count * QUESTION.itemsize
+            has_uses = is_of_uses(memory)
+            form = USE if has_uses else QUESTION
+            head = parse_head(memory[:HEAD_SIZE], USES_MAGIC if has_uses else QUESTION_MAGIC)
+            size = HEAD_SIZE + head.row_count * form.itemsize
             if have < size:
                 with trio.fail_after(GREETING_SECONDS):
                     have = await stream.receive_more(memory, have, size)
-            rows = np.frombuffer(bytes(memory[HEAD_SIZE:size]), QUESTION)
+            rows = np.frombuffer(bytes(memory[HEAD_SIZE:size]), form)
             have -= size
             if have:  # of the next question
                 memory[:have] = bytes(memory[size : size + have])
                 await trio.lowlevel.checkpoint()
+            if has_uses:
+                self.neighbourhood().used(rows)
+                continue
             check_question(rows)
             self.loads[caller] = head.load
             await self._answer(stream, caller, head, rows, link)

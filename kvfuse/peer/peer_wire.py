@@ -3,7 +3,8 @@
 A connection begins with a greeting (`greeting`). Then who connected sends questions, each with rows that want granules
 of sealed extents, and the other side answers each question, in their order: one row for each of its rows, after all
 rows the places of those that have some (`read_plans`), and then the bytes of the others that are `HERE`, one after the
-other. Nothing else is ever sent.
+other. Who connected also tells which blocks of the other side it used, in a message of their rows (`USE`), which is not
+answered. Nothing else is ever sent.
 
 Nothing that comes from the network is believed: `WireError` ends the connection, and whoever gets bytes verifies them.
 """
@@ -21,9 +22,10 @@ from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.errors import KvfuseError
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
-VERSION = 2
+VERSION = 3
 QUESTION_MAGIC = int.from_bytes(b"KVPQ", "little")
 ANSWER_MAGIC = int.from_bytes(b"KVPA", "little")
+USES_MAGIC = int.from_bytes(b"KVPU", "little")
 HEAD = struct.Struct("<I I Q Q 8x")
 """magic, rows, number of the question, bytes that the sender has still to send to others"""
 HEAD_SIZE = HEAD.size
@@ -85,6 +87,11 @@ class MessageHead(NamedTuple):
 
     def pack(self, magic: int) -> bytes:
         return HEAD.pack(magic, *self)
+
+
+def is_of_uses(data: memoryview) -> bool:
+    """The head of a message is of one that tells of uses."""
+    return int.from_bytes(data[:4], "little") == USES_MAGIC
 
 
 def parse_head(data: memoryview, magic: int) -> MessageHead:

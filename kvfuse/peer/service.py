@@ -26,7 +26,7 @@ from kvfuse.peer.peer_wire import FINAL
 from kvfuse.peer.rdma import Rdma, open_rdma
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.store.peer_records import PeerRecord
-from kvfuse.volume.views.neighbours import HEDGE_MIN, Answer, Wanted
+from kvfuse.volume.views.neighbours import HEDGE_MIN, Answer, Uses, Wanted
 from kvfuse.volume.volume import Volume
 
 NEIGHBOURS_MAX = 256
@@ -117,6 +117,13 @@ class Peers:
             for read in reads:
                 read.abandon()
         return [read.is_right for read in reads]
+
+    def tell_uses(self, client: int, uses: Uses) -> bool:
+        neighbour = self.neighbours.get(client)
+        if neighbour is None or not neighbour.is_connected:
+            return False
+        neighbour.tell_uses(uses)
+        return True
 
     def _patience(self, asked: Sequence[tuple[Read, Neighbour]]) -> float:
         expected = [neighbour.speed.expect(read.size) for read, neighbour in asked]

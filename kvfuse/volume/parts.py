@@ -172,13 +172,13 @@ class Parts:
             room = BlockRoom(self.engine)
             if self.coherence is not None and view is not None:
                 granting, giving, engine = self.coherence.granting, self.coherence.giving, self.engine
-                self.letters = letters = BlockLetters(
-                    self.coherence.records, core.client, engine.has_slab, lambda slab: slab in view.lent, engine.hear
-                )
+                records = self.coherence.records
+                self.letters = letters = BlockLetters(records, core.client, view, engine.has_slab, engine.hear)
                 self.engine.meet(
                     Hosts(
                         giving.reports.ask, self.space.elsewhere[-1], (granting.take, granting.await_others),
                         letters.write, letters.send, lambda: letters.are_answered, letters.look_again,
+                        self.coherence.namespaces.look,
                     )
                 )  # fmt: skip
                 giving.connect(room)
@@ -216,7 +216,7 @@ class Parts:
             journal.store_removals,
             orphans.free_removed_files,
         ]
-        reports = Reports(core, records, member, leases.shares)
+        reports = Reports(core, records, member, leases.shares, leases.view)
         core.tier.validity.hold(member.seconds_left)
         member.on_change = core.tier.validity.hold
         elsewhere: list[RoomSource] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]

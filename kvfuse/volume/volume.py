@@ -48,7 +48,9 @@ class Volume:
         self.neighbourhood: Neighbourhood | None = None
         """this host among those that share the volume"""
         if parts.coherence is not None and parts.leases is not None:
-            self.neighbourhood = Neighbourhood(parts.core, parts.coherence.member, parts.leases.view)
+            self.neighbourhood = Neighbourhood(
+                parts.core, parts.coherence.member, parts.leases.view, parts.coherence.giving.reports
+            )
             self.sections["coherence"] = parts.coherence.statistics
             self.sections["leases"] = parts.leases.statistics
             self.sections["reports"] = parts.coherence.giving.reports.statistics

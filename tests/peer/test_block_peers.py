@@ -161,3 +161,21 @@ async def test_a_block_whose_bytes_were_wrong_once_is_found_again(rng: random.Ra
         assert await two.get(b"key") is None
         segment[place] ^= 1
         await two.until(b"key", b"content" * 1000)
+
+
+async def test_holders_are_told_of_uses_by_connections(rng: random.Random) -> None:
+    """And by no record."""
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with linked(rng, chaos, strict=False) as (one, two):
+        data = {b"%d" % number: rng.randbytes(4096) for number in range(20)}
+        for name, content in data.items():
+            await one.put(name, content)
+        await one.written()
+        heard = list[int]()
+        hear_uses, one.engine.hear_uses = one.engine.hear_uses, lambda uses: heard.extend(uses["sequence"].tolist())
+        for name, content in data.items():
+            await two.until(name, content)
+        await until(lambda: len(set(heard)) == len(data))
+        one.engine.hear_uses = hear_uses
+        assert two.volume.sections["reports"]()["sent"] == 0
+        await two.until(b"0", data[b"0"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.space import RoomSource
 from kvfuse.volume.views import clock
-from kvfuse.volume.views.neighbours import BLOCK, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, Uses, Wanted
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +76,18 @@ SHARED_PARTS = 16
 """one slab in so many is the most that a host of a shared volume has free ahead of need"""
 NO_SLABS_SECONDS = 0.2
 """for which nobody is asked for slabs after there were none"""
-NEWS_SECONDS = 4.0
-"""in which hosts hear what others could give"""
 HEAR_SECONDS = 0.02
 """from the first thing that C answers to when it is heard of, with all that came meanwhile"""
+CLEARED_SECONDS = 0.75
+"""between two looks whether namespaces were cleared: the watch may be late"""
 LOOK_SECONDS, LOOKED_AT = 1.0, 1 << 15
 """between looks at blocks of other hosts that are known; rows that are looked at together"""
 LOOKED_BESIDE = 256
 """of those that were not read lately, at one look"""
 TOLD_AT_ONCE, TELL_SECONDS = 256, 0.5
-"""rows whose entries are looked at together, and seconds in between"""
+"""rows whose entries are looked at together, and seconds in between;"""
+TELL_SLOWLY_SECONDS = 8.0
+"""where nothing seems to be missing"""
 GRAVE_EXPIRES = 1
 """second in which a grave expired"""
 ROOM_SECONDS = 10.0
@@ -101,7 +103,7 @@ class Hosts:
     """What the block store asks of the other hosts of a shared volume."""
 
     ask: Callable[[int], bool]
-    """has those that have more blocks give slabs of so many bytes; False: nobody does"""
+    """has those that have more blocks give so many slabs; False: nobody does"""
     wait: RoomSource
     """waits for these slabs"""
     quotas: tuple[RoomSource, RoomSource]
@@ -113,6 +115,8 @@ class Hosts:
     are_letters_answered: Callable[[], bool]
     look_for_letters: Callable[[], None]
     """slabs have come"""
+    look_at_namespaces: Callable[[], Awaitable[None]]
+    """returns when namespaces are known as they are: see `settings_changed`. EngineError"""
 
 
 @dataclass
@@ -271,25 +275,40 @@ class BlockEngine:
                 self.drop_entry(table, row, sequence)
 
     async def _tell_again(self, indexed: IndexedBlocks) -> None:
-        """Tell the index of blocks that it may lack: those of a daemon before this one; all, after it was away."""
+        """Tell the index of blocks that it may lack: those of a daemon before this one; all, after it was away.
+
+        Else slowly, for ever: a host that was killed may have put a newer block, and told nobody.
+        """
         await self._has_loaded.wait()
+        pause = TELL_SECONDS
         while True:
             try:
-                for table in list(self.tables.all.values()):
-                    for start in range(0, 0 if table.has_ended else len(table.rows), TOLD_AT_ONCE):
-                        some = table.rows[start : start + TOLD_AT_ONCE].copy()
-                        is_foreign = some["flags"] & np.uint32(forms.FOREIGN) != 0
-                        some = some[(some["version"] & np.uint64(1) != 0) & ~is_foreign]
-                        if len(some):
-                            lacking = some[await indexed.find_lacking(some)]
-                            told = [self.native.tell(*pair) for pair in lacking[["low", "high"]].tolist()]
-                            await indexed.publish(b"".join([one for one in told if one is not None]))
-                            await trio.sleep(TELL_SECONDS)
-                        await trio.lowlevel.checkpoint()
-                await indexed.is_doubtful.wait()
-                indexed.is_doubtful = trio.Event()
+                await self._tell_all(indexed, pause)
+                with trio.move_on_after(TELL_SLOWLY_SECONDS):
+                    await indexed.is_doubtful.wait()
             except errors.EngineError:
                 await trio.sleep(LOOK_SECONDS)
+                continue
+            pause = TELL_SECONDS if indexed.is_doubtful.is_set() else TELL_SLOWLY_SECONDS
+            indexed.is_doubtful = trio.Event()
+
+    async def _tell_all(self, indexed: IndexedBlocks, pause: float) -> None:
+        """Return when all was told, or something is doubtful while it is told slowly. EngineError."""
+        for table in list(self.tables.all.values()):
+            for start in range(0, 0 if table.has_ended else len(table.rows), TOLD_AT_ONCE):
+                some = table.rows[start : start + TOLD_AT_ONCE].copy()
+                is_foreign = some["flags"] & np.uint32(forms.FOREIGN) != 0
+                some = some[(some["version"] & np.uint64(1) != 0) & ~is_foreign]
+                if len(some):
+                    lacking = some[await indexed.find_lacking(some)]
+                    told = [self.native.tell(*pair) for pair in lacking[["low", "high"]].tolist()]
+                    await indexed.publish(b"".join([one for one in told if one is not None]))
+                    await trio.sleep(min(pause, TELL_SECONDS))
+                    if pause > TELL_SECONDS:
+                        with trio.move_on_after(pause):
+                            await indexed.is_doubtful.wait()
+                            return
+                await trio.lowlevel.checkpoint()
 
     async def _look_again(self, indexed: IndexedBlocks) -> None:
         """Ask again for other hosts' blocks that are in memory and were read lately, by and by for all that are known.
@@ -342,6 +361,18 @@ class BlockEngine:
         target = memoryview(bytearray(length))
         one = slot_read(table.namespace, addr, sequence, target, packed * forms.PAGE)
         return target if await self.reads.read_copy(one) else None
+
+    def take_uses(self) -> Uses:
+        return self.eviction.elsewhere.take()
+
+    def hear_uses(self, uses: Uses) -> None:
+        rows = defaultdict[int, list[int]](list)
+        for slab, slot, sequence in uses.tolist():
+            if (found := self.native.row_at(slab, slot, sequence)) is not None:
+                rows[found[0]].append(found[1])
+        for number, some in rows.items():
+            if (table := self.tables.all.get(number)) is not None:
+                self.eviction.used_elsewhere(table, np.array(some, np.int64))
 
     def _row_at(self, addr: int, sequence: int) -> tuple[BlockTable | None, int]:
         """Where the block at an address is known, whoever has the slab."""
@@ -702,7 +733,7 @@ class BlockEngine:
         if await self.slabs.lend(self._spare_slabs):
             return
         if self._hosts is not None:  # those that have more blocks give some of their slabs
-            self._hosts.ask(self._spare_slabs * self.core.geometry.slab_size)
+            self._hosts.ask(self._spare_slabs)
         if not is_late and self.eviction.make_room(size):
             return
         if is_late or not await self._await_hosts(give_up):
@@ -710,12 +741,7 @@ class BlockEngine:
 
     async def _await_hosts(self, deadline: float) -> bool:
         """Wait for slabs of other hosts. False: none are to come."""
-        if self._hosts is None or await self._hosts.wait(deadline, None):
-            return self._hosts is not None
-        is_soon = not self.core.is_alone() and trio.current_time() < deadline - ROOM_SECONDS + NEWS_SECONDS
-        if is_soon:  # they may not have heard yet what others have
-            await trio.sleep(NO_SLABS_SECONDS)
-        return is_soon
+        return self._hosts is not None and await self._hosts.wait(deadline, None)
 
     async def _find_quota(self, source: int, namespace: int, size: int, deadline: float) -> bool:
         """Have other hosts of a shared volume leave more of a quota to this one. ``source``: of `Hosts.quotas`."""
@@ -1177,11 +1203,22 @@ class BlockEngine:
             nursery.start_soon(failing.service, "room for puts that wait", self._room_requests.run)
             if self.others is not None:
                 nursery.start_soon(failing.service, "slabs of other hosts", self.others.run)
+                nursery.start_soon(failing.service, "cleared namespaces", self._look_at_namespaces)
             if self.indexed is not None:
                 nursery.start_soon(failing.service, "index of blocks", self.indexed.keep_up)
                 nursery.start_soon(failing.service, "blocks of other hosts", partial(self._look_again, self.indexed))
                 if not self.core.read_only:
                     nursery.start_soon(failing.service, "blocks for others", partial(self._tell_again, self.indexed))
+
+    async def _look_at_namespaces(self) -> None:
+        """Serve no block of a cleared namespace for longer than a second, as long as the records answer."""
+        while True:
+            await trio.sleep(CLEARED_SECONDS)
+            try:
+                if self._hosts is not None and self.tables.all:
+                    await self._hosts.look_at_namespaces()
+            except errors.EngineError as error:
+                log.info("whether namespaces were cleared is not known: %s", error)
 
     def begin_answers(self, attr_timeout: float, kept: KeptRows, take_handles: Callable[[int], None]) -> object:
         """As `KernelAnswers.begin`. Event loop only, while this runs."""

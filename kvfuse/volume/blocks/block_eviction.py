@@ -30,6 +30,7 @@ from kvfuse.volume.blocks.block_books import BlockBooks
 from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.kernel_answers import KernelAnswers, Notes
+from kvfuse.volume.blocks.uses_elsewhere import UsesElsewhere
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
@@ -104,6 +105,8 @@ class BlockEviction:
 
     def __post_init__(self) -> None:
         self.answers.on_notes.append(self._hear)
+        self.elsewhere = UsesElsewhere()
+        """what was used here of other hosts' blocks"""
 
     # -- what threads note and ask -----------------------------------------------------------------------
 
@@ -285,6 +288,8 @@ class BlockEviction:
             if not len(places) or int(places.max()) >= found.tables[table.place][1]:
                 continue
             keys, books = table.rows["low"][places], self.books[table.namespace]
+            if sizes is None:
+                self.elsewhere.note(table, places)
             if sizes is not None:
                 stored[table.namespace].append(keys)
             else:
@@ -301,6 +306,16 @@ class BlockEviction:
         for namespace, parts in stored.items():
             with self.books[namespace].lock:
                 self.books[namespace].stored(np.concatenate(parts))
+
+    def used_elsewhere(self, table: BlockTable, rows: Numbers) -> None:
+        """Another host read these blocks: its own figures count that."""
+        found = self._policies.get(table.namespace)
+        if found is None or table.place not in found.tables or table.has_ended:
+            return
+        rows = rows[rows < found.tables[table.place][1]]
+        if len(rows):
+            with found.lock:
+                found.policy.used(table.place, table.rows["low"][rows], rows, self._now(table.namespace))
 
     def _take_notes(self) -> Iterator[tuple[BlockTable, Numbers, Numbers | None]]:
         """What was noted, in its order, but for puts that follow each other in one table: they are one, the last one

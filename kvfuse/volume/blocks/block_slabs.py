@@ -199,9 +199,10 @@ class BlockSlabs:
                 continue
             await is_wanted(tables)
             for slab, table in zip(some, tables, strict=True):
-                self.loaded_blocks += self.core.load_slab(
-                    slab, int.from_bytes(self.allocator.lent[slab], "little"), table
-                )
+                token = int.from_bytes(self.allocator.lent[slab], "little")
+                if self.more is not None:  # another host had it: what is newer there takes names from blocks of ours
+                    self.core.load_foreign(slab, token, table)
+                self.loaded_blocks += self.core.load_slab(slab, token, table)
                 await trio.lowlevel.checkpoint()
             del self.to_load[: len(some)]
         self.core.set_loading(False)

@@ -16,13 +16,14 @@ import trio
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, Change
 from kvfuse.volume.content.nearby import Nearby
+from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.store.sealed import ScanPages
-from kvfuse.volume.views.neighbours import BLOCK, Answer, Wanted
+from kvfuse.volume.views.neighbours import BLOCK, Answer, Uses, Wanted
 
 RETRY_SECONDS = 0.5
 
@@ -36,6 +37,7 @@ class Neighbourhood:
     core: Core
     member: Member
     view: SlabView
+    reports: Reports
     places: dict[int, PeerRecord] = field(default_factory=dict)
     """client -> where it answers, of all that do; while `follow` runs"""
 
@@ -115,6 +117,10 @@ class Neighbourhood:
         view = blocks.copy_at(wanted.addr, wanted.generation) if blocks is not None else None
         is_whole = view is not None and (wanted.low, wanted.high) == (0, len(view))
         return (Answer.HERE, view) if is_whole else (Answer.ABSENT, None)
+
+    def used(self, uses: Uses) -> None:
+        """Another host used these blocks."""
+        self.reports.hear_uses(uses)
 
     async def stored(self, wanted: Wanted) -> memoryview | None:
         """From the disk tier, verified by what it knows of its copies."""

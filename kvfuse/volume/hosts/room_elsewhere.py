@@ -73,7 +73,7 @@ class RoomElsewhere:
         if any(now - since <= self.core.grace.seconds for since in self._orphans.values()):
             self._seen_at = now
         elif (
-            not self.reports.ask(ASKED_SLABS * self.core.geometry.slab_size)  # else they evict blocks of their caches
+            not self.reports.ask(ASKED_SLABS)  # else they evict blocks of their caches
             and now > max(self._seen_at, self.removed.freed_at) + RETURN_SECONDS
             and not self.shares.is_owed()
         ):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvfuse.volume.measures.measures import SegmentsTier
+from kvfuse.volume.views.neighbours import Uses
 
 
 class BlockStoreView(Protocol):
@@ -24,6 +25,12 @@ class BlockStoreView(Protocol):
 
     def copy_at(self, addr: int, sequence: int) -> memoryview | None:
         """A copy of the block at an address, if it is that one, and in memory."""
+
+    def take_uses(self) -> Uses:
+        """Blocks of other hosts that were used here since the last call, those that were used most often first."""
+
+    def hear_uses(self, uses: Uses) -> None:
+        """Another host used these blocks of this one."""
 
     async def kept_at(self, addr: int, sequence: int) -> memoryview | None:
         """The same, from the disk tier."""

@@ -21,6 +21,11 @@ quotas hold from the moment on in which anybody can see them. Where the use is l
 each client may use its part less all that is too much (`bound`), so all of them together at most the quotas, or what
 they have.
 
+**Steps.** What a client takes lasts for some seconds (`Granting` doubles what it takes, if it did not), but is never
+more than half of what is free. One whose blocks fill its part evicts of them: it asks others for more only where its
+part is far below an equal one, and they give of theirs down to about that. So where a namespace is full, blocks come
+and go, and nobody changes the record.
+
 **Clients that are gone.** Their use is added to client 0's in the transaction that moves that much of their part.
 What is left of a part is nobody's, when its client is gone and has no records of use.
 """
@@ -42,6 +47,10 @@ DEPARTED = schema.NOBODY
 """the client that stands for those that are gone"""
 TAKEN_SHARE = 2
 """A client takes one part in so many of its equal share of what is free, where that is more than it lacks."""
+LITTLE_SHARE = 16
+"""Less than one part in so many of a quota is little."""
+SHORT_SHARE, FAIR_SHARE = 5 / 8, 3 / 4
+"""of an equal part: a client with less than the first is short, and gets the second from those that have more"""
 
 
 class Grants(msgspec.Struct, array_like=True, frozen=True):
@@ -82,6 +91,22 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
             *[part - max(total - quota, 0) if quota < UNBOUNDED else UNBOUNDED for quota, total, part in rows]
         )
 
+    @property
+    def client_count(self) -> int:
+        """Clients that have a part."""
+        return len(self.parts.keys() - {DEPARTED})
+
+    def share(self, client: int, share: float) -> NamespaceUse:
+        """A share of an equal part for each client that has one, and for this one."""
+        count = len(self.parts.keys() - {DEPARTED} | {client})
+        return NamespaceUse(*[int(share * quota) // count if quota < UNBOUNDED else 0 for quota in self.quotas])
+
+    def short(self, client: int) -> NamespaceUse:
+        """What a client that is short of quotas lacks to a fair part; else nothing."""
+        part, least, fair = self.part(client), self.share(client, SHORT_SHARE), self.share(client, FAIR_SHARE)
+        is_short = any(have < need for have, need in zip(part, least, strict=True))
+        return NamespaceUse(*[max(need - have, 0) if is_short else 0 for have, need in zip(part, fair, strict=True)])
+
     def is_tighter(self, capacity: int, blocks: int) -> bool:
         """These quotas allow less than the present ones."""
         return _limit_of(capacity) < self.quotas.size or _limit_of(blocks) < self.quotas.files
@@ -96,14 +121,18 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
         parts = {**self.parts, client: part}
         return replace(self, parts={one: of for one, of in parts.items() if of != NO_USE})
 
-    def taken(self, client: int, lack: NamespaceUse, share: int) -> Grants | None:
-        """A client takes what it lacks, or one part in ``share`` of what is free. None: that is too few."""
-        free, part = self.free, self.part(client)
+    def taken(self, client: int, lack: NamespaceUse, share: int, step: NamespaceUse = NO_USE) -> Grants | None:
+        """A client takes what it lacks, or said that it does; or one part in ``share`` of what is free, or a ``step``
+        if that is more, half of it at the most. None: that is too few, or others lack it.
+        """
+        part, said = self.part(client), self.lacks.get(client, NO_USE)
+        kept = [0, 0] if said != NO_USE else [sum([one[at] for one in self.lacks.values()]) for at in range(2)]
+        free = NamespaceUse(*[max(have - other, 0) for have, other in zip(self.free, kept, strict=True)])
         if free.size < lack.size or free.files < lack.files:
             return None
         more = [
-            min(have, max(need, have // share)) if quota < UNBOUNDED else 0
-            for quota, have, need in zip(self.quotas, free, lack, strict=True)
+            min(have, max(need, wanted, min(max(have // share, least), have // 2))) if quota < UNBOUNDED else 0
+            for quota, have, need, wanted, least in zip(self.quotas, free, lack, said, step, strict=True)
         ]
         return self.with_lack(client, NO_USE).with_part(client, NamespaceUse(part.size + more[0], part.files + more[1]))
 
@@ -117,6 +146,18 @@ class Grants(msgspec.Struct, array_like=True, frozen=True):
         halves = [slack[at] if total[at] > quotas[at] else slack[at] // 2 for at in range(2)]
         given = [min(slack[at], max(wanted[at], halves[at])) if wanted[at] else 0 for at in range(2)]
         if not any(given):
+            return None
+        return self.with_part(client, NamespaceUse(part.size - given[0], part.files - given[1]))
+
+    def returned(self, client: int, use: NamespaceUse) -> Grants | None:
+        """A client that uses less than half of its part gives half of the rest back, where little is free. None: it
+        does not."""
+        part, quotas, free = self.part(client), self.quotas, self.free
+        given = [
+            (have - used) // 2 if quota < UNBOUNDED and 2 * max(used, 0) < have and left < quota // LITTLE_SHARE else 0
+            for have, used, quota, left in zip(part, use, quotas, free, strict=True)
+        ]
+        if self.awaited or not any(given):
             return None
         return self.with_part(client, NamespaceUse(part.size - given[0], part.files - given[1]))
 

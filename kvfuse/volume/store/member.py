@@ -161,10 +161,10 @@ class Member:
     async def resume(cls, records: RecordStore, mountpoint: str, before: Standing, keeper: Keeper) -> Self | None:
         """Go on as the client that the daemon before this one was. None: it is gone. EngineError: nobody knows.
 
-        Others do not hear where it answers, or what it reported, until it says so anew.
+        Others do not hear where it answers until it says so anew.
         """
         key = schema.member_key(before.client)
-        old = [peer_records.key_of(before.client), schema.report_key(before.client)]
+        old = [peer_records.key_of(before.client)]
         asked = trio.current_time()
         lease = await records.resume_lease(before.lease)
         while lease is not None:

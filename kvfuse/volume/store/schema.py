@@ -71,6 +71,7 @@ _TIMES = struct.Struct(">qqq")
 _SLAB_KEY = struct.Struct(">cI")
 _SLAB_HEAD = struct.Struct(">I")
 _FREED_KEY = struct.Struct(">cIQQ")
+_LETTER_KEY = struct.Struct(">cQIQQ")
 _HOLDER = struct.Struct(">QQ")
 _COUNT = struct.Struct(">q")
 _COUNTS = struct.Struct(">qq")
@@ -199,12 +200,12 @@ class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HostReport(msgspec.Struct, array_like=True, frozen=True):
-    """What a client tells the others now and then."""
+    """What a client tells another one."""
 
     wanted: int = 0
-    """bytes of room that it lacks"""
-    evictable: int = 0
-    """bytes of its blocks, about"""
+    """slabs that it lacks, and asks for"""
+    uses: bytes = b""
+    """blocks of the other one that it used, as `views.neighbours.USE`"""
 
 
 FLAG_XATTRS = 1
@@ -263,10 +264,14 @@ sequence_key: Key = partial(_KEY.pack, b"k")
 """of a record that every commit of the client moves"""
 files_key: Key = partial(_KEY.pack, b"q")
 """of the counts of one client"""
-report_key: Key = partial(_KEY.pack, b"a")
-"""of the report of one client"""
-letter_key: Callable[[int, int, int], bytes] = partial(_FREED_KEY.pack, b"b")
-"""of a slab, the sender, a serial number"""
+report_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"a")
+"""of the client that is told something, and the one that tells it"""
+report_prefix: Key = partial(_KEY.pack, b"a")
+"""of reports to one client"""
+letter_key: Callable[[int, int, int, int], bytes] = partial(_LETTER_KEY.pack, b"b")
+"""of the slab's holder, the slab, the sender, a serial number"""
+letter_prefix: Key = partial(_KEY.pack, b"b")
+"""of letters to one client"""
 namespace_key: Key = partial(_KEY.pack, b"p")
 """of a namespace's settings"""
 cleared_key: Key = partial(_KEY.pack, b"e")
@@ -281,7 +286,6 @@ MEMBER_PREFIX = b"m"
 NAMESPACE_PREFIX = b"p"
 USE_PREFIX = b"u"
 GRANTS_PREFIX = b"g"
-REPORT_PREFIX = b"a"
 LETTER_PREFIX = b"b"
 CLEARED_PREFIX = b"e"
 XATTR_PREFIX = b"x"
@@ -341,8 +345,8 @@ def xattr_name(key: bytes) -> bytes:
 
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
-_KEY_SIZES |= {b"a": (9, 9), b"w": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
-_KEY_SIZES[b"b"] = (21, 21)
+_KEY_SIZES |= {b"a": (17, 17), b"w": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
+_KEY_SIZES[b"b"] = (29, 29)
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -354,13 +358,25 @@ def is_key(key: bytes) -> bool:
 
 
 def key_client(key: bytes) -> int:
-    """The client in an m, k, q, a or w key."""
+    """The client in an m, k, q or w key."""
     return int(_KEY.unpack(key)[1])
 
 
 def key_slab(key: bytes) -> int:
-    """The slab in an s, l, f or b key."""
+    """The slab in an s, l or f key."""
     return int(_SLAB_KEY.unpack_from(key)[1])
+
+
+def split_report_key(key: bytes) -> tuple[int, int]:
+    """(client that is told something, client that tells it) of an a key."""
+    _, told, teller = _PAIR_KEY.unpack(key)
+    return told, teller
+
+
+def split_letter_key(key: bytes) -> tuple[int, int]:
+    """(client that is told, slab) of a b key."""
+    _, told, slab, *_ = _LETTER_KEY.unpack(key)
+    return told, slab
 
 
 SWEPT = b"swept"

@@ -9,9 +9,12 @@ then do caches evict, blocks of their own: first this client's (`Evictor`), and 
 from __future__ import annotations
 
 import logging
+import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import trio
 from msgspec.structs import replace
@@ -20,7 +23,7 @@ from kvfuse.errors import EngineError, OperationError, Unsupported
 from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
-from kvfuse.volume.namespaces.grants import DEPARTED, TAKEN_SHARE, Grants, encode_grants
+from kvfuse.volume.namespaces.grants import DEPARTED, FAIR_SHARE, TAKEN_SHARE, Grants, encode_grants
 from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import Settings
 from kvfuse.volume.store import schema
@@ -30,8 +33,18 @@ from kvfuse.volume.tenancy.namespace_news import NamespaceNews
 
 ATTEMPTS_MAX = 100
 """Each refusal means that another client changed the record."""
+SPREAD_SECONDS = 0.02
+"""for each client that has a part: over so long those spread that are about to change the record together"""
+STEP_SECONDS, STEPS_MAX = 2.0, 10
+"""for which what is taken should last, and how often all clients together may take some in a second"""
+RETURN_SECONDS = 15.0
+"""between two looks for what is not used here"""
+SHORT_SECONDS = 10.0
+"""before a client whose blocks can go asks again; what nobody gave is not asked for any longer"""
 LOOK_SECONDS = 0.2
 """between two looks at what others do"""
+FAIR_SECONDS = 1.0
+"""for which those alone evict for others that have more than a fair part"""
 ASK_SECONDS = 1.0
 """for which a call waits for what others seem not to use"""
 PAUSE_SECONDS = 3.0
@@ -62,8 +75,18 @@ class Granting:
         self._accounts = self.core.namespaces.accounts
         self._book = self.news.grants
         self._client = self.core.client
-        self._turn = trio.Lock()
-        """of one transaction"""
+        self._turns = defaultdict[int, trio.Lock](trio.Lock)
+        """namespace -> turn of one transaction"""
+        self._steps: dict[int, tuple[float, NamespaceUse]] = {}
+        """namespace -> when some was taken, and how much"""
+        self._short: dict[int, float] = {}
+        """namespace -> when this client asked for a fair part"""
+        self._wanted: dict[int, float] = {}
+        """namespace -> since when others lack some of it"""
+        self._inherited: dict[int, tuple[NamespaceUse, bool]] = {}
+        """namespace -> (client 0's part, whether blocks are to be adopted) when nothing was to be taken of it"""
+        self._unused: dict[int, bool] = {}
+        """namespace -> whether this client used little of its part at the last look"""
         self._in_vain: dict[int, float] = {}
         """namespace -> when others were last asked, and gave nothing"""
         self._waits: dict[int, tuple[float, float]] = {}
@@ -87,6 +110,9 @@ class Granting:
         lack = account.lack
         if account.bound is None or await self._take(namespace, lack):
             return True
+        if self._has_blocks(namespace):  # they go for it
+            await self._ask_if_short(namespace)
+            return False
         slack, asked = self._book.room_elsewhere(namespace), self._in_vain.get(namespace, -PAUSE_SECONDS)
         if slack.size < lack.size or slack.files < lack.files or trio.current_time() < asked + PAUSE_SECONDS:
             return False
@@ -106,15 +132,49 @@ class Granting:
             await self._inherit(namespace)
             grants = self._book.heard.get(namespace, grants)
         share = TAKEN_SHARE * (len(grants.parts.keys() - {DEPARTED, self._client}) + 1)
-        if await self._change(namespace, lambda grants: grants.taken(self._client, lack, share)):
+        before, step = grants.part(self._client), self._step(namespace, grants)
+
+        def decide(grants: Grants) -> Grants | None:
+            has_come = grants.part(self._client) != before  # another call took some
+            return grants.taken(self._client, lack, share, step) if not has_come else None
+
+        if await self._change(namespace, decide):
+            part = self._book.heard.get(namespace, Grants()).part(self._client)
+            taken = NamespaceUse(*[max(now - then, 0) for now, then in zip(part, before, strict=True)])
+            self._steps[namespace] = trio.current_time(), taken
             self._waits.pop(namespace, None)
             return True
-        return False
+        part = self._book.heard.get(namespace, Grants()).part(self._client)
+        return part != before and all(now >= then for now, then in zip(part, before, strict=True))
+
+    def _step(self, namespace: int, grants: Grants) -> NamespaceUse:
+        """What is to be taken, as the last step lasted long enough, or not."""
+        taken_at, step = self._steps.get(namespace, (0.0, NO_USE))
+        lasted = trio.current_time() - taken_at >= max(STEP_SECONDS, grants.client_count / STEPS_MAX)
+        return step if lasted else NamespaceUse(2 * step.size, 2 * step.files)
+
+    def _has_blocks(self, namespace: int) -> bool:
+        """Blocks of this client in it can go."""
+        return self.core.blocks is not None and self.core.blocks.use(namespace)[0] > 0
+
+    async def _ask_if_short(self, namespace: int) -> None:
+        """Tell the others what lacks to a fair part, and do not wait for it."""
+        now, grants = trio.current_time(), self._book.heard.get(namespace, Grants())
+        if now < self._short.get(namespace, -SHORT_SECONDS) + SHORT_SECONDS or grants.awaited:
+            return
+        self._short[namespace] = now
+        if any(lack := grants.short(self._client)):
+            await self._ask(namespace, lack)
 
     async def _inherit(self, namespace: int) -> None:
         """Take of the part of clients that are gone what their blocks need that this one adopted; and, when all of
         these are adopted, give the rest of it free."""
         use = self._accounts.use_here(namespace)
+        before = self._book.heard[namespace]
+        state = before.part(DEPARTED), self.has_orphans()
+        has_enough = all(have >= used for have, used in zip(before.part(self._client), use, strict=True))
+        if has_enough and self._inherited.get(namespace) == state:
+            return
         left = (await self._read_uses(namespace, {DEPARTED}))[DEPARTED]
         are_adopted = not self.has_orphans()
 
@@ -127,7 +187,8 @@ class Granting:
             part = NamespaceUse(*[has + mine for has, mine in zip(own, more, strict=True)])
             return grants.with_part(DEPARTED, kept).with_part(self._client, part)
 
-        await self._change(namespace, decide)
+        if not await self._change(namespace, decide):
+            self._inherited[namespace] = state
 
     async def _ask(self, namespace: int, lack: NamespaceUse) -> None:
         """Tell the others what is missing."""
@@ -181,6 +242,7 @@ class Granting:
 
     async def _serve_all(self) -> None:
         await self._book.is_ready.wait()
+        looked = trio.current_time()
         while True:
             changed, is_asked = self._book.changed, False
             for number in list(self._book.heard):
@@ -189,8 +251,29 @@ class Granting:
                 except OperationError as error:
                     log.warning("a part of a quota is given later: %s", error)
                     is_asked = True
-            with trio.move_on_after(LOOK_SECONDS if is_asked else float("inf")):
+            if trio.current_time() >= looked + RETURN_SECONDS:
+                looked = trio.current_time()
+                await self._return_unused()
+            with trio.move_on_after(LOOK_SECONDS if is_asked else RETURN_SECONDS * random.uniform(1, 1.5)):
                 await changed.wait()
+
+    async def _return_unused(self) -> None:
+        """Give back what this client has not used for a while; and end what it asked for and does not get."""
+        for number in list(self._book.heard):
+            try:
+                await self._return(number, partial(self._accounts.use_here, number))
+            except OperationError as error:
+                log.warning("what is not used of a quota is given back later: %s", error)
+
+    async def _return(self, number: int, use: Callable[[], NamespaceUse]) -> None:
+        grants, was_unused = self._book.heard.get(number, Grants()), self._unused.get(number, False)
+        self._unused[number] = grants.returned(self._client, use()) is not None
+        if self._client in grants.lacks and trio.current_time() >= self._short.get(number, 0.0) + SHORT_SECONDS:
+            await self._change(number, lambda grants: grants.with_lack(self._client, NO_USE))
+        if grants.lacks.keys() - {self._client}:
+            await self._drop_gone(number)
+        if was_unused and self._unused[number]:
+            await self._change(number, lambda grants: grants.returned(self._client, use()), gives=True)
 
     async def _serve(self, number: int) -> bool:
         """True: others still lack something."""
@@ -201,7 +284,11 @@ class Granting:
             await self._change(number, lambda grants: self._entered(grants, use()))
             return False
         if not any(grants.wanted_by_others(self._client)):
+            self._wanted.pop(number, None)
             return False
+        if number not in self._wanted:
+            self._wanted[number] = trio.current_time()
+            await self._spread(grants)  # others may give it
         await self._change(number, lambda grants: grants.given(self._client, use()), gives=True)
         grants = self._book.heard.get(number, Grants())
         wanted = grants.wanted_by_others(self._client)
@@ -209,19 +296,29 @@ class Granting:
             self._evict(number, wanted)
         return any(wanted)
 
+    async def _spread(self, grants: Grants, most: float = inf) -> None:
+        await trio.sleep(random.uniform(0, SPREAD_SECONDS * min(most, grants.client_count)))
+
     def _entered(self, grants: Grants, use: NamespaceUse) -> Grants | None:
         return grants.entered(self._client, use) if self._client in grants.awaited else None
 
     def _evict(self, number: int, wanted: NamespaceUse) -> None:
-        """Evict this client's part of what others lack."""
+        """Evict for what others lack: what is more than a fair part here; after a while this client's part of it, as
+        others may have nothing that can go."""
         blocks = self.core.blocks
         size, count = blocks.use(number) if blocks is not None else (0, 0)
         if self.core.read_only or blocks is None or not size:
             return
         grants = self._book.heard.get(number, Grants())
-        others = [max(part.size, 0) for one, part in grants.parts.items() if one not in (self._client, DEPARTED)]
+        if trio.current_time() < self._wanted.get(number, 0.0) + FAIR_SECONDS:
+            rows = zip(wanted, grants.part(self._client), grants.share(self._client, FAIR_SHARE), strict=True)
+            wanted = NamespaceUse(*[min(lack, max(part - fair, 0)) for lack, part, fair in rows])
         lack = max(wanted.size, -(-wanted.files * size // max(count, 1)))
-        blocks.evict(number, -(-lack * size // (size + sum(others))))
+        if trio.current_time() >= self._wanted.get(number, 0.0) + FAIR_SECONDS:
+            others = [max(part.size, 0) for one, part in grants.parts.items() if one not in (self._client, DEPARTED)]
+            lack = -(-lack * size // (size + sum(others)))
+        if lack:
+            blocks.evict(number, lack)
 
     def _is_block_namespace(self, number: int) -> bool:
         found = self.core.namespaces.all.get(number)
@@ -355,8 +452,8 @@ class Granting:
         ``gives``: the client keeps what it uses; if threads use more by now, the record stays.
         """
         key = schema.grants_key(number)
-        async with self._turn:
-            for _ in range(ATTEMPTS_MAX):
+        async with self._turns[number]:
+            for attempt in range(ATTEMPTS_MAX):
                 grants = self._book.heard.get(number)
                 wanted = decide(grants) if grants is not None else None
                 if grants is None or wanted is None or wanted == grants:
@@ -367,6 +464,7 @@ class Granting:
                     return False
                 if await self._put(number, wanted, {key: self.news.versions[key], **(expect or {})}):
                     return True
+                await self._spread(grants, 2 << attempt)
                 await self.news.read(number)
                 if expect:
                     return False

@@ -49,6 +49,8 @@ class NamespaceNews:
         """folders were heard of whose paths are not known"""
         self.heard = trio.Event()
         """set, and made anew, after each change"""
+        self._counted = ABSENT
+        """version of the number of changes when all settings were read last"""
 
     async def run(self) -> None:
         """Find the folders of namespaces that others make, until cancelled."""
@@ -72,7 +74,14 @@ class NamespaceNews:
         """
         (row,) = await get_sound(self.core.records, [schema.COUNTER_NAMESPACES])
         await self._read(schema.NAMESPACE_PREFIX)
+        self._counted = row.version if row is not None else ABSENT
         return (schema.decode_u64(row.value), row.version) if row is not None else (0, ABSENT)
+
+    async def look(self) -> None:
+        """Know all changes of settings until now, however late the watch is: one small question. EngineError."""
+        (row,) = await get_sound(self.core.records, [schema.COUNTER_NAMESPACES])
+        if row is not None and row.version != self._counted:
+            await self.read_settings()
 
     async def read(self, number: int) -> None:
         """Read the records of one namespace, but for those of its use. EngineError."""

@@ -12,12 +12,21 @@ from enum import IntEnum
 from math import inf
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 HEDGE_MIN = 0.05
 """Seconds: no read that took less is late, however fast its host usually is."""
 BLOCK = (1 << 63) + 1
 """in the place of an inode: bytes of a block that is a row, by address and sequence; ``checksums`` is one for all"""
 NO_BASE = -1
 """the slot does not have the bytes of the file as they are (they are compressed)"""
+
+
+USE = np.dtype([("slab", "<u4"), ("slot", "<u4"), ("sequence", "<u8")])
+"""a block that a host used, of a slab that another one holds"""
+Uses = npt.NDArray[np.void]
+"""of `USE`"""
 
 
 class Wanted(NamedTuple):
@@ -72,3 +81,6 @@ class Neighbours(Protocol):
         A target that has not them has any bytes. No target is touched after this returned, be it by a cancellation. It
         takes no longer than the neighbours' deadline, and ``patience`` seconds; what is late is asked of the engine.
         """
+
+    def tell_uses(self, client: int, uses: Uses) -> bool:
+        """Tell a client which of its blocks were used here: it may not hear it. False: there is no connection to it."""

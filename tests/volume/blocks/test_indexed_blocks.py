@@ -20,6 +20,7 @@ from kvfuse import errors
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Batch
 from kvfuse.remote.index.engine import below
+from kvfuse.remote.records.api import Change
 from kvfuse.volume.blocks import indexed_blocks
 
 
@@ -346,12 +347,13 @@ async def test_nothing_is_removed_from_a_table_without_rows(
         assert await one.engine.remove(one.folder, [b"name"]) == [False]
 
 
-async def test_letters_wait_for_the_holder_although_others_have_not_heard_of_its_slab(
+async def test_letters_wait_for_the_holder_and_no_other_host_reads_them(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     async with hosts(rng, 3) as ((one, two, three), _):
         await put_all(one, {b"name": b"old"})
-        monkeypatch.setattr(inside.parts(three.volume).letters, "is_lent", lambda slab: False)
+        taken = list[Change]()
+        monkeypatch.setattr(inside.parts(three.volume).letters, "_take", taken.append)
         own = inside.parts(one.volume).letters
         assert own is not None
         monkeypatch.setattr(own, "is_own", lambda slab: False)  # it is busy
@@ -361,6 +363,8 @@ async def test_letters_wait_for_the_holder_although_others_have_not_heard_of_its
         monkeypatch.setattr(own, "is_own", one.engine.has_slab)
         own.look_again()
         await one.until(b"name", b"new")
+        await until(lambda: _letters(two)["letters_unanswered"] == 0)
+        assert not taken
 
 
 async def test_letters_reach_whoever_has_the_slab(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
@@ -384,6 +388,51 @@ async def test_letters_reach_whoever_has_the_slab(rng: random.Random, autojump_c
         assert await one.get(b"name") is None
         assert await one.get(b"stays") == b"stays"
         assert await one.names() == [b"stays"]
+
+
+async def test_a_letter_follows_its_slab(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Who is told is gone, and whoever has its slab hears of it."""
+    options = lab_options(capacity=64 * MIB, strict=False)
+    disk = Disk.format(options, shared=True)
+    chaos = [Chaos(random.Random(rng.random())) for _ in range(3)]
+    async with joined(disk, options, 1, chaos[0]) as first, joined(disk, options, 2, chaos[1]) as second:
+        async with joined(disk, options, 3, chaos[2]) as third:
+            one, two, three = await block_hosts([first, second, third])
+            await put_all(three, {b"name": b"old"})
+            own = inside.parts(three.volume).letters
+            assert own is not None
+            monkeypatch.setattr(own, "is_own", lambda slab: False)  # it is busy
+            await put_all(two, {b"name": b"new"})
+            chaos[2].killed = True
+        await until(lambda: _letters(two)["letters_unanswered"] == 0, seconds=120)
+        for host in (one, two):
+            await host.until(b"name", b"new")
+        assert not any(key[:1] == b"b" for key in disk.records)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_a_letter_that_was_never_sent_is_made_up_for(
+    rng: random.Random, is_killed: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A host is killed when the index has its block, before it tells the holder of the older one; or the answer of the
+    index was lost."""
+    options = lab_options(capacity=64 * MIB, strict=False)
+    disk = Disk.format(options, shared=True)
+    chaos = [Chaos(random.Random(rng.random())) for _ in range(2)]
+    async with joined(disk, options, 1, chaos[0]) as first:
+        async with joined(disk, options, 2, chaos[1]) as second:
+            one, two = await block_hosts([first, second])
+            await put_all(one, {b"name": b"old"})
+            await trio.sleep(60)
+            assert two.engine.indexed is not None
+            two.engine.indexed.write_letters = lambda letters: None
+            await put_all(two, {b"name": b"new"})
+            chaos[1].killed = is_killed
+            if not is_killed:
+                await one.until(b"name", b"new")
+        await one.until(b"name", b"new")
 
 
 async def test_what_was_removed_stays_so_although_who_removed_it_is_killed(

@@ -145,6 +145,31 @@ async def test_a_clear_ends_the_blocks_of_all_hosts(
         await one.until(b"again", b"3")
 
 
+async def test_a_host_whose_watch_is_late_serves_nothing_that_was_cleared(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """For more than a second: neither its own blocks, nor what its memory has of others."""
+    chaos = [Chaos(random.Random(rng.random())) for _ in range(2)]
+    async with volumes(disk, options, 2, rng, chaos) as mounted:
+        one, two = await block_hosts(mounted)
+        await one.put(b"one", b"1")
+        await two.put(b"two", b"2")
+        await one.written()
+        await two.written()
+        assert await two.get(b"one") == b"1"
+        chaos[1].deaf = trio.Event()
+        node = await inside.lookups(one.volume).find_node(one.folder)
+        await inside.xattrs(one.volume).namespaces.keeper.clear(node, None)
+        await one.put(b"new", b"3")
+        await one.engine.flush()
+        await trio.sleep(1)
+        assert [await two.get(name) for name in (b"one", b"two", b"new")] == [None, None, b"3"]
+        chaos[1].deaf.set()
+        await two.put(b"again", b"4")
+        await two.engine.flush()
+        await one.until(b"again", b"4")
+
+
 async def test_a_folder_that_has_a_block_of_any_host_stays(
     disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -54,6 +54,34 @@ def test_what_others_lack_is_given_from_what_is_not_used() -> None:
     assert taken.lacks == {}
 
 
+def test_a_step_is_half_of_what_is_free_at_the_most() -> None:
+    grants = Grants(100)
+    for step, size in ((20, 25), (40, 40), (80, 50)):
+        taken = grants.taken(1, NamespaceUse(10, 0), 4, NamespaceUse(step, 0))
+        assert taken is not None
+        assert taken.part(1).size == size
+
+
+def test_a_client_that_is_short_gets_a_fair_part() -> None:
+    grants = Grants(120, 0, {1: NamespaceUse(100, 0), 2: NamespaceUse(20, 0)})
+    assert (grants.short(1), grants.short(2)) == (NO_USE, NamespaceUse(25, 0))
+    assert grants.short(3) == NamespaceUse(30, 0), "an equal part of three is 40"
+    given = grants.with_lack(2, NamespaceUse(25, 0)).with_part(1, NamespaceUse(75, 0))
+    assert given.taken(3, NamespaceUse(1, 0), 6) is None, "it is for client 2"
+    taken = given.taken(2, NamespaceUse(1, 0), 6)
+    assert taken is not None
+    assert (taken.part(2), taken.short(2), taken.lacks) == (NamespaceUse(45, 0), NO_USE, {})
+
+
+def test_what_is_not_used_is_given_back_where_little_is_free() -> None:
+    grants = Grants(100, 0, {1: NamespaceUse(50, 0), 2: NamespaceUse(48, 0)})
+    returned = grants.returned(1, NamespaceUse(10, 0))
+    assert returned is not None
+    assert returned.part(1) == NamespaceUse(30, 0)
+    assert grants.returned(1, NamespaceUse(25, 0)) is None
+    assert returned.returned(2, NamespaceUse(0, 0)) is None, "others find some"
+
+
 def test_nobody_grows_while_there_is_too_much() -> None:
     grants = Grants(100, 0, {1: NamespaceUse(80, 0), 2: NamespaceUse(50, 0)})
     assert grants.free.size == 0
@@ -176,10 +204,11 @@ class Player:
         if self.client in self.heard.awaited:
             wanted: Grants | None = self.heard.entered(self.client, use)
         elif rng.random() < 0.5:
-            wanted = self.heard.taken(self.client, NamespaceUse(rng.randint(1, 20), 0), 4)
+            lack, step = [NamespaceUse(rng.randint(1, 20), 0) for _ in range(2)]
+            wanted = self.heard.taken(self.client, lack, 4, step)
             wanted = wanted or self.heard.with_lack(self.client, NamespaceUse(rng.randint(1, 20), 0))
         else:
-            wanted = self.heard.given(self.client, use)
+            wanted = rng.choice([self.heard.given, self.heard.returned])(self.client, use)
         if wanted is not None:
             self.book.hold(SPACE, wanted.part(self.client))
         return wanted

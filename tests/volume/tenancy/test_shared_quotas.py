@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import inside
 import pytest
 import trio
 import trio.testing
+from block_hosts import BlockHost, block_hosts
 from msgspec.structs import replace
 from namespace_lab import UseAudit, change_namespace, make_namespace
 from shared_lab import hosts, joined, make, names_in, put, quiet, until, volumes
-from volume_lab import MIB, Chaos, Disk, check, lab_options
+from volume_lab import MIB, Chaos, Disk, MemoryRecords, check, lab_options
 
 from kvfuse import errors
 from kvfuse.volume.api import ROOT_INODE
@@ -121,6 +124,73 @@ async def test_a_cache_at_its_quota_evicts_its_own_on_all_hosts(rng: random.Rand
         await quiet(one, other)
         assert await names_in(one) == [b"cache", b"kept"]
         assert {name[:2] for name in await names_in(other, cache)} >= {b"ag"}
+
+
+class Attempts:
+    """Counts commits of records of grants, also those that are refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        commit = MemoryRecords.commit
+
+        async def counting(records: MemoryRecords, puts: Any, *rest: Any, **words: Any) -> int:
+            self.count += any(key[:1] == schema.GRANTS_PREFIX for key in puts)
+            return await commit(records, puts, *rest, **words)
+
+        monkeypatch.setattr(MemoryRecords, "commit", counting)
+
+
+async def test_a_full_namespace_of_blocks_writes_no_records(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: Clock
+) -> None:
+    """Blocks come and go on all hosts, each evicts its own; a host that comes later gets its part."""
+    options = lab_options(capacity=64 * MIB, strict=False)
+    quota, data = 8 * MIB, rng.randbytes(20_000)
+    async with volumes(Disk.format(options, shared=True), options, 3, rng, [Chaos(rng) for _ in range(3)]) as mounted:
+        hosts = await block_hosts(mounted, capacity=str(quota), admission="all")
+        attempts, count = Attempts(monkeypatch), 0
+
+        async def put_blocks(chosen: Sequence[BlockHost], rounds: int) -> None:
+            nonlocal count
+            for _ in range(rounds):
+                for host in chosen:
+                    count += 1
+                    await host.put(b"%d" % count, data)
+                await trio.sleep(0.05)
+
+        await put_blocks(hosts[:2], 400)
+        before = attempts.count
+        assert before < 40
+        await put_blocks(hosts[:2], 600)
+        assert attempts.count == before
+        await put_blocks(hosts, 400)
+        uses = [host.engine.use(host.folder)[0] for host in hosts]
+        assert min(uses) >= quota // 3 // 2
+        assert sum(uses) <= quota
+        before = attempts.count
+        await put_blocks(hosts, 600)
+        assert attempts.count == before
+
+
+async def test_hosts_that_grow_together_seldom_get_in_each_others_way(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: Clock
+) -> None:
+    count = 8
+    options = lab_options(capacity=64 * MIB, strict=False)
+    chaos = [Chaos(rng) for _ in range(count)]
+    async with volumes(Disk.format(options, shared=True), options, count, rng, chaos) as mounted:
+        hosts = await block_hosts(mounted, capacity=str(8 * MIB), admission="all")
+        attempts, data = Attempts(monkeypatch), rng.randbytes(20_000)
+
+        async def put_blocks(number: int) -> None:
+            for block in range(100):
+                await hosts[number].put(b"%d-%d" % (number, block), data)
+                await trio.sleep(0.01)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(count):
+                nursery.start_soon(put_blocks, number)
+        assert attempts.count < 20 * count
 
 
 async def test_what_a_dead_host_had_not_used_is_room_again(rng: random.Random, autojump_clock: Clock) -> None:
