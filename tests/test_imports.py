@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "options": {"errors", "sizes"},
     "slab": BASE,
     "policy": {"errors"},
-    "remote": BASE | {"options"},
+    "remote": BASE | {"native", "options"},
     "volume": BASE | {"native", "options", "machine_memory", "mounttable", "credentials", "slab", "remote", "policy"},
     "holder": {"errors", "mounttable", "kept"},
     "fs": DOOR | {"holder"},
@@ -78,7 +78,7 @@ INNER: dict[str, list[set[str]]] = {
 OUTSIDE: dict[str, set[str]] = {
     "pyfuse3": {"fs", "cli.mount"},
     "lmdb": {"remote.records"},
-    "httpcore": {"remote.records"},
+    "hpack": {"remote.records"},
     "h11": {"metrics"},
     "prometheus_client": {"metrics"},
     "pyverbs": {"peer"},

@@ -223,7 +223,7 @@ def start_logging(options: LogOptions, default_file: Path | None) -> None:
     handler = _LogFile(file) if file else logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
-    logging.getLogger("httpcore").setLevel(logging.WARNING)  # else a line for every request to the record store
+    logging.getLogger("hpack").setLevel(logging.WARNING)  # else lines for new headers of a record store
 
 
 # -- with a holder ----------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 /* What is worth doing without the interpreter: writing many pieces of memory to files (rowwriter.py), and receiving into
-   many with their checksums (rowreceiver.py). */
+   many with their checksums (rowreceiver.py). And fields of messages (messagefields.py). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -162,7 +162,66 @@ static PyObject *receive_rows(PyObject *self, PyObject *args)
     return Py_BuildValue("nLi", first, (long long)came, error);
 }
 
+/* An integer of up to 10 bytes. Where it ends; NULL: it does not, before `end`. */
+static const unsigned char *varint(const unsigned char *place, const unsigned char *end, uint64_t *value)
+{
+    *value = 0;
+    for (int shift = 0; place < end && shift < 70; shift += 7) {
+        *value |= (uint64_t)(*place & 127) << shift;
+        if (*place++ < 128)
+            return place;
+    }
+    return NULL;
+}
+
+static PyObject *fields(PyObject *self, PyObject *data)
+{
+    char *begin;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(data, &begin, &size))
+        return NULL;
+    const unsigned char *place = (const unsigned char *)begin, *end = place + size;
+    PyObject *found = PyList_New(0);
+    while (found && place && place < end) {
+        uint64_t key, number;
+        PyObject *value = NULL;
+        if (!(place = varint(place, end, &key)))
+            break;
+        if ((key & 7) == 1 || (key & 7) == 5) {
+            Py_ssize_t fixed = (key & 7) == 1 ? 8 : 4;
+            place = end - place < fixed ? NULL : place + fixed;
+            continue;
+        }
+        if (((key & 7) != 0 && (key & 7) != 2) || !(place = varint(place, end, &number)))
+            place = NULL;
+        else if ((key & 7) == 0)
+            value = PyLong_FromUnsignedLongLong(number);
+        else if (number > (uint64_t)(end - place))
+            place = NULL;
+        else {
+            value = PyBytes_FromStringAndSize((const char *)place, (Py_ssize_t)number);
+            place += number;
+        }
+        if (!place)
+            break;
+        PyObject *numbered = value ? PyTuple_New(2) : NULL, *field = numbered ? PyLong_FromUnsignedLongLong(key >> 3) : NULL;
+        if (field) {
+            PyTuple_SET_ITEM(numbered, 0, field);
+            PyTuple_SET_ITEM(numbered, 1, value);
+        } else
+            Py_XDECREF(value);
+        if (!field || PyList_Append(found, numbered))
+            Py_CLEAR(found);
+        Py_XDECREF(numbered);
+    }
+    if (place || !found)
+        return found;
+    Py_DECREF(found);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"fields", fields, METH_O, "fields(data) -> [(number, value), ...], or None where it is no message"},
     {"write_rows", write_rows, METH_VARARGS, "write_rows(rows) -> (rows that were written, errno of the next)"},
     {"receive_rows", receive_rows, METH_VARARGS, "receive_rows(descriptor, rows, first, budget), where CHECKSUMS"},
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,4 @@
-"""See rowwriter.py and rowreceiver.py. Buffers are numpy arrays, contiguous."""
+"""See rowwriter.py, rowreceiver.py and messagefields.py. Buffers are numpy arrays, contiguous."""
 
 from typing import Any
 
@@ -7,3 +7,4 @@ CHECKSUMS: int
 
 def write_rows(rows: Any) -> tuple[int, int]: ...
 def receive_rows(descriptor: int, rows: Any, first: int, budget: int) -> tuple[int, int, int]: ...
+def fields(data: bytes) -> list[tuple[int, int | bytes]] | None: ...

@@ -15,6 +15,12 @@ from urllib.parse import urlsplit
 import trio
 
 READ_SIZE = 1 << 16
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""a frame without any"""
+HEAD_SIZE = 9
+"""of a frame: 3 bytes of its size, its kind, its flags, 4 bytes of the stream"""
+DATA, HEADERS, END_STREAM = 0, 1, 1
 
 
 class _Broken(Exception):
@@ -44,7 +50,7 @@ class LossyProxy:
         self._random.shuffle(self._late)
         for _ in range(self._random.randint(0, len(self._late))):
             async with await self._connect() as member:
-                await member.send_all(self._late.pop())
+                await member.send_all(PREFACE + SETTINGS + self._late.pop().removeprefix(PREFACE))
                 await _message(member, bytearray())
 
     async def _connect(self) -> trio.SocketStream:
@@ -73,7 +79,7 @@ class LossyProxy:
             return
 
     def _fate(self, request: bytes) -> str | None:
-        is_commit = b"/v3/kv/txn" in request and b"request_put" in request
+        is_commit = b"/etcdserverpb.KV/Txn" in request and (b"done " in request or b"refused " in request)
         return self._random.choice(list(self.fates)) if is_commit and self._random.random() < self.loss else None
 
 
@@ -88,15 +94,22 @@ async def lossy_proxy(target: str, rng: random.Random) -> AsyncIterator[LossyPro
 
 
 async def _message(stream: trio.SocketStream, unread: bytearray) -> bytes:
-    """One HTTP message, head and body, with a Content-Length or in chunks."""
-    while (head_end := unread.find(b"\r\n\r\n")) < 0:
-        await _read(stream, unread)
-    size = head_end + 4 + _body_size(bytes(unread[:head_end]))
-    while len(unread) < size or (size == head_end + 4 and not unread.endswith(b"0\r\n\r\n")):
-        await _read(stream, unread)
-    message = bytes(unread)  # nothing follows: a client waits for its answer before it asks again
-    unread.clear()
-    return message
+    """Frames of HTTP/2, up to the last one of a request or an answer: a connection has one call at a time."""
+    size = 0
+    while True:
+        while len(unread) < size + HEAD_SIZE:
+            await _read(stream, unread)
+        if PREFACE.startswith(unread[size : size + HEAD_SIZE]):
+            size += len(PREFACE)
+            continue
+        kind, flags = unread[size + 3], unread[size + 4]
+        size += HEAD_SIZE + int.from_bytes(unread[size : size + 3], "big")
+        while len(unread) < size:
+            await _read(stream, unread)
+        if kind in (DATA, HEADERS) and flags & END_STREAM:
+            message = bytes(unread[:size])
+            del unread[:size]
+            return message
 
 
 async def _read(stream: trio.SocketStream, unread: bytearray) -> None:
@@ -104,11 +117,3 @@ async def _read(stream: trio.SocketStream, unread: bytearray) -> None:
     if not data:
         raise _Broken
     unread += data
-
-
-def _body_size(head: bytes) -> int:
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            return int(line.partition(b":")[2])
-    assert b"chunked" in head.lower(), head
-    return 0

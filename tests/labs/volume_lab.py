@@ -36,13 +36,14 @@ from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.records.api import (
     ABSENT,
     Change,
+    Following,
     Lease,
     Record,
     RecordLimits,
     RecordStore,
     Versioned,
 )
-from kvfuse.remote.records.lmdb.local import LocalWatch
+from kvfuse.remote.records.lmdb.local import LocalFollowing
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.slab.layout import FEATURE_PACKED, PAGE_SIZE, Geometry, Superblock
@@ -80,7 +81,7 @@ class Disk:
     """segments can be mapped, as those of a shared file system can; if not shared, they always can"""
     is_direct: bool = False
     """segments bypass the page cache, and cannot be mapped"""
-    watches: weakref.WeakSet[MemoryWatch] = field(default_factory=weakref.WeakSet)
+    watches: weakref.WeakSet[MemoryFollowing] = field(default_factory=weakref.WeakSet)
     """of all stores of this disk"""
     fences: bool = False
     """segments' clients have identities, and may be cut off"""
@@ -128,7 +129,8 @@ class Disk:
         if self.audit is not None:
             self.audit(puts, deletes)
         for watch in list(self.watches):
-            watch.offer(changes)
+            for change in changes:
+                watch.offer(change)
 
 
 @dataclass
@@ -233,17 +235,21 @@ class Chaos:
         return self.random.random() < probability
 
 
-class MemoryWatch(LocalWatch):
-    """A watch whose changes reach the client when it is neither frozen nor cut off."""
+class MemoryFollowing(LocalFollowing):
+    """A following whose changes reach the client when it is neither frozen nor cut off."""
 
-    def __init__(self, prefix: bytes, chaos: Chaos) -> None:
-        super().__init__(prefix)
+    def __init__(self, chaos: Chaos) -> None:
+        super().__init__()
         self._chaos = chaos
 
     def break_off(self) -> None:
         """As if it had fallen too far behind: the reader has to read everything anew."""
-        self._behind = True
-        self.close()
+        self.fail(EngineError("injected: the watch fell behind"))
+
+    async def catch_up(self) -> None:
+        await self._chaos.hold_up()
+        await super().catch_up()
+        await self._chaos.hold_up()
 
     async def __anext__(self) -> Change:
         change = await super().__anext__()
@@ -401,10 +407,10 @@ class MemoryRecords(RecordStore):
         rows = {key: self.disk.records.get(key) for key in expect}
         return all((row.version if row else ABSENT) == expect[key] for key, row in rows.items())
 
-    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        watch = MemoryWatch(prefix, self.chaos)
-        self.disk.watches.add(watch)
-        return watch
+    def follow(self) -> Following:
+        following = MemoryFollowing(self.chaos)
+        self.disk.watches.add(following)
+        return following
 
     async def lease(self, ttl: float) -> Lease:
         await self.chaos.hold_up()

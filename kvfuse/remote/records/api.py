@@ -132,6 +132,30 @@ class RecordCounters:
         return self.gets + self.scans + self.commits
 
 
+class Following(AsyncIterator[Change], ABC):
+    """Changes of the records under some prefixes, of which there may be many, and which come and go.
+
+    Changes of one prefix come in the order of their commits; those of different prefixes may come in another order.
+    ``__anext__``: EngineError: it broke, and changes may be missing: read the state anew. It ends when the store is
+    closed; changes that had not come by then are left out. For one reader at a time.
+    """
+
+    @abstractmethod
+    def add(self, prefix: bytes) -> None:
+        """Follow it, too: all changes after the newest version that an answer had told this store of when this was
+        called. Adding one twice is adding it once."""
+
+    @abstractmethod
+    def remove(self, prefix: bytes) -> None:
+        """No longer. Changes of it that were not shown yet may still come."""
+
+    @abstractmethod
+    async def catch_up(self) -> None:
+        """Return when every change under the prefixes that was committed before this call has been handed to the
+        reader, which has come back for the next. One round trip. EngineError: the store does not answer, or the
+        following has ended."""
+
+
 class Lease(ABC):
     """A client's timed right. Liveness of this client as others see it."""
 
@@ -200,13 +224,15 @@ class RecordStore(ABC):
         """
 
     @abstractmethod
-    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        """Changes under ``prefix`` committed after the call, in commit order, by whichever client.
+    def follow(self) -> Following:
+        """Changes by whichever client, of no prefix yet. A reader that falls too far behind gets ``EngineError``."""
 
-        A shared store may also show changes committed shortly before the call. Ends when the store is closed;
-        changes that had not come by then are left out. A reader that falls too far behind gets ``EngineError``
-        and must read the state anew.
-        """
+    def watch(self, prefix: bytes) -> Following:
+        """Changes under ``prefix`` committed after the call, in commit order. A shared store may also show changes
+        committed shortly before the call."""
+        following = self.follow()
+        following.add(prefix)
+        return following
 
     @abstractmethod
     async def lease(self, ttl: float) -> Lease:

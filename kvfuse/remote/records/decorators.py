@@ -5,11 +5,11 @@ A decorator shares the counters of what it wraps: a call is counted once, by the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import trio
 
-from kvfuse.remote.records.api import Change, Lease, Record, RecordStore, Usage, Versioned
+from kvfuse.remote.records.api import Following, Lease, Record, RecordStore, Usage, Versioned
 
 
 class RecordDecorator(RecordStore):
@@ -47,8 +47,8 @@ class RecordDecorator(RecordStore):
     ) -> int:
         return await self.inner.commit(puts, deletes, expect, durable=durable, lease=lease)
 
-    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        return self.inner.watch(prefix)
+    def follow(self) -> Following:
+        return self.inner.follow()
 
     async def lease(self, ttl: float) -> Lease:
         return await self.inner.lease(ttl)

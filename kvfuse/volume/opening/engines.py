@@ -36,7 +36,7 @@ from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.slab.layout import Geometry, Superblock
 
 if TYPE_CHECKING:
-    from kvfuse.remote.records.etcd.gateway import EtcdPlace
+    from kvfuse.remote.records.etcd.calls import EtcdPlace
     from kvfuse.remote.segments.rados.librados import PoolPlace
     from kvfuse.remote.segments.rados.store import RadosSegments
 
@@ -115,7 +115,7 @@ async def _open_etcd(options: Options, records: EtcdOptions, *_: object) -> Reco
 
 def _etcd_place(options: Options, records: EtcdOptions) -> EtcdPlace:
     """ConfigError where the password cannot be read, or others may read it, or the key."""
-    from kvfuse.remote.records.etcd.gateway import EtcdPlace
+    from kvfuse.remote.records.etcd.calls import EtcdPlace
 
     if records.key_file is not None:
         check_private(records.key_file, "records.key_file")

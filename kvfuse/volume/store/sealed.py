@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 
 from kvfuse.checksum import CHECKSUM_SIZE, RESIDUE, extend
 from kvfuse.errors import Corrupt
-from kvfuse.remote.records.api import Change, Lease, Record, RecordStore, Versioned
+from kvfuse.remote.records.api import Change, Following, Lease, Record, RecordStore, Versioned
 from kvfuse.remote.records.decorators import RecordDecorator
 from kvfuse.slab.layout import FEATURE_SEALED_RECORDS, Superblock
 from kvfuse.volume.store import schema
@@ -149,8 +149,8 @@ class SealedRecords(RecordDecorator):
     ) -> int:
         return await self.inner.commit(seal(puts), deletes, expect, durable=durable, lease=lease)
 
-    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        return _SealedWatch(self.inner.watch(prefix))
+    def follow(self) -> Following:
+        return _SealedFollowing(self.inner.follow())
 
     def _log(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -159,11 +159,20 @@ class SealedRecords(RecordDecorator):
                 log.error("%s", DamagedRecords({key: 0}))
 
 
-class _SealedWatch(AsyncIterator[Change]):
+class _SealedFollowing(Following):
     """Changes with plain values. After a damaged one the reader has to read the state anew, as the contract says."""
 
-    def __init__(self, inner: AsyncIterator[Change]) -> None:
+    def __init__(self, inner: Following) -> None:
         self._inner = inner
+
+    def add(self, prefix: bytes) -> None:
+        self._inner.add(prefix)
+
+    def remove(self, prefix: bytes) -> None:
+        self._inner.remove(prefix)
+
+    async def catch_up(self) -> None:
+        await self._inner.catch_up()
 
     async def __anext__(self) -> Change:
         change = await anext(self._inner)

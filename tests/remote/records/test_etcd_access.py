@@ -15,7 +15,7 @@ from cluster_lab import create_etcd_user, etcd_cluster, etcd_place
 
 from kvfuse.errors import ConfigError, EngineError, EngineTimeout
 from kvfuse.options.options import EtcdOptions
-from kvfuse.remote.records.etcd.gateway import Endpoint, EtcdClient
+from kvfuse.remote.records.etcd.calls import Endpoint, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 from kvfuse_cluster.etcd import EtcdServers, EtcdSettings
 

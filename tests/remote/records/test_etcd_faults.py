@@ -14,7 +14,7 @@ from cluster_lab import changed, etcd_place, wait_leader
 from mounting import stop_process
 
 from kvfuse.errors import EngineTimeout
-from kvfuse.remote.records.etcd.gateway import ATTEMPT_SHARE
+from kvfuse.remote.records.etcd.calls import ATTEMPT_SHARE
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 from kvfuse_cluster.etcd import EtcdServers
 

@@ -15,11 +15,11 @@ from lossy_proxy import lossy_proxy
 
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.options.options import EtcdOptions
+from kvfuse.remote.records import backlog
 from kvfuse.remote.records.api import Change
 from kvfuse.remote.records.etcd import messages
 from kvfuse.remote.records.etcd import store as etcd_engine
-from kvfuse.remote.records.etcd import watch as etcd_watch
-from kvfuse.remote.records.etcd.gateway import ATTEMPT_SHARE, EtcdClient
+from kvfuse.remote.records.etcd.calls import ATTEMPT_SHARE, KV_RANGE, EtcdClient
 from kvfuse.remote.records.etcd.store import EtcdPlace, EtcdRecords
 from kvfuse_cluster.etcd import EtcdServers
 
@@ -45,8 +45,8 @@ async def store(place: EtcdPlace) -> AsyncIterator[EtcdRecords]:
 async def keys_under(place: EtcdPlace, prefix: bytes) -> list[bytes]:
     """Raw keys, the engine's own included."""
     client = EtcdClient(place)
-    asked = messages.Range(prefix, messages.prefix_end(prefix), keys_only=True)
-    answer = await client.call("kv/range", asked, messages.RANGE, trio.current_time() + 10)
+    asked = messages.get(prefix, messages.prefix_end(prefix), keys_only=True)
+    answer = await client.call(KV_RANGE, asked, messages.RangeAnswer.parse, trio.current_time() + 10)
     await client.aclose()
     return [kv.key for kv in answer.kvs]
 
@@ -375,7 +375,7 @@ async def test_another_reads_on_where_the_reader_of_all_watches_is_cancelled(pla
 
 
 async def test_a_watch_whose_reader_stays_away_says_so(store: EtcdRecords, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_watch, "BACKLOG_MAX", 2)
+    monkeypatch.setattr(backlog, "BACKLOG_MAX", 2)
     away, read = store.watch(b""), store.watch(b"")
     for number in range(3):
         await store.commit({b"%d" % number: b""})

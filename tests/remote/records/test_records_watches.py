@@ -75,6 +75,69 @@ async def test_a_watch_of_a_closed_store_has_ended(opener: Reopen) -> None:
     assert [change async for change in store.watch(b"")] == []
 
 
+async def test_a_following_shows_what_was_added_and_nothing_of_what_was_removed(store: RecordStore) -> None:
+    following = store.follow()
+    following.add(b"a")
+    following.add(b"bb")
+    following.add(b"a")
+    await store.commit({b"a": b"1", b"b": b"1", b"bb": b"1", b"c": b"1"})
+    following.add(b"c")
+    seen = sorted([(await anext(following)).key for _ in range(2)])
+    assert seen == [b"a", b"bb"]
+    following.remove(b"a")
+    following.remove(b"never added")
+    await store.commit({b"a": b"2"})
+    await store.commit({b"c": b"2"})
+    while (change := await anext(following)).key == b"a":  # shown or not: it may have been on its way
+        pass
+    assert (change.key, change.value) == (b"c", b"2")
+
+
+async def test_a_prefix_that_joins_misses_nothing_that_a_later_read_has_not(store: RecordStore) -> None:
+    following = store.follow()
+    for number in range(20):
+        key = b"p%d" % number
+        following.add(key)
+        (row,) = await store.get([key])
+        assert row is None
+        version = await store.commit({key: b"new"})
+        assert await anext(following) == Change(key, b"new", version)
+
+
+async def test_caught_up_means_that_the_reader_has_come_back_for_the_next(store: RecordStore) -> None:
+    following = store.follow()
+    following.add(b"p")
+    seen: list[bytes] = []
+    may_go_on = trio.Event()
+
+    async def read() -> None:
+        async for change in following:
+            await may_go_on.wait()
+            seen.append(change.key)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await following.catch_up()
+            for number in range(3):
+                await store.commit({b"p%d" % number: b"", b"q": b""})
+            with trio.move_on_after(0.2) as waited:
+                await following.catch_up()
+            assert waited.cancelled_caught
+            may_go_on.set()
+            await following.catch_up()
+            assert seen == [b"p0", b"p1", b"p2"]
+            nursery.cancel_scope.cancel()
+
+
+async def test_nobody_catches_up_with_a_store_that_is_closed(opener: Reopen) -> None:
+    async with opened(opener) as store:
+        following = store.follow()
+        following.add(b"p")
+    with pytest.raises(EngineError), trio.fail_after(30):
+        await following.catch_up()
+
+
 async def test_a_lease_lives_until_it_is_revoked(store: RecordStore) -> None:
     lease = await store.lease(30)
     assert lease.ttl == 30

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
@@ -33,9 +33,20 @@ from typing import Self
 import trio
 
 from kvfuse.errors import ConfigError, EngineError, EngineTimeout
-from kvfuse.remote.records.api import Change, Lease, Record, RecordLimits, RecordStore, Versioned
+from kvfuse.remote.records.api import Following, Lease, Record, RecordLimits, RecordStore, Versioned
 from kvfuse.remote.records.etcd import messages
-from kvfuse.remote.records.etcd.gateway import CLOSE_SECONDS, Compacted, EtcdClient, EtcdPlace, LeaseGone
+from kvfuse.remote.records.etcd.calls import (
+    CLOSE_SECONDS,
+    KV_RANGE,
+    KV_TXN,
+    LEASE_GRANT,
+    LEASE_KEEP_ALIVE,
+    LEASE_REVOKE,
+    Compacted,
+    EtcdClient,
+    EtcdPlace,
+    LeaseGone,
+)
 from kvfuse.remote.records.etcd.watch import EtcdFeed
 
 __all__ = ["EtcdLease", "EtcdPlace", "EtcdRecords"]
@@ -48,6 +59,8 @@ REQUEST_OVERHEAD = 4096
 SCAN_PAGE = 5000
 """rows asked for at once"""
 SNAPSHOT_TRIES = 3
+FIRST_KEY = b"\0"
+"""no record is before it; the empty key is the feed's"""
 LEASE_ID = struct.Struct(">q")
 MARKER_SECONDS = 3600
 """how long what a dead store leaves may stay"""
@@ -68,23 +81,22 @@ class _Marker:
     def done(self) -> bytes:
         return b"done %d" % self.sequence
 
-    def compare(self) -> messages.Compare:
-        return messages.Compare(self.key, self.revision)
+    def compare(self) -> bytes:
+        return messages.was_changed_at(self.key, self.revision)
 
-    def put(self, value: bytes) -> messages.TxnOperation:
-        return messages.TxnOperation(request_put=messages.Put(self.key, value, self.lease_id))
+    def put(self, value: bytes) -> bytes:
+        return messages.put_operation(messages.put(self.key, value, self.lease_id))
 
-    def refusal(self) -> messages.TxnMessage:
-        """Move the marker if no attempt has moved it; else show it."""
-        show = messages.TxnOperation(request_range=messages.Range(self.key))
-        return messages.TxnMessage([self.compare()], [self.put(b"refused %d" % self.sequence)], [show])
+    def refusal(self) -> bytes:
+        """A transaction: move the marker if no attempt has moved it; else show it."""
+        show = messages.get_operation(messages.get(self.key))
+        return messages.transaction([self.compare()], [self.put(b"refused %d" % self.sequence)], [show])
 
     def settle_commit(self, answer: messages.TransactionAnswer) -> int | None:
         """Take in the answer to a commit, see ``settle``."""
         if not answer.succeeded:
-            refusal = answer.responses[0].response_txn if answer.responses else None
-            return self.settle(refusal or messages.TransactionAnswer(), answer.header.revision)
-        self.revision = answer.header.revision
+            return self.settle(answer.inner(0), answer.revision)
+        self.revision = answer.revision
         self.in_doubt = False
         return self.revision
 
@@ -95,11 +107,11 @@ class _Marker:
         """
         version = 0
         if not refusal.succeeded:
-            shown = refusal.responses[0].response_range if refusal.responses else None
-            if shown is None or not shown.kvs:
+            shown = refusal.row(0)
+            if shown is None:
                 return None
-            revision = shown.kvs[0].mod_revision
-            version = revision if shown.kvs[0].value == self.done() else 0
+            revision = shown.mod_revision
+            version = revision if shown.value == self.done() else 0
         self.revision = revision
         self.in_doubt = False
         return version
@@ -109,14 +121,14 @@ class _Marker:
 class _Commit:
     """One commit's operations, copied from the caller's."""
 
-    changes: list[messages.TxnOperation]
-    compares: list[messages.Compare]
+    changes: list[bytes]
+    compares: list[bytes]
 
-    def transaction(self, marker: _Marker) -> messages.TxnMessage:
-        return messages.TxnMessage(
+    def transaction(self, marker: _Marker) -> bytes:
+        return messages.transaction(
             [*self.compares, marker.compare()],
             [*self.changes, marker.put(marker.done())],
-            [messages.TxnOperation(request_txn=marker.refusal())],
+            [messages.transaction_operation(marker.refusal())],
         )
 
 
@@ -165,27 +177,29 @@ class EtcdRecords(RecordStore):
         """Rows as they were at a revision (0: now), and that revision."""
         self._client.check_open()
         self.counters.gets += 1
-        asked = [
-            messages.TxnOperation(request_range=messages.Range(self._base + key, revision=revision)) for key in keys
-        ]
-        answer = await self._client.call(
-            "kv/txn", messages.TxnMessage(success=asked), messages.TRANSACTION, self._deadline()
-        )
-        if len(answer.responses) != len(keys):
-            raise EngineError(f"etcd answered {len(answer.responses)} of {len(keys)} keys")
+        asked = [messages.get(self._base + key, revision=revision) for key in keys]
+        answer = await self._get_rows(asked)
         rows: list[Versioned | None] = []
-        for key, response in zip(keys, answer.responses, strict=True):
-            kvs = response.response_range.kvs if response.response_range else []
-            if kvs and kvs[0].key != self._base + key:
-                raise EngineError(f"etcd answered {kvs[0].key!r} when asked for {self._base + key!r}")
-            rows.append(Versioned(kvs[0].value, kvs[0].mod_revision) if kvs else None)
-        return rows, revision or answer.header.revision
+        for index, key in enumerate(keys):
+            row = answer.row(index)
+            if row is not None and row.key != self._base + key:
+                raise EngineError(f"etcd answered {row.key!r} when asked for {self._base + key!r}")
+            rows.append(Versioned(row.value, row.mod_revision) if row else None)
+        return rows, revision or answer.revision
+
+    async def _get_rows(self, asked: list[bytes]) -> messages.TransactionAnswer:
+        """With an answer to each `messages.get`."""
+        message = messages.transaction([], map(messages.get_operation, asked))
+        answer = await self._client.call(KV_TXN, message, messages.TransactionAnswer.parse, self._deadline())
+        if len(answer.operations) != len(asked):
+            raise EngineError(f"etcd answered {len(answer.operations)} of {len(asked)} questions")
+        return answer
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
         """As the contract says; one round trip for every ``SCAN_PAGE`` rows, all at one revision."""
         if max(len(prefix), len(after)) > self.limits.key_size_max:
             raise ValueError(f"a prefix or key is longer than {self.limits.key_size_max} bytes")
-        first = max(prefix, after + b"\0") if after else prefix
+        first = max(prefix, after + b"\0") if after else prefix or FIRST_KEY
         for _ in range(SNAPSHOT_TRIES):
             try:
                 return await self._scan(self._base + first, messages.prefix_end(self._base + prefix), limit)
@@ -203,19 +217,14 @@ class EtcdRecords(RecordStore):
     async def _seek(self, prefixes: Sequence[bytes]) -> list[Record | None]:
         self._client.check_open()
         self.counters.scans += 1
-        ranges = [(self._base + prefix, messages.prefix_end(self._base + prefix)) for prefix in prefixes]
-        asked = [messages.TxnOperation(request_range=messages.Range(key, end, 1)) for key, end in ranges]
-        answer = await self._client.call(
-            "kv/txn", messages.TxnMessage(success=asked), messages.TRANSACTION, self._deadline()
-        )
-        if len(answer.responses) != len(prefixes):
-            raise EngineError(f"etcd answered {len(answer.responses)} of {len(prefixes)} ranges")
+        ranges = [(self._base + (prefix or FIRST_KEY), messages.prefix_end(self._base + prefix)) for prefix in prefixes]
+        answer = await self._get_rows([messages.get(key, end, limit=1) for key, end in ranges])
         rows: list[Record | None] = []
-        for (key, end), response in zip(ranges, answer.responses, strict=True):
-            kvs = response.response_range.kvs if response.response_range else []
-            if kvs and not key <= kvs[0].key < end:
-                raise EngineError(f"etcd answered {kvs[0].key!r} when asked for a key from {key!r} to {end!r}")
-            rows.append(Record(kvs[0].key[len(self._base) :], kvs[0].value, kvs[0].mod_revision) if kvs else None)
+        for index, (key, end) in enumerate(ranges):
+            row = answer.row(index)
+            if row is not None and not key <= row.key < end:
+                raise EngineError(f"etcd answered {row.key!r} when asked for a key from {key!r} to {end!r}")
+            rows.append(Record(row.key[len(self._base) :], row.value, row.mod_revision) if row else None)
         return rows
 
     async def _scan(self, key: bytes, key_end: bytes, limit: int) -> list[Record]:
@@ -225,14 +234,14 @@ class EtcdRecords(RecordStore):
         while len(records) < limit and key < key_end:
             self._client.check_open()
             self.counters.scans += 1
-            asked = messages.Range(key, key_end, min(limit - len(records), SCAN_PAGE), revision)
-            answer = await self._client.call("kv/range", asked, messages.RANGE, self._deadline())
+            asked = messages.get(key, key_end, limit=min(limit - len(records), SCAN_PAGE), revision=revision)
+            answer = await self._client.call(KV_RANGE, asked, messages.RangeAnswer.parse, self._deadline())
             if any(not key <= kv.key < key_end for kv in answer.kvs):
                 raise EngineError(f"etcd answered keys that are not from {key!r} to {key_end!r}")
             records += [Record(kv.key[len(self._base) :], kv.value, kv.mod_revision) for kv in answer.kvs]
             if not answer.more or not answer.kvs:
                 break
-            key, revision = answer.kvs[-1].key + b"\0", revision or answer.header.revision
+            key, revision = answer.kvs[-1].key + b"\0", revision or answer.revision
         return records
 
     async def commit(
@@ -268,11 +277,9 @@ class EtcdRecords(RecordStore):
         self, puts: Mapping[bytes, bytes], deletes: Collection[bytes], expect: Mapping[bytes, int], lease_id: int
     ) -> _Commit:
         base = self._base
-        changes = [
-            messages.TxnOperation(request_put=messages.Put(base + key, value, lease_id)) for key, value in puts.items()
-        ]
-        changes += [messages.TxnOperation(request_delete_range=messages.DeleteRange(base + key)) for key in deletes]
-        return _Commit(changes, [messages.Compare(base + key, version) for key, version in expect.items()])
+        changes = [messages.put_operation(messages.put(base + key, value, lease_id)) for key, value in puts.items()]
+        changes += [messages.delete_operation(base + key) for key in deletes]
+        return _Commit(changes, [messages.was_changed_at(base + key, version) for key, version in expect.items()])
 
     async def _apply(self, commit: _Commit, deadline: float) -> int:
         """Have it done or refused, whatever happened before; its version or 0. Called in turn."""
@@ -280,7 +287,8 @@ class EtcdRecords(RecordStore):
         marker.sequence += 1
         marker.in_doubt = True  # until an answer is taken in: also when this task is cancelled
         try:
-            answer = await self._client.call("kv/txn", commit.transaction(marker), messages.TRANSACTION, deadline)
+            message = commit.transaction(marker)
+            answer = await self._client.call(KV_TXN, message, messages.TransactionAnswer.parse, deadline)
         except LeaseGone:  # the caller's
             version = await self._resolve(marker, deadline)
         else:
@@ -305,36 +313,33 @@ class EtcdRecords(RecordStore):
     async def _resolve(self, marker: _Marker, deadline: float) -> int | None:
         """Learn the outcome of the last commit, see ``_Marker.settle``."""
         try:
-            answer = await self._client.call("kv/txn", marker.refusal(), messages.TRANSACTION, deadline)
+            answer = await self._client.call(KV_TXN, marker.refusal(), messages.TransactionAnswer.parse, deadline)
         except LeaseGone:
             return None
-        return marker.settle(answer, answer.header.revision)
+        return marker.settle(answer, answer.revision)
 
     async def _new_marker(self, deadline: float) -> _Marker:
         """One that is there: from now on an attempt at a commit that finds it absent does nothing."""
         now = trio.current_time()
         lease = await self._grant(MARKER_SECONDS, deadline)
-        marker = _Marker(self._prefix + b"m/%x" % lease.ID, lease.ID, now)
+        marker = _Marker(self._prefix + b"m/%x" % lease.lease_id, lease.lease_id, now)
         if await self._resolve(marker, deadline) is None:
             raise EngineError("etcd: the lease that was granted for a marker is gone")
         self._marker = marker
         return marker
 
-    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        """As the contract says: from the newest revision that an answer has told this store of.
-
-        All watches share one stream, of all changes.
-        """
+    def follow(self) -> Following:
+        """As the contract says. All followings share one stream."""
         if self._feed.failure is not None:
             self._feed = EtcdFeed(self._client, self._base)
-        return self._feed.watch(prefix)
+        return self._feed.follow()
 
     async def lease(self, ttl: float) -> Lease:
         """A lease of whole seconds, two at the least; ``ttl`` of what is returned says how many."""
         if ttl <= 0:
             raise ValueError(f"a lease of {ttl} seconds")
         granted = await self._grant(math.ceil(ttl), self._deadline())
-        return EtcdLease(self, granted.ID, float(granted.TTL))
+        return EtcdLease(self, granted.lease_id, float(granted.ttl))
 
     async def resume_lease(self, identity: bytes) -> Lease | None:
         """As the contract says; the identity is the cluster's number of the lease."""
@@ -347,22 +352,22 @@ class EtcdRecords(RecordStore):
     async def _grant(self, ttl: int, deadline: float) -> messages.LeaseAnswer:
         """One whose answer was lost ends by itself, with nothing under it."""
         self._client.check_open()
-        return await self._client.call("lease/grant", messages.LeaseGrant(ttl), messages.LEASE, deadline)
+        return await self._client.call(LEASE_GRANT, messages.lease_grant(ttl), messages.LeaseAnswer.parse, deadline)
 
     async def keep_alive(self, lease_id: int, deadline: float | None = None) -> int:
         """Renew a lease: the seconds for which it lasts from now on; 0 when it is gone."""
         self._client.check_open()
-        message = messages.LeaseCall(lease_id)
-        answer = await self._client.call("lease/keepalive", message, messages.KEEPALIVE, deadline or self._deadline())
-        if answer.result is None:
-            raise EngineError(f"etcd did not renew lease {lease_id:x}: {answer.error.message if answer.error else ''}")
-        return max(answer.result.TTL, 0)
+        message = messages.lease_call(lease_id)
+        parse = messages.LeaseAnswer.parse
+        answer = await self._client.call(LEASE_KEEP_ALIVE, message, parse, deadline or self._deadline())
+        return max(answer.ttl, 0)
 
     async def revoke(self, lease_id: int) -> None:
         """End a lease, if it has not ended."""
         self._client.check_open()
         with suppress(LeaseGone):
-            await self._client.call("lease/revoke", messages.LeaseCall(lease_id), messages.ANSWER, self._deadline())
+            message = messages.lease_call(lease_id)
+            await self._client.call(LEASE_REVOKE, message, messages.EtcdAnswer.parse, self._deadline())
 
     async def aclose(self) -> None:
         """As the contract says. Leases that were not given back end when their time does.

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 
 import trio
 
-from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Change, Lease, RecordStore
-
-WATCH_BACKLOG_MAX = 65536
-"""Changes a watch holds for a reader that has not come for them."""
+from kvfuse.remote.records.backlog import BacklogFollowing
 
 
-class LocalWatch(AsyncIterator[Change]):
-    """Changes under a prefix, from its making on."""
+class LocalFollowing(BacklogFollowing):
+    """Changes under prefixes, from their adding on."""
 
-    def __init__(self, prefix: bytes) -> None:
-        self._prefix = prefix
-        self._send, self._receive = trio.open_memory_channel[Change](WATCH_BACKLOG_MAX)
-        self._behind = False
+    def __init__(self) -> None:
+        super().__init__()
+        self._woken = trio.Event()
 
-    def offer(self, changes: Sequence[Change]) -> None:
-        """Tell the reader of a commit."""
-        try:
-            for change in changes:
-                if change.key.startswith(self._prefix):
-                    self._send.send_nowait(change)
-        except trio.WouldBlock:
-            self._behind = True
-            self._send.close()
-        except trio.ClosedResourceError:
-            pass  # it fell behind before, and will be told
+    def offer(self, change: Change) -> None:
+        """Keep a change of any key, if it is one to show."""
+        if self.shows(change, len(change.key) + 1):
+            self.keep(change)
 
-    def close(self) -> None:
-        """The reader gets what it has not had yet, then the end."""
-        self._send.close()
+    def newest(self) -> int:
+        return 0
+
+    async def wait(self) -> None:
+        self._woken = trio.Event()
+        if not self.has_news:
+            await self._woken.wait()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def catch_up(self) -> None:
+        await self.await_reader()
 
     async def __anext__(self) -> Change:
-        try:
-            return await self._receive.receive()
-        except trio.EndOfChannel:
-            if self._behind:
-                raise EngineError(f"the watch fell {WATCH_BACKLOG_MAX} changes behind: read the state anew") from None
-            raise StopAsyncIteration from None
+        await trio.lowlevel.checkpoint()
+        return await super().__anext__()
 
 
 class LocalLease(Lease):

@@ -53,10 +53,10 @@ import lmdb
 import trio
 
 from kvfuse.errors import Corrupt, EngineError, EngineFull, EngineReadOnly, ReadOnly
-from kvfuse.remote.records.api import Change, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
+from kvfuse.remote.records.api import Following, Lease, Meter, Record, RecordLimits, RecordStore, Usage, Versioned
 from kvfuse.remote.records.lmdb import medium, record_rows
 from kvfuse.remote.records.lmdb.commits import MediumFailed, WriteTransaction, recorded_usage
-from kvfuse.remote.records.lmdb.local import LocalLease, LocalWatch, own_lease
+from kvfuse.remote.records.lmdb.local import LocalFollowing, LocalLease, own_lease
 from kvfuse.remote.records.lmdb.medium import DATA_FILE, Medium
 from kvfuse.remote.records.lmdb.metapages import MetaPages
 from kvfuse.remote.records.lmdb.record_rows import VERSION_SIZE
@@ -96,7 +96,7 @@ class LmdbRecords(RecordStore):
         self._writer = _Writer()
         self._commit_lock = trio.Lock()  # fair: commits are applied in the order of the calls
         self._closed = False
-        self._watches: weakref.WeakSet[LocalWatch] = weakref.WeakSet()
+        self._followings: weakref.WeakSet[LocalFollowing] = weakref.WeakSet()
 
     @classmethod
     def open(
@@ -254,12 +254,12 @@ class LmdbRecords(RecordStore):
             with trio.CancelScope(shield=True):
                 yield
 
-    def watch(self, prefix: bytes) -> AsyncIterator[Change]:
-        watch = LocalWatch(prefix)
-        self._watches.add(watch)
+    def follow(self) -> Following:
+        following = LocalFollowing()
+        self._followings.add(following)
         if self._closed:
-            watch.close()
-        return watch
+            following.end()
+        return following
 
     async def lease(self, ttl: float) -> Lease:
         if ttl <= 0:
@@ -284,8 +284,8 @@ class LmdbRecords(RecordStore):
                 self._writer.close()
                 self._environment.close()
                 self._medium.close()
-        for watch in list(self._watches):
-            watch.close()
+        for following in list(self._followings):
+            following.end()
 
     async def _apply(self, transaction: WriteTransaction) -> bool:
         if not self._medium.is_intact():
@@ -299,7 +299,7 @@ class LmdbRecords(RecordStore):
             self._open_anew()
         transaction.use(self._environment, self._medium, self._meta_pages)
         transaction.usage = self._usage
-        transaction.wants_changes |= bool(self._watches)
+        transaction.wants_changes |= bool(self._followings)
         try:
             if not await self._stage(transaction):
                 return False
@@ -312,8 +312,9 @@ class LmdbRecords(RecordStore):
                 self._writer.run_parked(transaction.abort)
             if transaction.committed:
                 self._usage = transaction.usage
-                for watch in list(self._watches):
-                    watch.offer(transaction.changes)
+                for following in list(self._followings):
+                    for change in transaction.changes:
+                        following.offer(change)
         return True
 
     async def _stage(self, transaction: WriteTransaction) -> bool:

@@ -1,4 +1,4 @@
-"""Calls to an etcd cluster through the JSON gateways of its members: fail-over, deadlines, users, TLS.
+"""Calls to an etcd cluster, over gRPC: fail-over, deadlines, users, TLS.
 
 **Attempts.** A call is sent to one member; when that does not answer within ``ATTEMPT_SHARE`` of the call's deadline,
 cannot be reached, or has no leader, it is sent again to another, after a short jittered pause and with a little
@@ -10,6 +10,9 @@ and is not asked more for being slow.
 **Endpoints.** Calls stay with one member as long as it answers. One that failed is not asked again for a time that
 doubles with each failure in a row, unless all have failed: then the one whose time ends first is.
 
+**Connections.** A call has one for itself, see `http2`. One that was free, and turns out to be closed, says nothing of
+its member: the call is sent again, to the same one.
+
 **Users.** The token comes with the first call and is replaced when a member does not know it (any more).
 """
 
@@ -18,20 +21,19 @@ from __future__ import annotations
 import math
 import random
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
+from urllib.parse import urlsplit
 
-import httpcore
-import msgspec
 import trio
-from msgspec.json import Decoder
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout
+from kvfuse.native.messagefields import NoMessage
 from kvfuse.options.options import EtcdOptions
-from kvfuse.remote.records.etcd import messages
+from kvfuse.remote.records.etcd import http2, messages
+from kvfuse.remote.records.etcd.http2 import Http2Connection, Http2Error
 
 _A = TypeVar("_A", bound=messages.EtcdAnswer)
 
@@ -52,18 +54,18 @@ SHUN_SECONDS_MAX = 16.0
 TOGETHER_SECONDS = 0.25
 """calls that fail within this time have met the same failure"""
 CLOSE_SECONDS = 2.0
-OK = 200
-HEADERS = {
-    # a member that knows no leader says so at once, and ends its streams
-    "Grpc-Metadata-hasleader": "true",
-    # by this etcd knows a call through its gateway; without it, it takes the gateway's certificate for the caller's
-    "Accept": "application/json",
-}
+FREE_SECONDS = 5.0
+"""how long a connection waits for a call"""
+FREE_MAX = 32
+"""connections that wait, to a member"""
+
+KV_RANGE, KV_TXN, KV_PUT = "KV/Range", "KV/Txn", "KV/Put"
+LEASE_GRANT, LEASE_REVOKE, LEASE_KEEP_ALIVE = "Lease/LeaseGrant", "Lease/LeaseRevoke", "Lease/LeaseKeepAlive"
+WATCH, AUTHENTICATE, STATUS = "Watch/Watch", "Auth/Authenticate", "Maintenance/Status"
 
 # gRPC's codes
-CANCELLED, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, DENIED, EXHAUSTED, ABORTED, OUT_OF_RANGE = 1, 2, 3, 4, 5, 7, 8, 10, 11
-UNAVAILABLE, UNAUTHENTICATED = 14, 16
-TRANSPORT_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError)
+OK, CANCELLED, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, DENIED, EXHAUSTED, ABORTED = 0, 1, 2, 3, 4, 5, 7, 8, 10
+OUT_OF_RANGE, UNAVAILABLE, UNAUTHENTICATED = 11, 14, 16
 UNSURE_CODES = {CANCELLED, UNKNOWN, DEADLINE, ABORTED, UNAVAILABLE}
 """the member does not know what becomes of the call, or has no leader: another may"""
 
@@ -94,46 +96,6 @@ class Unanswered(Exception):
         self.sent = sent
 
 
-class _Body:
-    """A request's bytes, at once. httpcore's is a generator: trio warns of one that a cancelled call leaves behind."""
-
-    def __init__(self, body: bytes) -> None:
-        self._parts = [body]
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if not self._parts:
-            raise StopAsyncIteration
-        return self._parts.pop()
-
-
-class _Connecting(httpcore.AsyncNetworkStream):
-    """A TCP connection that a TLS handshake ends where it fails, also where the caller is cancelled.
-
-    httpcore's own closes it for errors alone: of a member that does not answer, each cancelled call would leave a
-    descriptor to the next garbage collection.
-    """
-
-    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
-        self._stream = stream
-
-    async def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.AsyncNetworkStream:
-        try:
-            return await self._stream.start_tls(ssl_context, server_hostname, timeout)
-        except BaseException:
-            await self._stream.aclose()  # it is closed before this is cancelled
-            raise
-
-
-class _TlsBackend(httpcore.TrioBackend):
-    async def connect_tcp(self, *arguments: Any, **more: Any) -> httpcore.AsyncNetworkStream:
-        return _Connecting(await super().connect_tcp(*arguments, **more))
-
-
 @dataclass
 class Endpoint:
     """One member, and for how long it is not asked first. Times are trio's."""
@@ -143,6 +105,31 @@ class Endpoint:
     failed_at: float = -math.inf
     shunned_until: float = -math.inf
     answered_at: float = -math.inf
+    _free: list[Http2Connection] = field(default_factory=list, repr=False)
+    """the one that served last is at the end"""
+
+    async def connection(self, tls: ssl.SSLContext | None) -> Http2Connection:
+        """One that is free, or another. Http2Error."""
+        while self._free and trio.current_time() - self._free[0].freed_at > FREE_SECONDS:
+            self._free.pop(0).close()
+        if self._free:
+            return self._free.pop()
+        url = urlsplit(self.url)
+        secure = url.scheme == "https"
+        return await http2.connect(url.hostname or "", url.port or (443 if secure else 80), tls if secure else None)
+
+    def give_back(self, connection: Http2Connection) -> None:
+        """Its call has ended, in whatever way."""
+        if not connection.is_free or len(self._free) >= FREE_MAX:
+            connection.close()
+            return
+        connection.freed_at = trio.current_time()
+        self._free.append(connection)
+
+    def disconnect(self) -> None:
+        """Close what is free."""
+        while self._free:
+            self._free.pop().close()
 
     def answered(self) -> None:
         self.answered_at = trio.current_time()
@@ -159,7 +146,7 @@ class Endpoint:
 
 
 class EtcdClient:
-    """One connection pool to all members."""
+    """Of one store."""
 
     def __init__(self, place: EtcdPlace) -> None:
         self.place = place
@@ -176,21 +163,16 @@ class EtcdClient:
         self._login_lock = trio.Lock()
         self._call_count = 0
         self._idle = trio.Event()
-        tls = _tls(options)
-        self._http = httpcore.AsyncConnectionPool(
-            tls,
-            max_connections=None,
-            max_keepalive_connections=32,
-            keepalive_expiry=5.0,
-            network_backend=httpcore.TrioBackend() if tls is None else _TlsBackend(),
-        )
+        self._tls = _tls(options)
+        self._headers: dict[tuple[str, str, str], bytes] = {}
+        """of (endpoint, method, token)"""
 
-    async def call(self, method: str, message: messages.EtcdMessage, decoder: Decoder[_A], deadline: float) -> _A:
+    async def call(self, method: str, message: bytes, parse: Callable[[bytes], _A], deadline: float) -> _A:
         """The answer of the first member that gives one before ``deadline`` (trio's time).
 
-        EngineTimeout: unknown. EngineFull, LeaseGone, Compacted, EngineError: what the members refused.
+        ``parse`` makes it of its bytes. EngineTimeout: unknown. EngineFull, LeaseGone, Compacted, EngineError: what the
+        members refused.
         """
-        body = messages.encode(message)
         unsure = False
         pause = PAUSE_SECONDS_MIN
         patience = self._patience
@@ -200,7 +182,7 @@ class EtcdClient:
                 with trio.fail_at(deadline):
                     while True:
                         try:
-                            return await self._attempt(self.choose(), method, body, decoder, patience)
+                            return await self._attempt(self.choose(), method, message, parse, patience)
                         except Unanswered as error:
                             unsure |= error.sent
                             reason = str(error)
@@ -218,25 +200,29 @@ class EtcdClient:
 
     async def probe(self, endpoint: Endpoint, key: bytes) -> bool:
         """That this very member answers, and with the present state."""
-        message = messages.encode(messages.Range(key, limit=1, keys_only=True))
+        message = messages.get(key, limit=1, keys_only=True)
+        patience = self._patience * PROBE_ATTEMPTS
         try:
-            await self._attempt(endpoint, "kv/range", message, messages.RANGE, self._patience * PROBE_ATTEMPTS)
+            await self._attempt(endpoint, KV_RANGE, message, messages.RangeAnswer.parse, patience)
         except Unanswered:
             return False
         return True
 
-    async def stream(self, endpoint: Endpoint, method: str, message: messages.EtcdMessage) -> httpcore.Response:
-        """Begin an answer without an end. The caller closes it. Unanswered when it does not begin."""
+    async def version(self, endpoint: Endpoint) -> tuple[int, ...]:
+        """Of this member's program. Unanswered."""
+        parse = messages.StatusAnswer.parse
+        return (await self._attempt(endpoint, STATUS, b"", parse, self._patience * PROBE_ATTEMPTS)).version
+
+    async def stream(self, endpoint: Endpoint, method: str) -> tuple[Http2Connection, str]:
+        """(a connection with a call without an end, of which nothing was sent, and its token). The caller closes it.
+        Unanswered.
+        """
         patience = self._patience * PROBE_ATTEMPTS
-        headers = await self._headers(endpoint, patience)
+        token = await self._get_token(endpoint, patience)
         with self._attempting(endpoint, patience):
-            response = await self._begin(endpoint, method, messages.encode(message), headers)
-            if response.status != OK:
-                await _read(response)
-        if response.status != OK:
-            self._raise_refusal(endpoint, _refusal(response.content), headers)
-        endpoint.answered()
-        return response
+            connection = await endpoint.connection(self._tls)
+        connection.start(self._get_headers(endpoint, method, token))
+        return connection, token
 
     def choose(self) -> Endpoint:
         """The member to ask: the same as before, unless it failed lately and another did not."""
@@ -255,7 +241,8 @@ class EtcdClient:
         self.closed = True
         if self._call_count:
             await self._idle.wait()
-        await self._http.aclose()
+        for endpoint in self._endpoints:
+            endpoint.disconnect()
 
     @property
     def _patience(self) -> float:
@@ -269,35 +256,41 @@ class EtcdClient:
 
     # -- one attempt ----------------------------------------------------------------------------------
 
-    async def _attempt(self, endpoint: Endpoint, method: str, body: bytes, decoder: Decoder[_A], patience: float) -> _A:
+    async def _attempt(
+        self, endpoint: Endpoint, method: str, message: bytes, parse: Callable[[bytes], _A], patience: float
+    ) -> _A:
         """One member's answer, within ``patience`` seconds (twice that with a login)."""
         began = trio.current_time()
-        headers = await self._headers(endpoint, patience)
-        response = await self._post(endpoint, method, body, headers, patience)
-        if response.status != OK:
-            self._raise_refusal(endpoint, _refusal(response.content), headers)
-        answer = _decoded(endpoint, decoder, response.content)
-        if isinstance(answer, messages.KeepaliveAnswer) and answer.error is not None:
-            self._raise_refusal(endpoint, messages.Refusal(error=answer.error), headers)
+        token = await self._get_token(endpoint, patience)
+        answer = await self._ask(endpoint, method, message, parse, token, patience)
         endpoint.answered()
         self._answered(trio.current_time() - began)
-        self.revision = max(self.revision, answer.header.revision)
+        self.revision = max(self.revision, answer.revision)
         return answer
 
-    async def _post(
-        self, endpoint: Endpoint, method: str, body: bytes, headers: dict[str, str], patience: float
-    ) -> httpcore.Response:
+    async def _ask(
+        self, endpoint: Endpoint, method: str, message: bytes, parse: Callable[[bytes], _A], token: str, patience: float
+    ) -> _A:
         with self._attempting(endpoint, patience):
-            response = await self._begin(endpoint, method, body, headers)
-            await _read(response)
-        return response
-
-    async def _begin(self, endpoint: Endpoint, method: str, body: bytes, headers: dict[str, str]) -> httpcore.Response:
-        # httpcore's own Host would lack the brackets of an IPv6 address
-        framing = {"Host": endpoint.url.partition("://")[2], "Content-Length": str(len(body))}
-        sent = [*(framing | HEADERS | headers).items()]
-        url = _url(f"{endpoint.url}/v3/{method}")
-        return await self._http.handle_async_request(httpcore.Request("POST", url, headers=sent, content=_Body(body)))
+            connection = await endpoint.connection(self._tls)
+            try:
+                await connection.call(self._get_headers(endpoint, method, token), message)
+            except Http2Error as error:
+                if connection.call_count > 1:  # it waited, and may have been closed meanwhile, as may the others
+                    endpoint.disconnect()
+                    raise Unanswered(f"{endpoint.url}: {error}", sent=error.sent) from error
+                raise
+            finally:
+                endpoint.give_back(connection)
+            code, text = connection.outcome or (UNKNOWN, "")
+            if code == OK:
+                try:
+                    if len(connection.messages) == 1:
+                        return parse(connection.messages[0])
+                except NoMessage as error:
+                    raise Http2Error(f"not an answer of etcd's: {error}") from error
+                raise Http2Error(f"{len(connection.messages)} messages for an answer")
+        raise self.refusal(endpoint, code, text, token)
 
     @contextmanager
     def _attempting(self, endpoint: Endpoint, patience: float) -> Iterator[None]:
@@ -309,45 +302,48 @@ class EtcdClient:
             endpoint.failed()
             reason = f"{endpoint.url} did not answer within {patience:.2g} s"
             raise Unanswered(reason, sent=True) from None
-        except TRANSPORT_ERRORS as error:
+        except Http2Error as error:
             endpoint.failed()
-            reason = f"{endpoint.url}: {_root(error)!r}"
-            raise Unanswered(reason, sent=not isinstance(error, httpcore.ConnectError)) from error
+            raise Unanswered(f"{endpoint.url}: {error}", sent=error.sent) from error
 
-    async def _headers(self, endpoint: Endpoint, patience: float) -> dict[str, str]:
-        """With the token, where there is a user; the first to come logs in for all."""
+    def _get_headers(self, endpoint: Endpoint, method: str, token: str) -> bytes:
+        headers = self._headers.get((endpoint.url, method, token))
+        if headers is None:
+            url = urlsplit(endpoint.url)
+            # a member that knows no leader says so at once, and ends its streams
+            more = {"hasleader": "true"} | ({"token": token} if token else {})
+            path = f"/etcdserverpb.{method}"
+            headers = http2.request_headers(path, url.netloc, secure=url.scheme == "https", more=more)
+            self._headers[endpoint.url, method, token] = headers
+        return headers
+
+    async def _get_token(self, endpoint: Endpoint, patience: float) -> str:
+        """Empty where there is no user; the first to come logs in for all."""
         if not self.options.user:
-            return {}
+            return ""
         if not self._token:
             async with self._login_lock:
                 if not self._token:
-                    self._token = await self._login(endpoint, patience)
-        return {"Authorization": self._token}
+                    login = messages.login(self.options.user, self.place.password)
+                    parse = messages.LoginAnswer.parse
+                    self._token = (await self._ask(endpoint, AUTHENTICATE, login, parse, "", patience)).token
+        return self._token
 
-    async def _login(self, endpoint: Endpoint, patience: float) -> str:
-        login = messages.encode(messages.Login(self.options.user or "", self.place.password))
-        response = await self._post(endpoint, "auth/authenticate", login, {}, patience)
-        if response.status != OK:
-            self._raise_refusal(endpoint, _refusal(response.content), {})
-        return _decoded(endpoint, messages.LOGIN, response.content).token
-
-    def _raise_refusal(self, endpoint: Endpoint, refusal: messages.Refusal, headers: dict[str, str]) -> NoReturn:
-        """Raise what a refusal means."""
-        code, text = refusal.code, refusal.error or refusal.message
-        if isinstance(text, messages.StreamError):
-            code, text = text.grpc_code, text.message
+    def refusal(self, endpoint: Endpoint, code: int, text: str, token: str) -> Unanswered | EngineError:
+        """What the end of a call means, with gRPC's code; ``token``: what it was sent with."""
         reason = f"{endpoint.url}: {text} (code {code})"
         stale = code == UNAUTHENTICATED or (code == INVALID and "revision of auth store" in text)
         if stale and self.options.user:
-            if headers.get("Authorization") == self._token:
+            if token == self._token:
                 self._token = ""  # the next attempt logs in
-            raise Unanswered(reason, sent=False)
+                self._headers.clear()
+            return Unanswered(reason, sent=False)
         if code in UNSURE_CODES:
             endpoint.failed()
-            raise Unanswered(reason, sent=True)
+            return Unanswered(reason, sent=True)
         if code == EXHAUSTED and "too many requests" in text:
-            raise Unanswered(reason, sent=False)
-        raise _refused(code, text, reason, self.place)
+            return Unanswered(reason, sent=False)
+        return _refused(code, text, reason, self.place)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -369,46 +365,12 @@ def _refused(code: int, text: str, reason: str, place: EtcdPlace) -> EngineError
     if code == EXHAUSTED and "space" in text:
         return EngineFull(f"{reason}: compact and defragment etcd, or raise its --quota-backend-bytes")
     if code == DENIED:
-        user = place.options.user or ""
-        return EngineError(f"{reason}: user {user!r} needs read and write of all keys under {place.prefix!r}")
+        # without a name etcd takes that of the client's certificate, if there is one
+        who = f"user {place.options.user!r}" if place.options.user else "who is named in no records.user"
+        return EngineError(f"{reason}: {who} needs read and write of all keys under {place.prefix!r}")
     if "user name is empty" in text:
         return EngineError(f"{reason}: etcd asks who this is: set records.user and records.password_file")
     return EngineError(reason)
-
-
-@lru_cache
-def _url(text: str) -> httpcore.URL:
-    """Parsed once: there are few."""
-    return httpcore.URL(text)
-
-
-async def _read(response: httpcore.Response) -> None:
-    """All of it, so that its connection serves the next."""
-    await response.aread()
-    await response.aclose()
-
-
-def _root(error: BaseException) -> BaseException:
-    """The message of the first cause: httpcore's own errors often have none."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return error
-
-
-def _refusal(body: bytes) -> messages.Refusal:
-    """The error that a member answered; a proxy's page, or anything else, counts as "unavailable"."""
-    try:
-        return messages.REFUSAL.decode(body)
-    except msgspec.DecodeError:
-        return messages.Refusal(UNAVAILABLE, f"not an answer of etcd's: {body[:80]!r}")
-
-
-def _decoded(endpoint: Endpoint, decoder: Decoder[_A], body: bytes) -> _A:
-    try:
-        return decoder.decode(body)
-    except msgspec.DecodeError as error:
-        endpoint.failed()
-        raise Unanswered(f"{endpoint.url}: not an answer of etcd's: {error}: {body[:80]!r}", sent=True) from error
 
 
 def _tls(options: EtcdOptions) -> ssl.SSLContext | None:
@@ -417,6 +379,7 @@ def _tls(options: EtcdOptions) -> ssl.SSLContext | None:
         return None
     try:
         context = ssl.create_default_context(cafile=options.ca_file)
+        context.set_alpn_protocols(["h2"])
         # From Python 3.13 on it refuses authorities that merely do not state what their key is for, as openssl's
         # defaults make them and etcd takes them: what holds on one host shall hold on all.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
