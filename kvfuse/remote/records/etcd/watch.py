@@ -19,8 +19,8 @@ most the revision at which that one was made. So T has to be greater, and also n
 otherwise a put, of a record that no reader sees, makes it so.
 
 **Members of before `PROGRESS_SINCE`** answer a request for progress before changes that they have not sent yet, or not
-at all. One watcher of theirs shows the changes of all records, and each catching up is the put of that record: what
-comes before it has come when it comes.
+at all. They have a watcher for each prefix until somebody catches up. From then on one watcher of theirs shows the
+changes of all records, and each catching up is the put of that record: what comes before it has come when it comes.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ class _Stream:
     endpoint: Endpoint
     connection: Http2Connection
     token: str
+    has_progress: bool
+    """the member answers requests for its progress in order"""
     whole: _Watcher | None
-    """the one watcher of a member that does not answer for its progress in order"""
+    """the one watcher of a member that does not, where somebody has to catch up"""
     watchers: dict[int, _Watcher] = field(default_factory=dict)
     """id -> watcher"""
     unmade: set[_Watcher] = field(default_factory=set)
@@ -107,8 +109,8 @@ class _Stream:
         watcher.made_at = 0
         self.watchers[watcher.id] = watcher
         self.unmade.add(watcher)
-        end, is_whole = messages.prefix_end(key), self.whole is not None
-        message = messages.watch_create(watcher.id, key, end, watcher.revision_next, notify=is_whole)
+        end, notify = messages.prefix_end(key), not self.has_progress
+        message = messages.watch_create(watcher.id, key, end, watcher.revision_next, notify=notify)
         self.connection.write(message)
 
     def forget(self, watcher: _Watcher) -> None:
@@ -158,6 +160,8 @@ class EtcdFeed:
         """who waits for any message, or the end of the stream, or another one"""
         self._heard_at = -math.inf
         self._progress_asked_at = -math.inf
+        self._has_caught_up = False
+        """somebody had to, once"""
         self._pause = PAUSE_SECONDS_MIN
 
     def follow(self) -> EtcdFollowing:
@@ -266,6 +270,10 @@ class EtcdFeed:
 
     async def _show_all(self, stream: _Stream, following: EtcdFollowing, deadline: float) -> bool:
         """False where the stream ended before."""
+        if not stream.has_progress and stream.whole is None:
+            self._has_caught_up = True
+            self._end_stream()  # whoever reads opens another one
+            return False
         if stream.whole is None:
             revision = await self._read_revision(deadline)
             while self._stream is stream and any(following in watcher.followings for watcher in stream.unmade):
@@ -294,7 +302,7 @@ class EtcdFeed:
         return (await self._client.call(KV_PUT, message, messages.EtcdAnswer.parse, deadline)).revision
 
     def _ask_progress(self, stream: _Stream) -> None:
-        if stream.whole is None:
+        if stream.has_progress:
             stream.connection.write(messages.WATCH_PROGRESS)
             self._progress_asked_at = trio.current_time()
             self._to_send.set()
@@ -380,8 +388,9 @@ class EtcdFeed:
             self._fail(error)
             raise Unanswered(str(error), sent=False) from error
         begins = [watcher.revision_next for watcher in self._watchers.values()]
-        whole = None if has_progress else _Watcher(b"", min(begins, default=self.newest + 1))
-        self._stream = stream = _Stream(endpoint, connection, token, whole)
+        is_whole = self._has_caught_up and not has_progress
+        whole = _Watcher(b"", min(begins, default=self.newest + 1)) if is_whole else None
+        self._stream = stream = _Stream(endpoint, connection, token, has_progress, whole)
         for watcher in [whole] if whole else self._watchers.values():
             stream.watch(watcher, self.base + watcher.prefix)
         self._progress_asked_at = trio.current_time()
