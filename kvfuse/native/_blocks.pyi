@@ -153,6 +153,8 @@ class Core:
 
         A name that is not the row's is ABSENT, so names may come from the medium.
         """
+    def lender(self, arenas_max: int) -> object:
+        """What `_peers` sends blocks from, as long as this is held. So many arenas may be pinned by that for long."""
     def set_dirty_max(self, bytes: int) -> None: ...
     def doubt_unsynced(self) -> None:
         """A sync failed: what was written since `note_synced` is written again, or dropped."""
@@ -191,8 +193,10 @@ class Landing:
         """``came``: a byte each, whether its bytes are there.
 
         Results: 1: it is in memory, perhaps by another landing; 0: its bytes are others, or there was no place;
-        ABSENT: the block was dropped or replaced meanwhile.
+        ABSENT: the block was dropped or replaced meanwhile. What `way` has shown is left as it is.
         """
+    def way(self) -> object:
+        """By which `_peers` shows what it receives, as long as this lives."""
 
 def begin_table(
     memory: Any,

@@ -179,6 +179,10 @@ typedef struct Core {
         int is_known;
     } *removed; /* names that were dropped while slabs are loaded: see load_head */
     uint64_t removed_count, removed_room;
+    struct Landing *landings; /* those that are under way */
+    uint64_t landed; /* how often some of them landed, or were given up; each time `has_landed` is told */
+    pthread_cond_t has_landed;
+    uint32_t lent[ARENAS], lent_count, lent_max; /* by arena, blocks that are being sent; arenas that have some */
 } Core;
 
 /* -- small things ------------------------------------------------------------------------------------------------- */
@@ -1408,15 +1412,18 @@ static void doubt_unsynced(Core *core)
 
 /* -- from the medium into memory ---------------------------------------------------------------------------------- */
 
-typedef struct {
+typedef struct Landing {
+    Core *core;
     Table *table;
     int64_t count;
     struct Coming {
         uint32_t row, length;
         uint64_t sequence, offset;
-        Arena *arena; /* NULL: it is not to come */
+        Arena *arena; /* NULL: it is not to come, or has */
         Note *note;
+        int64_t result; /* of `land_row` */
     } *rows;
+    struct Landing *next, **link;
 } Landing;
 
 /* Reserve memory for blocks that only a slab has. ``places``: address, or 0; then ``sizes`` has the reason, 0 for a block
@@ -1454,37 +1461,81 @@ static void reserve_all(Core *core, Landing *landing, const Names *names, const 
     }
 }
 
-/* Show what came, where it is what the row says. ``results``: 1: it is in memory, whoever brought it; 0: the bytes are not
-   the block's; ABSENT: the block is no more. */
-static void land_all(Core *core, Landing *landing, const uint8_t *came, int64_t *results)
+/* Others may wait for what comes. */
+static void begin_landing(Landing *landing)
 {
+    Core *core = landing->core;
+    lock(core);
+    landing->next = core->landings, landing->link = &core->landings;
+    if (landing->next)
+        landing->next->link = &landing->next;
+    core->landings = landing;
+    unlock(core);
+}
+
+static void end_landing(Landing *landing)
+{
+    Core *core = landing->core;
+    lock(core);
+    for (int64_t i = 0; i < landing->count; i++)
+        if (landing->rows[i].arena)
+            unpin(landing->rows[i].arena);
+    *landing->link = landing->next;
+    if (landing->next)
+        landing->next->link = landing->link;
+    core->landed++;
+    pthread_cond_broadcast(&core->has_landed);
+    unlock(core);
+    free(landing->rows);
+}
+
+/* Show one block whose bytes came, and have that checksum, where they are what the row says. ``result``: 1: it is in
+   memory, whoever brought it; 0: the bytes are not the block's; ABSENT: the block is no more. */
+static void land_row(Landing *landing, struct Coming *one, int has_come, uint32_t checksum)
+{
+    Core *core = landing->core;
     Table *table = landing->table;
+    uint8_t *bytes = one->arena->base + one->offset;
+    memset(bytes + one->length, 0, padded(one->length) - one->length);
+    lock(core);
+    const Row *row = table->index.rows + one->row;
+    one->result = 0;
+    if (table->is_ended || !(row->version & 1) || row->sequence != one->sequence)
+        one->result = ABSENT;
+    else if (row->arena)
+        one->result = 1;
+    else if (has_come && row->checksum == checksum) {
+        one->note->sequence = one->sequence;
+        __atomic_store_n(&one->note->row, one->row, __ATOMIC_SEQ_CST);
+        move_row(&table->index, one->row, one->arena->number, (uint32_t)(one->offset / PAGE),
+                 distance_of(one->arena, one->note));
+        one->arena->live++;
+        core->resident++;
+        one->result = 1;
+    }
+    unpin(one->arena);
+    one->arena = NULL;
+    core->landed++;
+    pthread_cond_broadcast(&core->has_landed);
+    unlock(core);
+}
+
+/* For a thread that received it: `LandingWay`. */
+static void land_received(void *of, uint32_t place, uint32_t checksum)
+{
+    Landing *landing = of;
+    if (place < landing->count && landing->rows[place].arena)
+        land_row(landing, landing->rows + place, 1, checksum);
+}
+
+/* Show what came, but for what has landed already. */
+static void land_all(Landing *landing, const uint8_t *came, int64_t *results)
+{
     for (int64_t i = 0; i < landing->count; i++) {
         struct Coming *one = landing->rows + i;
-        results[i] = 0;
-        if (!one->arena)
-            continue;
-        uint8_t *bytes = one->arena->base + one->offset;
-        uint32_t sum = came[i] ? checksum_of(0, bytes, one->length) : 0;
-        memset(bytes + one->length, 0, padded(one->length) - one->length);
-        lock(core);
-        const Row *row = table->index.rows + one->row;
-        if (table->is_ended || !(row->version & 1) || row->sequence != one->sequence)
-            results[i] = ABSENT;
-        else if (row->arena)
-            results[i] = 1;
-        else if (came[i] && row->checksum == sum) {
-            one->note->sequence = one->sequence;
-            __atomic_store_n(&one->note->row, one->row, __ATOMIC_SEQ_CST);
-            move_row(&table->index, one->row, one->arena->number, (uint32_t)(one->offset / PAGE),
-                     distance_of(one->arena, one->note));
-            one->arena->live++;
-            core->resident++;
-            results[i] = 1;
-        }
-        unpin(one->arena);
-        one->arena = NULL;
-        unlock(core);
+        if (one->arena)
+            land_row(landing, one, came[i], came[i] ? checksum_of(0, one->arena->base + one->offset, one->length) : 0);
+        results[i] = one->result;
     }
 }
 

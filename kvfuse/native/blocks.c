@@ -5,12 +5,14 @@
 #include <Python.h>
 
 #include "blockdoor.h"
+#include "blocklend.h"
 #include "blockpack.h"
 
 typedef struct {
     PyObject_HEAD
     Core *core;
     PyObject *held; /* memory by its address: it ends after the core, however Python's collector finds both */
+    Lender lender;  /* for _peers */
 } CoreObject;
 
 typedef struct {
@@ -25,6 +27,7 @@ typedef struct {
     PyObject_HEAD
     CoreObject *of;
     Landing landing;
+    LandingWay way; /* for _peers */
 } LandingObject;
 
 static PyTypeObject core_type, batch_type, landing_type;
@@ -137,6 +140,11 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
         core->ended = (Table){.is_known = 1, .is_ended = 1, .is_swept = 1, .arena = -1};
         core->ended.index.header = &core->ended_header, core->ended.index.multipliers = core->ended_multipliers;
         pthread_mutex_init(&core->lock, NULL);
+        pthread_condattr_t clock;
+        pthread_condattr_init(&clock);
+        pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+        pthread_cond_init(&core->has_landed, &clock);
+        self->lender = (Lender){core, lend_rows, give_rows_back, wait_for_landing};
     }
     if (is_sound && (!core || !core->slabs || !core->free_slabs || !core->foreign)) {
         Py_CLEAR(self);
@@ -160,7 +168,7 @@ static void core_free(CoreObject *self)
             free(core->tables[i].free_rows);
         free(core->slabs), free(core->free_slabs), free(core->foreign), free(core->queue.entries), free(core->unsynced.entries), free(core->removed);
         free(core->gone);
-        pthread_mutex_destroy(&core->lock);
+        pthread_mutex_destroy(&core->lock), pthread_cond_destroy(&core->has_landed);
         free(core);
     }
     Py_XDECREF(self->held);
@@ -1044,7 +1052,9 @@ static PyObject *reserve(PyObject *self, PyObject *args)
     LandingObject *made = table ? PyObject_New(LandingObject, &landing_type) : NULL;
     if (made) {
         made->of = (CoreObject *)Py_NewRef(self);
-        made->landing = (Landing){table, count, calloc((size_t)count + 1, sizeof *made->landing.rows)};
+        made->landing = (Landing){CORE, table, count, calloc((size_t)count + 1, sizeof *made->landing.rows)};
+        made->way = (LandingWay){&made->landing, land_received};
+        begin_landing(&made->landing);
         if (!made->landing.rows) {
             made->landing.count = 0;
             Py_CLEAR(made);
@@ -1073,7 +1083,7 @@ static PyObject *landing_land(LandingObject *self, PyObject *args)
     int is_sound = has_column(&came, self->landing.count, 1) && has_column(&results, self->landing.count, 8);
     if (is_sound) {
         Py_BEGIN_ALLOW_THREADS
-        land_all(self->of->core, &self->landing, came.buf, results.buf);
+        land_all(&self->landing, came.buf, results.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&came);
@@ -1085,18 +1095,19 @@ static PyObject *landing_land(LandingObject *self, PyObject *args)
 
 static void landing_free(LandingObject *self)
 {
-    lock(self->of->core);
-    for (int64_t i = 0; i < self->landing.count; i++)
-        if (self->landing.rows[i].arena)
-            unpin(self->landing.rows[i].arena);
-    unlock(self->of->core);
-    free(self->landing.rows);
+    end_landing(&self->landing);
     Py_DECREF(self->of);
     PyObject_Free(self);
 }
 
+static PyObject *landing_way(LandingObject *self, PyObject *none)
+{
+    return PyCapsule_New(&self->way, "kvfuse.landing", NULL);
+}
+
 static PyMethodDef landing_methods[] = {
     {"land", (PyCFunction)landing_land, METH_VARARGS, "land(came, results)"},
+    {"way", (PyCFunction)landing_way, METH_NOARGS, "way() -> how _peers says what it received, as long as this lives"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1109,6 +1120,24 @@ static PyTypeObject landing_type = {
 };
 
 /* -- the rest of the core ----------------------------------------------------------------------------------------- */
+
+static void lender_free(PyObject *capsule) { Py_DECREF((PyObject *)PyCapsule_GetContext(capsule)); }
+
+static PyObject *lender(PyObject *self, PyObject *args)
+{
+    unsigned arenas_max;
+    if (!PyArg_ParseTuple(args, "I", &arenas_max))
+        return NULL;
+    PyObject *made = PyCapsule_New(&((CoreObject *)self)->lender, "kvfuse.lender", NULL);
+    if (!made)
+        return NULL;
+    PyCapsule_SetContext(made, Py_NewRef(self));
+    PyCapsule_SetDestructor(made, lender_free);
+    lock(CORE);
+    CORE->lent_max = arenas_max;
+    unlock(CORE);
+    return made;
+}
 
 static PyObject *set_dirty_max(PyObject *self, PyObject *args)
 {
@@ -1247,6 +1276,7 @@ static PyMethodDef core_methods[] = {
     {"slot_places", slot_places, METH_VARARGS, "slot_places(slab, slot) -> (name, data)"},
     {"take_dirty", take_dirty, METH_VARARGS, "take_dirty(bytes_max, rows_max) -> Batch, or the queue position"},
     {"reserve", reserve, METH_VARARGS, "reserve(...) -> Landing"},
+    {"lender", lender, METH_VARARGS, "lender(arenas_max) -> what _peers sends blocks from"},
     {"set_dirty_max", set_dirty_max, METH_VARARGS, "set_dirty_max(bytes)"},
     {"doubt_unsynced", doubt, METH_NOARGS, "doubt_unsynced()"},
     {"note_synced", note_synced, METH_VARARGS, "note_synced(sequence, written heads)"},

@@ -8,10 +8,12 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import trio
 
-from kvfuse.peer.greeting import HostIdentity, greet
+from kvfuse.peer.block_connection import BlockAsker, BlockConnection, BlockQuestion, Numbers, cut
+from kvfuse.peer.greeting import BLOCKS, GRANULES, HostIdentity, greet
 from kvfuse.peer.peer_connection import PeerConnection
 from kvfuse.peer.peer_reads import Read
 from kvfuse.peer.peer_wire import WireError
@@ -61,6 +63,7 @@ class Neighbour:
         """bytes of reads"""
         self.state = "connecting"
         self.connections: list[PeerConnection] = []
+        self.block_connections: list[BlockConnection] = []
         self._running: trio.Nursery | None = None
         self._links = Attempts()
         self._failures = 0
@@ -69,12 +72,18 @@ class Neighbour:
 
     @property
     def is_connected(self) -> bool:
-        return bool(self.connections)
+        """Blocks can be asked for."""
+        return bool(self.block_connections)
 
     @property
     def is_ready(self) -> bool:
         """It can be asked now."""
         return bool(self.connections) and trio.current_time() >= self._shunned_until
+
+    @property
+    def has_blocks_ready(self) -> bool:
+        """It can be asked for blocks now."""
+        return bool(self.block_connections) and trio.current_time() >= self._shunned_until
 
     def ask(self, reads: Sequence[Read]) -> None:
         """Each is finished some time, at once where there is no connection. One question, if they are few bytes."""
@@ -98,14 +107,35 @@ class Neighbour:
         """It is connected."""
         min(self.connections, key=lambda one: (one.is_replaced, one.bytes)).tell_uses(uses)
 
-    def note(self, *, is_well: bool) -> None:
-        """A read ended: with an answer, or with bytes that are wrong, or too late, or not at all."""
+    def ask_blocks(self, asker: BlockAsker, chosen: Numbers, flags: int, without: int) -> int:
+        """Ask for some of the asker's blocks, ``without`` a client that did not have them. How many questions that are;
+        0: there is no connection."""
+        wanted = asker.wanted
+        size = int(wanted.lengths[chosen].sum())
+        if not self.block_connections:
+            return 0
+        parts = cut(chosen, wanted.lengths)
+        if size >= SPREAD_SIZE and len(self.block_connections) > 1 and len(chosen) > 1:
+            parts = cut(chosen, wanted.lengths, max(-(-size // len(self.block_connections)), 1))
+        for part in parts:
+            own = size if len(parts) == 1 else int(wanted.lengths[part].sum())
+            question = BlockQuestion(asker, part, flags, without, own)
+            min(self.block_connections, key=lambda one: one.bytes).ask(question)
+        return len(parts)
+
+    def abandon_blocks(self, asker: BlockAsker) -> None:
+        """As `BlockConnection.abandon`."""
+        for connection in self.block_connections:
+            connection.abandon(asker)
+
+    def note(self, *, is_well: bool, count: int = 1) -> None:
+        """So many reads ended: with an answer, or with bytes that are wrong, or too late, or not at all."""
         if is_well:
             self._failures, self._pause = 0, RETRY_MIN
             return
         if trio.current_time() < self._shunned_until:
             return  # it was asked before that: of many reads that waited for it together each one fails
-        self._failures += 1
+        self._failures += count
         if self._failures >= FAILURES_MAX:
             self._failures = 0
             self._shunned_until = trio.current_time() + self._pause
@@ -115,7 +145,8 @@ class Neighbour:
     def statistics(self) -> dict[str, object]:
         return {
             "client": f"{self.client:016x}", "addresses": list(self.place.addresses), "state": self.state,
-            "connections": len(self.connections), "rdma_connections": self._link_count(),
+            "connections": len(self.connections), "block_connections": len(self.block_connections),
+            "rdma_connections": self._link_count(),
             "rdma_failures": self._links.failures, "load_bytes": self.load, "received_bytes": self.received,
             "under_way_bytes": self.speed.under_way, "expected_ms_of_1MiB": round(1e3 * self.speed.expect(1 << 20), 3),
         }  # fmt: skip
@@ -128,25 +159,32 @@ class Neighbour:
         with scope:
             async with trio.open_nursery() as self._running:
                 for number in range(count):
-                    self._running.start_soon(self._keep, number)
+                    self._running.start_soon(self._keep, number, GRANULES)
+                    self._running.start_soon(self._keep, number, BLOCKS)
 
-    async def _keep(self, number: int) -> None:
+    async def _keep(self, number: int, kind: int) -> None:
         """One connection; of several addresses each gets its turn. Where its queue pair ends, a new one replaces it."""
-        pause, addresses, former, turn = RETRY_MIN, self.place.addresses, None, number
+        pause, addresses, turn = RETRY_MIN, self.place.addresses, number
+        former: PeerConnection | None = None
         while addresses:
             address = addresses[turn % len(addresses)]
             try:
-                connection = await self._connect(address, number)
+                connection = await self._connect(address, number, kind)
             except (*BROKEN, WireError, trio.TooSlowError, ValueError) as error:
                 self.state = f"{address}: {str(error) or 'no answer'}"
                 log.info("no connection to host %s: %s", address, str(error) or "no answer in time")
                 turn += 1
             else:
-                pause = RETRY_MIN
-                if former is not None:
-                    former.leave()
-                former = connection
-                await self._use(connection)
+                began = trio.current_time()
+                if isinstance(connection, BlockConnection):
+                    await self._run(connection, self.block_connections)
+                else:
+                    if former is not None:
+                        former.leave()
+                    former = connection
+                    await self._use(connection)
+                if kind == GRANULES or trio.current_time() > began + STEADY_SECONDS:
+                    pause = RETRY_MIN
             await trio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, RETRY_MAX)
 
@@ -154,7 +192,7 @@ class Neighbour:
         """Until it ends, or is to be replaced: it goes on over TCP until then."""
         assert self._running is not None
         ended = trio.Event()
-        self._running.start_soon(self._run, connection, ended)
+        self._running.start_soon(self._run, connection, self.connections, ended)
         link = connection.link
         if link is None and not self._links_to_it:
             await ended.wait()
@@ -174,9 +212,12 @@ class Neighbour:
             connection.is_replaced = True
             nursery.cancel_scope.cancel()
 
-    async def _run(self, connection: PeerConnection, ended: trio.Event) -> None:
-        self.connections.append(connection)
-        self.state = "connected"
+    async def _run(
+        self, connection: PeerConnection | BlockConnection, among: list[Any], ended: trio.Event | None = None
+    ) -> None:
+        among.append(connection)
+        if self.connections and self.block_connections:
+            self.state = "connected"
         self.changed()
         try:
             await connection.run()
@@ -185,9 +226,12 @@ class Neighbour:
         except Exception:  # a mistake of ours: nothing may depend on other hosts
             log.exception("the connection to host %s failed, and is made anew", self.place.addresses[:1])
         finally:
-            self.connections.remove(connection)
-            ended.set()
-            if not self.connections:
+            among.remove(connection)
+            if isinstance(connection, BlockConnection):
+                connection.close()
+            if ended is not None:
+                ended.set()
+            if not among:
                 self.state = "connecting"
                 self.changed()
 
@@ -198,26 +242,28 @@ class Neighbour:
         """Both hosts read by RDMA."""
         return self.rdma is not None and "rdma" in self.place.transports
 
-    async def _connect(self, address: str, number: int) -> PeerConnection:
+    async def _connect(self, address: str, number: int, kind: int) -> PeerConnection | BlockConnection:
         """WireError, OSError, trio.TooSlowError; ValueError where the address is none."""
         host, _, port = address.rpartition(":")
+
+        def told(load: int) -> None:
+            self.load = load
+
         with trio.fail_after(CONNECT_SECONDS):
             opened = await trio.open_tcp_stream(host.strip("[]"), int(port))
             stream = PeerStream(socket.socket(fileno=opened.socket.detach()))
-            link = self._begin_link(number)
+            link = self._begin_link(number) if kind == GRANULES else None
             try:
                 own = link.pair.place if link is not None else NO_PLACE
-                theirs = await greet(stream, self.identity(), self.client, own)
+                theirs = await greet(stream, self.identity(), self.client, own, kind)
                 link = await self._joined(link, theirs)
+                if kind == BLOCKS:
+                    return BlockConnection(stream.detach(), self.patience, self.own_load, told)
             except BaseException:
                 stream.close()
                 if link is not None:
                     link.close()
                 raise
-
-        def told(load: int) -> None:
-            self.load = load
-
         return PeerConnection(stream, self.patience, self.own_load, told, link)
 
     def _begin_link(self, number: int) -> ReadLink | None:

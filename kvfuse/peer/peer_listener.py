@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import trio
 
-from kvfuse.peer.copy_holders import CopyHolders
-from kvfuse.peer.greeting import HostIdentity, welcome
+from kvfuse.native._peers import Server, Spread
+from kvfuse.peer.greeting import BLOCKS, Greeted, HostIdentity, welcome
 from kvfuse.peer.peer_wire import (
     ANSWER,
     ANSWER_MAGIC,
     FINAL,
     HEAD_SIZE,
-    NAMED_MAX,
     PLACES,
     QUESTION,
     QUESTION_MAGIC,
@@ -37,13 +36,13 @@ from kvfuse.peer.read_link import ReadLink, answer_link
 from kvfuse.peer.read_plans import Places
 from kvfuse.peer.stream import BROKEN, PeerStream
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
-from kvfuse.volume.views.neighbours import BLOCK, USE, Answer, Wanted
+from kvfuse.volume.views.neighbours import USE, Answer, Wanted
 
 GREETING_SECONDS = 5.0
 STRANGERS_MAX = 64
 """connections that have not proved anything yet"""
-CALLER_CONNECTIONS_MAX = 32
-"""twice as many as a mount may have: while one is made anew there are two"""
+CALLER_CONNECTIONS_MAX = 64
+"""of both kinds, twice as many as a mount may have: while one is made anew there are two"""
 SEND_SECONDS = 10.0
 """for an answer, and one more for each `SEND_RATE` bytes of it: then its reader is given up"""
 SEND_RATE = 10 << 20
@@ -114,13 +113,11 @@ class Listener:
     def __post_init__(self) -> None:
         self.secret = b""
         """of the volume's hosts; empty until it was read"""
-        self.copies = CopyHolders()
-        self.load = 0
-        """bytes that are still to be sent"""
-        self.loads: dict[int, int] = {}
-        """client -> the same, as it last told"""
+        self.spread = Spread()
+        """who has copies, and what is still to be sent"""
+        self.blocks = Server(self.spread, self.in_flight)
         self.served: Counter[int] = Counter()
-        """client -> bytes that it got"""
+        """client -> bytes of granules that it got"""
         self._callers: Counter[int] = Counter()
         """client -> its connections"""
         self._sending: Counter[int] = Counter()
@@ -134,15 +131,41 @@ class Listener:
         neighbourhood = self.neighbourhood()
         return HostIdentity(neighbourhood.volume_id, neighbourhood.client, self.secret)
 
+    @property
+    def load(self) -> int:
+        """Bytes that are still to be sent."""
+        return self.spread.add_load(0)
+
     def statistics(self) -> dict[str, object]:
-        served = {f"{client:016x}": count for client, count in self.served.most_common(64)}
-        return {**asdict(self.counters), "load_bytes": self.load, "callers": len(self._callers), "served": served}
+        self._note_ended(self.blocks.reap())
+        counts, bytes_of = Counter(asdict(self.counters)), Counter(self.served)
+        counts.update(self.blocks.statistics())
+        bytes_of.update({client: size for client, (size, _) in self.blocks.callers().items()})
+        served = {f"{client:016x}": count for client, count in bytes_of.most_common(64)}
+        return {**counts, "load_bytes": self.load, "callers": len(self._callers), "served": served}
 
     async def serve(self, listening: socket.socket) -> None:
         """Accept connections, for ever."""
         with trio.socket.from_stdlib_socket(listening) as accepting:
             async with trio.open_nursery() as nursery:
-                await self._accept(accepting, nursery)
+                try:
+                    await self._accept(accepting, nursery)
+                finally:
+                    self._note_ended(self.blocks.close())
+
+    def renew(self) -> None:
+        """The neighbourhood is another one, or knows other hosts."""
+        neighbourhood = self.neighbourhood()
+        self.spread.set_clients(np.array(list(neighbourhood.places), np.uint64))
+        self.blocks.end(neighbourhood.lender())
+        self.blocks.set_disk(neighbourhood.has_disk)
+
+    def _note_ended(self, clients: Sequence[int]) -> None:
+        """Connections of these have ended."""
+        for client in clients:
+            self._callers[client] -= 1
+            if not self._callers[client]:
+                del self._callers[client], self._sending[client]
 
     async def _accept(self, accepting: trio.socket.SocketType, nursery: trio.Nursery) -> None:
         while True:
@@ -161,16 +184,21 @@ class Listener:
                 nursery.start_soon(self._serve_one, PeerStream(plain))
 
     async def _serve_one(self, stream: PeerStream) -> None:
-        caller: int | None = None
+        caller: Greeted | None = None
         link: ReadLink | None = None
+        lender: object | None = None
         try:
-            caller, place = await self._admitted(stream)
+            caller = await self._admitted(stream)
             if caller is not None:
                 self.counters.connections += 1
-                self._callers[caller] += 1
-                if (link := await answer_link(self.rdma, stream, place)) is not None:
+                self._callers[caller.client] += 1
+                if caller.kind == BLOCKS:
+                    if (lender := self.neighbourhood().lender()) is not None:
+                        self.blocks.serve(stream.detach(), caller.client, lender)
+                    return
+                if (link := await answer_link(self.rdma, stream, caller.place)) is not None:
                     self.links.add(link)
-                await self._converse(stream, caller, link)
+                await self._converse(stream, caller.client, link)
         except WireError as error:
             self.counters.malformed += 1
             log.warning("another host is cut off: %s", error)
@@ -181,31 +209,30 @@ class Listener:
         except Exception:  # a mistake of ours: nothing may depend on other hosts
             log.exception("the connection of another host failed")
         finally:
-            stream.close()
             if link is not None:
                 self.links.remove(link)
                 link.close()
-            if caller is not None:
-                self._callers[caller] -= 1
-                if not self._callers[caller]:
-                    del self._callers[caller], self._sending[caller]
-                    self.loads.pop(caller, None)
+            if lender is None:  # else a thread answers
+                stream.close()
+                if caller is not None:
+                    self._note_ended([caller.client])
 
-    async def _admitted(self, stream: PeerStream) -> tuple[int | None, bytes]:
-        """The client that connected, and its place; None: it is not of this volume, or has connections enough."""
+    async def _admitted(self, stream: PeerStream) -> Greeted | None:
+        """Who connected; None: it is not of this volume, or has connections enough."""
         try:
             with trio.fail_after(GREETING_SECONDS):
-                caller, place = await welcome(stream, self.identity)
+                caller = await welcome(stream, self.identity)
         except (WireError, trio.TooSlowError) as error:
             self.counters.refused += 1
             log.warning("a connection of another host is refused: %s", str(error) or "it did not greet in time")
-            return None, b""
+            return None
         finally:
             self._strangers -= 1
-        if self._callers[caller] >= CALLER_CONNECTIONS_MAX:
+        self._note_ended(self.blocks.reap())
+        if self._callers[caller.client] >= CALLER_CONNECTIONS_MAX:
             self.counters.refused += 1
-            return None, b""
-        return caller, place
+            return None
+        return caller
 
     async def _converse(self, stream: PeerStream, caller: int, link: ReadLink | None) -> None:
         memory, have = memoryview(bytearray(HEAD_SIZE + ROWS_MAX * QUESTION.itemsize)), 0
@@ -227,7 +254,7 @@ class Listener:
                 self.neighbourhood().used(rows)
                 continue
             check_question(rows)
-            self.loads[caller] = head.load
+            self.spread.tell_load(caller, head.load)
             await self._answer(stream, caller, head, rows, link)
 
     async def _answer(
@@ -238,15 +265,15 @@ class Listener:
         with _Room(self._sending, caller, self.in_flight) as room:
             views = await self._find(caller, rows, answers, room, places, link)
             size = sum(map(len, views))
-            self.load += size
+            load = self.spread.add_load(size)
             try:
-                reply = MessageHead(head.row_count, head.number, self.load - size).pack(ANSWER_MAGIC)
+                reply = MessageHead(head.row_count, head.number, load - size).pack(ANSWER_MAGIC)
                 left = stream.send_now([memoryview(reply), plain(answers), *map(plain, places), *views])
                 if left:
                     with trio.fail_after(SEND_SECONDS + size / SEND_RATE):
                         await stream.send(left)
             finally:
-                self.load -= size
+                self.spread.add_load(-size)
         self.served[caller] += size
         self.counters.bytes += size
         self.counters.questions += 1
@@ -263,27 +290,23 @@ class Listener:
             ino, base, addr, generation, low, high, flags, _, without, _ = row
             wanted = Wanted(ino, base, addr, generation, low, high, b"")
             if without:
-                self.copies.forget(addr, without)
+                self.spread.forget(addr, generation, without)
             answer, view = neighbourhood.resident(wanted)
-            if ino == BLOCK:  # a copy, which lies in no registered memory
-                flags &= ~PLACES
-            if view is not None and (named := self._elsewhere(neighbourhood.client, caller, wanted, flags)):
+            is_final = bool(flags & FINAL) or high - low < REFERRED_SIZE
+            if view is not None and (named := self.spread.choose(addr, generation, caller, True, is_final)):
                 answer, view = Answer.ELSEWHERE, None
                 answers["named"][place, : len(named)] = named
-                self._note(caller, wanted)  # a moment later it has it, too
             elif view is not None and link is not None and flags & PLACES and (own := link.places_of(view)) is not None:
                 places.append(own)
                 answers["places"][place] = len(own)
                 self.counters.placed += 1
                 self.counters.placed_bytes += len(view)
                 self.served[caller] += len(view)
-                self._note(caller, wanted)
                 view = None
             elif view is not None and not room.take(len(view)):
                 answer, view = Answer.BUSY, None
             if view is not None:
                 found[place] = view
-                self._note(caller, wanted)
             elif answer is Answer.ABSENT:
                 absent.append((place, wanted))
             answers["answer"][place] = answer
@@ -309,35 +332,12 @@ class Listener:
             if view is not None:
                 found[place] = view
                 answers["answer"][place] = Answer.HERE
-                self._note(caller, wanted)
-            elif named := [
-                one for one in self._ranked(neighbourhood.client, caller, wanted) if one != neighbourhood.client
-            ]:
+            elif named := self.spread.choose(wanted.addr, wanted.generation, caller, False, False):
                 answers["named"][place, : len(named)] = named
 
         async with trio.open_nursery() as nursery:
             for place, wanted in absent:
                 nursery.start_soon(find, place, wanted)
-
-    def _elsewhere(self, own: int, caller: int, wanted: Wanted, flags: int) -> list[int]:
-        """Whom to ask instead of this host; empty: it answers itself."""
-        if flags & FINAL or wanted.high - wanted.low < REFERRED_SIZE:
-            return []
-        ranked = self._ranked(own, caller, wanted)
-        return ranked if ranked and ranked[0] != own else []
-
-    def _ranked(self, own: int, caller: int, wanted: Wanted) -> list[int]:
-        places = self.neighbourhood().places
-
-        def load(client: int) -> int:
-            return self.load if client == own else self.loads.get(client, 0)
-
-        ranked = self.copies.choose(wanted.addr, own, load, (caller,))
-        return [client for client in ranked if client == own or client in places][:NAMED_MAX]
-
-    def _note(self, caller: int, wanted: Wanted) -> None:
-        if caller in self.neighbourhood().places:  # or nobody can ask it for that
-            self.copies.note(wanted.addr, caller)
 
     def _count(self, answers: Rows) -> None:
         counts = np.bincount(answers["answer"], minlength=len(Answer) + 1).tolist()

@@ -1,10 +1,11 @@
 """Messages between hosts: sizes, fields, and what is refused. All numbers are little endian.
 
-A connection begins with a greeting (`greeting`). Then who connected sends questions, each with rows that want granules
-of sealed extents, and the other side answers each question, in their order: one row for each of its rows, after all
-rows the places of those that have some (`read_plans`), and then the bytes of the others that are `HERE`, one after the
-other. Who connected also tells which blocks of the other side it used, in a message of their rows (`USE`), which is not
-answered. Nothing else is ever sent.
+A connection begins with a greeting (`greeting`), which says of which kind it is. Of kind `GRANULES`, who connected
+sends questions, each with rows that want granules of sealed extents, and the other side answers each question, in
+their order: one row for each of its rows, after all rows the places of those that have some (`read_plans`), and then
+the bytes of the others that are `HERE`, one after the other. It also tells which blocks of the other side it used, in a
+message of their rows (`USE`), which is not answered. Of kind `BLOCKS` the rows of questions want whole blocks, and one
+is answered by messages with some of its rows each, and the bytes of those that are `HERE`. Nothing else is ever sent.
 
 Nothing that comes from the network is believed: `WireError` ends the connection, and whoever gets bytes verifies them.
 """
@@ -26,6 +27,8 @@ VERSION = 3
 QUESTION_MAGIC = int.from_bytes(b"KVPQ", "little")
 ANSWER_MAGIC = int.from_bytes(b"KVPA", "little")
 USES_MAGIC = int.from_bytes(b"KVPU", "little")
+BLOCK_QUESTION_MAGIC = int.from_bytes(b"KVPB", "little")
+BLOCK_ANSWER_MAGIC = int.from_bytes(b"KVPC", "little")
 HEAD = struct.Struct("<I I Q Q 8x")
 """magic, rows, number of the question, bytes that the sender has still to send to others"""
 HEAD_SIZE = HEAD.size
@@ -64,9 +67,17 @@ that have less to do; 0: no further one"""
 
 Rows = npt.NDArray[np.void]
 
+BLOCK_QUESTION = np.dtype(
+    [("address", "<u8"), ("generation", "<u8"), ("length", "<u4"), ("flags", "<u4"), ("without", "<u8")]
+)
+"""``without``: as of a `QUESTION`; flags: `FINAL`"""
+BLOCK_ANSWER = np.dtype([("answer", "<i4"), ("row", "<u4"), ("named", "<u8", NAMED_MAX)])
+"""``row``: of the question"""
+
 assert HEAD_SIZE == 32
 assert QUESTION.itemsize == 64
 assert ANSWER.itemsize == 32
+assert BLOCK_QUESTION.itemsize == BLOCK_ANSWER.itemsize == 32
 
 
 def plain(rows: Rows) -> memoryview:

@@ -11,14 +11,19 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from ctypes import c_uint8
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, MountError
 from kvfuse.options.options import PeerOptions
+from kvfuse.peer.block_connection import Numbers
+from kvfuse.peer.block_reads import LOST, WRONG, BlockReads, Results
 from kvfuse.peer.neighbour import Neighbour
 from kvfuse.peer.peer_listener import Listener
 from kvfuse.peer.peer_reads import Read, ReadBatch, settle
@@ -26,7 +31,16 @@ from kvfuse.peer.peer_wire import FINAL
 from kvfuse.peer.rdma import Rdma, open_rdma
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.store.peer_records import PeerRecord
-from kvfuse.volume.views.neighbours import HEDGE_MIN, Answer, Uses, Wanted
+from kvfuse.volume.views.neighbours import (
+    BLOCK,
+    HEDGE_MIN,
+    Answer,
+    LandsBlocks,
+    Uses,
+    Wanted,
+    WantedBlocks,
+    patience,
+)
 from kvfuse.volume.volume import Volume
 
 NEIGHBOURS_MAX = 256
@@ -126,8 +140,76 @@ class Peers:
         return True
 
     def _patience(self, asked: Sequence[tuple[Read, Neighbour]]) -> float:
-        expected = [neighbour.speed.expect(read.size) for read, neighbour in asked]
-        return min(max(LATE_FACTOR * max(expected, default=0), LATE_MIN), self.options.deadline)
+        return self._limit(max([neighbour.speed.expect(read.size) for read, neighbour in asked], default=0))
+
+    def _limit(self, expected: float) -> float:
+        return min(max(LATE_FACTOR * expected, LATE_MIN), self.options.deadline)
+
+    async def read_blocks(
+        self, wanted: WantedBlocks, engine: float, landing: LandsBlocks | None = None,
+        places: npt.NDArray[np.uint32] | None = None,
+    ) -> npt.NDArray[np.bool_]:  # fmt: skip
+        holders = self._holders(wanted.slabs)
+        reads = BlockReads(wanted, holders, self.neighbours, self, landing, places)
+        if not holders:
+            return reads.is_right
+        sizes = {holder: int(wanted.lengths[chosen].sum()) for holder, chosen in holders.items()}
+        expected = max([holder.speed.expect(size) for holder, size in sizes.items()])
+        late_from = trio.current_time() + HEDGE_MIN
+        try:
+            with trio.move_on_after(min(self._limit(expected), patience(expected, engine))):
+                reads.begin()
+                await reads.done.wait()
+                if reads.stored:
+                    await self._read_stored(reads)
+        finally:
+            self.counters.late += reads.abandon(is_late=trio.current_time() >= late_from)
+            self.counters.rows += reads.rows
+            self.counters.named += reads.named
+        return reads.is_right
+
+    def _holders(self, slabs: npt.NDArray[np.uint32]) -> dict[Neighbour, Numbers]:
+        """Hosts that can be asked for blocks of slabs -> places of the slabs that each of them holds."""
+        found: dict[Neighbour, Numbers] = {}
+        for slab in np.unique(slabs).tolist() if len(slabs) > 1 else slabs.tolist():
+            holder = self.neighbours.get(self._neighbourhood.slab_holder(slab))
+            if holder is not None and holder.has_blocks_ready:
+                own = np.flatnonzero(slabs == slab)
+                found[holder] = np.concatenate([found[holder], own]) if holder in found else own
+        return found
+
+    async def _read_stored(self, reads: BlockReads) -> None:
+        """Ask hosts for blocks that they may have on disk, as for granules."""
+        wanted, asked = reads.wanted, []
+        for neighbour, place in reads.stored:
+            size = int(wanted.lengths[place])
+            target = memoryview((c_uint8 * size).from_address(int(wanted.targets[place]))).cast("B")
+            checksum = int(wanted.checksums[place]).to_bytes(4, "little")
+            address, sequence = int(wanted.addresses[place]), int(wanted.generations[place])
+            read = Read(Wanted(BLOCK, 0, address, sequence, 0, size, checksum), target)
+            read.flags = FINAL
+            asked.append((read, neighbour))
+        try:
+            await self._ask(asked)
+        finally:
+            for read, _ in asked:
+                read.abandon()
+        for (_, place), (read, _) in zip(reads.stored, asked, strict=True):
+            reads.is_right[place] = read.is_right
+
+    def count_blocks(self, neighbour: Neighbour, results: Results, right_size: int) -> None:
+        counters, counts = self.counters, Counter(results.tolist())
+        counters.right += counts[Answer.HERE]
+        counters.absent += counts[Answer.ABSENT]
+        counters.busy += counts[Answer.BUSY]
+        counters.lost += counts[LOST]
+        counters.wrong += counts[WRONG]
+        counters.bytes += right_size
+        neighbour.received += right_size
+        if counts[WRONG]:
+            log.warning("host %s sent wrong bytes of %d blocks", neighbour.place.addresses[:1], counts[WRONG])
+        failures = counts[WRONG] + counts[LOST]
+        neighbour.note(is_well=not failures, count=failures)
 
     async def _ask_named(self, reads: Sequence[Read]) -> None:
         """Ask hosts that the holders named, and the holders once more for what these do not have."""
@@ -211,6 +293,7 @@ class Peers:
                 nursery.start_soon(neighbourhood.follow)
                 while self._neighbourhood is neighbourhood:
                     changed = neighbourhood.changed
+                    self.listener.renew()
                     if self.options.reads:
                         await self._meet(neighbourhood, nursery)
                     with trio.move_on_after(RETRY_SECONDS):

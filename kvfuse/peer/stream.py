@@ -56,6 +56,10 @@ class PeerStream:
             trio.lowlevel.notify_closing(self._socket)
         self._socket.close()
 
+    def detach(self) -> int:
+        """The descriptor, which is somebody else's from now on."""
+        return self._socket.detach()
+
     async def send(self, pieces: Iterable[memoryview]) -> None:
         """All bytes of these, in their order. A cancellation leaves the connection of no use."""
         left = deque(piece for piece in pieces if len(piece))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import trio
+from lent_blocks import LentBlocks
 from soft_rdma import SoftNetwork, soft_rdma
 
 from kvfuse.checksum import granule_checksums
@@ -37,6 +38,11 @@ class Hood:
     holders: dict[int, int] = field(default_factory=dict)
     """address -> client"""
     volume_id: bytes = VOLUME_ID
+    lent: LentBlocks | None = None
+    """blocks that are rows"""
+    slabs_of: int = 0
+    """the client that holds all slabs"""
+    has_disk: bool = False
 
     def __post_init__(self) -> None:
         self.changed = trio.Event()
@@ -58,6 +64,12 @@ class Hood:
 
     def holder(self, addr: int) -> int:
         return self.holders.get(addr, 0)
+
+    def slab_holder(self, slab: int) -> int:
+        return self.slabs_of
+
+    def lender(self) -> object | None:
+        return self.lent.lender if self.lent is not None else None
 
     def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
         data = self.blocks.get(wanted.ino)

@@ -6,23 +6,35 @@ import json
 import socket
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
-from kvfuse.peer.peer_wire import ANSWER, ANSWER_MAGIC, HEAD, HEAD_SIZE, QUESTION, MessageHead, Rows
+from kvfuse.peer.greeting import BLOCKS
+from kvfuse.peer.peer_wire import (
+    ANSWER,
+    ANSWER_MAGIC,
+    BLOCK_ANSWER,
+    BLOCK_ANSWER_MAGIC,
+    BLOCK_QUESTION,
+    HEAD,
+    HEAD_SIZE,
+    QUESTION,
+    MessageHead,
+    Rows,
+)
 from kvfuse.peer.queue_pair import PLACE_SIZE
 from kvfuse.volume.views.neighbours import Answer
 from kvfuse_cluster.etcd import EtcdServers
 from kvfuse_cluster.process import free_ports
 
 LINES = ('publish.mode = "relaxed"', 'cache.tier_size = "128MiB"')
-HELLO_SIZE, PROOF_SIZE = 72, 32
+HELLO_SIZE, PROOF_SIZE, KIND_OFFSET = 72, 32, 12
 PROXY_HOST = "127.0.0.2"
 """where a proxy listens, at the port of its listener"""
 PIECE_SIZE = 16 << 10
@@ -83,6 +95,8 @@ def wait_for_peers(mounts: Sequence[KvfuseMount]) -> None:
 
 # -- a proxy ------------------------------------------------------------------------------------------
 
+Sizes = npt.NDArray[np.uint32]
+"""of the rows of a question"""
 Lie = Callable[[MessageHead, Rows, bytearray], bytes]
 """what is sent instead of an answer: of its head, its rows, and the bytes that follow"""
 Noise = Callable[[bytearray], None]
@@ -148,30 +162,36 @@ class PeerProxy:
             if self.noise is not None:
                 _pass_on(caller, listener, self.noise)
                 return
-            sizes: deque[list[int]] = deque()
-            back = threading.Thread(target=self._answer, args=(listener, caller, sizes), daemon=True)
-            back.start()
+            sizes: dict[int, Sizes] = {}
+            back: threading.Thread | None = None
             with suppress(OSError):
-                for size in (HELLO_SIZE, PROOF_SIZE + PLACE_SIZE):
-                    listener.sendall(exactly(caller, size))
+                hello = exactly(caller, HELLO_SIZE)
+                kind = int.from_bytes(hello[KIND_OFFSET : KIND_OFFSET + 4], "little")
+                back = threading.Thread(target=self._answer, args=(listener, caller, sizes, kind), daemon=True)
+                back.start()
+                listener.sendall(hello)
+                listener.sendall(exactly(caller, PROOF_SIZE + PLACE_SIZE))
+                form = BLOCK_QUESTION if kind == BLOCKS else QUESTION
                 while True:
                     head = exactly(caller, HEAD_SIZE)
-                    rows = exactly(caller, _parsed(head).row_count * QUESTION.itemsize)
-                    found = np.frombuffer(rows, QUESTION)
-                    sizes.append((found["high"] - found["low"]).tolist())
+                    rows = exactly(caller, _parsed(head).row_count * form.itemsize)
+                    found = np.frombuffer(rows, form)
+                    sizes[_parsed(head).number] = found["length"] if kind == BLOCKS else found["high"] - found["low"]
                     listener.sendall(head + rows)
             _shut(caller)
             _shut(listener)
-            back.join()
+            if back is not None:
+                back.join()
 
-    def _answer(self, listener: socket.socket, caller: socket.socket, sizes: deque[list[int]]) -> None:
+    def _answer(self, listener: socket.socket, caller: socket.socket, sizes: dict[int, Sizes], kind: int) -> None:
+        form = BLOCK_ANSWER if kind == BLOCKS else ANSWER
         with suppress(OSError):
             caller.sendall(exactly(listener, HELLO_SIZE + PROOF_SIZE))
             while True:
                 head = _parsed(exactly(listener, HEAD_SIZE))
-                rows = np.frombuffer(bytearray(exactly(listener, head.row_count * ANSWER.itemsize)), ANSWER)
-                pairs = zip(sizes.popleft(), rows["answer"].tolist(), strict=True)
-                data = bytearray(exactly(listener, sum(size for size, answer in pairs if answer == Answer.HERE)))
+                rows = np.frombuffer(bytearray(exactly(listener, head.row_count * form.itemsize)), form)
+                own = sizes[head.number][rows["row"]] if kind == BLOCKS else sizes[head.number]
+                data = bytearray(exactly(listener, int(own[rows["answer"] == Answer.HERE].sum())))
                 self.answers += 1
                 self.payload += len(data)
                 self._send(caller, self.lie(head, rows, data) if self.lie else as_answer(head, rows, data))
@@ -234,7 +254,7 @@ def _parsed(head: bytes) -> MessageHead:
 
 
 def as_answer(head: MessageHead, rows: Rows, data: bytes | bytearray) -> bytes:
-    return head.pack(ANSWER_MAGIC) + rows.tobytes() + data
+    return head.pack(ANSWER_MAGIC if rows.dtype == ANSWER else BLOCK_ANSWER_MAGIC) + rows.tobytes() + data
 
 
 def flipped(head: MessageHead, rows: Rows, data: bytearray) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "kvfuse.native."
-SOURCES = {"_blocks": "blocks.c", "_fusewire": "_fusewire.c"}
+SOURCES = {"_blocks": "blocks.c", "_fusewire": "_fusewire.c", "_peers": "_peers.c"}
 FLAGS = (
     "-O1", "-g", "-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread", "-I/usr/include/fuse3",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",

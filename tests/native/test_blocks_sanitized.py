@@ -16,14 +16,14 @@ pytestmark = pytest.mark.ring(2)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sanitized")
-    if reason := sanitized.reason_against() or sanitized.build(folder, ["_blocks"]):
+    if reason := sanitized.reason_against() or sanitized.build(folder, ["_blocks", "_peers"]):
         pytest.skip(reason)
     return folder
 
 
 @pytest.mark.parametrize(
     ("program", "count"),
-    [("blocks_lab", 400), ("blocks_threads", 300), ("blocks_fuzz", 20)],
+    [("blocks_lab", 400), ("blocks_threads", 300), ("blocks_fuzz", 20), ("peers_lab", 150)],
     ids=lambda word: f"{word}",
 )
 def test_sanitized(folder: Path, seed: int, program: str, count: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from block_calls import get_bound
 from linked_volumes import linked_volumes
 
-from kvfuse.volume.content import nearby
+from kvfuse.volume.views import neighbours
 
 SIZE = 60_000
 
@@ -16,7 +16,7 @@ SIZE = 60_000
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is late: an emulated machine is no slow host."""
-    monkeypatch.setattr(nearby, "HEDGE_MIN", 60.0)
+    monkeypatch.setattr(neighbours, "HEDGE_MIN", 60.0)
     monkeypatch.setattr("kvfuse.peer.service.LATE_MIN", 60.0)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from math import inf
-from typing import Any
+from typing import Any, cast
 
-import pytest
 import trio
 from block_hosts import BlockHost, block_hosts
 from peer_hosts import until
@@ -19,7 +17,6 @@ from volume_lab import MIB, Chaos, Disk, lab_options
 
 from kvfuse.options.options import PeerOptions
 from kvfuse.peer import service
-from kvfuse.volume.views.neighbours import BLOCK, Answer, Wanted
 
 
 def free_port() -> int:
@@ -41,7 +38,9 @@ async def linked(rng: random.Random, chaos: list[Chaos], *, strict: bool) -> Asy
             await nursery.start(partial(service.serve_peers, volume, options=peers))
         found = await block_hosts(mounted, is_strict=strict)
         for host in found:
-            await until(lambda host=host: sum(one["connections"] for one in peers_of(host)["hosts"]) == len(chaos) - 1)
+            await until(
+                lambda host=host: sum(one["block_connections"] for one in peers_of(host)["hosts"]) == len(chaos) - 1
+            )
         yield found
         nursery.cancel_scope.cancel()
 
@@ -102,48 +101,25 @@ async def test_of_two_hosts_the_later_put_counts_however_soon_it_is(rng: random.
             assert [await host.get(b"key") for host in (first, second)] == [b"%d" % step] * 2
 
 
-async def test_only_whole_blocks_of_this_moment_are_sent(rng: random.Random) -> None:
-    """Whatever is asked for: bytes of another block, or of a part, are nobody's."""
-    async with linked(rng, [Chaos(random.Random(0))], strict=False) as (host,):
-        own = host.volume.neighbourhood
-        assert own is not None
-        await host.put(b"key", b"old" * 3000)
-        table, row, sequence = host.engine.find(host.folder, b"key") or pytest.fail("it is there")
-        found = table.rows[row].copy()
-        slab, slot = int(found["slab"]), int(found["slot"])
-        addr = slab * host.engine.core.geometry.slab_size + host.engine.native.slot_places(slab, slot)[1]
-        block = Wanted(BLOCK, 0, addr, sequence, 0, 9000, b"")
-        answer, view = own.resident(block)
-        assert answer is Answer.HERE
-        assert view == b"old" * 3000
-        others = [
-            block._replace(generation=sequence + 1), block._replace(generation=0), block._replace(high=8999),
-            block._replace(high=9001), block._replace(low=4096),
-            *[block._replace(addr=addr + step) for step in (-addr, -1, 1, 4096, 12288, 1 << 20, (1 << 63) - addr)],
-        ]  # fmt: skip
-        assert [own.resident(one) for one in others] == [(Answer.ABSENT, None)] * len(others)
-        assert [await own.stored(one) for one in others] == [None] * len(others)
-        await host.put(b"key", b"new" * 3000)
-        assert own.resident(block) == (Answer.ABSENT, None)
-
-
 async def test_the_segments_are_asked_soon_where_a_host_is_late(rng: random.Random) -> None:
     """Not when it would have failed: nobody asks them beside it."""
     chaos = [Chaos(random.Random(number)) for number in range(2)]
     async with linked(rng, chaos, strict=False) as (one, two):
         await one.put(b"key", b"content" * 10_000)
         await one.written()
-        patience: list[float] = []
+        neighbours = cast(service.Peers, two.engine.core.reads.neighbours)
+        (neighbour,) = neighbours.neighbours.values()
+        await until(lambda: neighbour.has_blocks_ready)
+        asked: list[float] = []
 
-        async def read(wanted: Sequence[Wanted], targets: object, seconds: float = inf) -> list[bool]:
-            patience.append(seconds)
-            return [False] * len(wanted)
+        def ask(asker: object, chosen: object, flags: int, without: int) -> int:
+            asked.append(trio.current_time())
+            return 1  # and it never answers
 
-        neighbours = two.engine.core.reads.neighbours
-        assert neighbours is not None
-        neighbours.read = read  # type: ignore[method-assign]
+        neighbour.ask_blocks = ask  # type: ignore[method-assign, assignment]
+        neighbour.abandon_blocks = lambda asker: asked.append(trio.current_time())  # type: ignore[method-assign]
         assert await two.get(b"key") == b"content" * 10_000
-        assert max(patience) < service.LATE_MIN
+        assert asked[1] - asked[0] < service.LATE_MIN
 
 
 async def test_a_block_whose_bytes_were_wrong_once_is_found_again(rng: random.Random) -> None:

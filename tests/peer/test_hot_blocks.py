@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 import secrets
 
+import numpy as np
+import pytest
 import trio
+from lent_blocks import LentBlocks
 from mounting import wait_until
-from peer_hosts import PeerHost, peer_hosts
+from peer_hosts import PeerHost, peer_hosts, until
 from peer_lab import listening, mounted, stats, wait_for_peers
 
+from kvfuse.peer import service
 from kvfuse.usrbio.client import BlockStore
 from kvfuse_cluster.etcd import EtcdServers
 
 BLOCKS = range(1, 33)
 BLOCK_SIZE = 256 << 10
-READERS = 8
+READERS, DEPTH = 8, 4
 COPIES_MAX = 3.0
 """of each block, on average, that the writer sends for 8 readers"""
 
@@ -45,6 +49,45 @@ async def test_eight_hosts_read_hot_blocks_from_each_other(rng: random.Random) -
         assert sum(sent) >= READERS * len(BLOCKS) * BLOCK_SIZE
         assert sent[0] <= COPIES_MAX * len(BLOCKS) * BLOCK_SIZE, sent
         assert sum(map(bool, sent)) > len(sent) // 2, sent
+
+
+async def test_of_blocks_the_writer_sends_two_copies(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts want all of them at once: who is sent to a host that is just getting a block waits for it there."""
+    monkeypatch.setattr(service, "LATE_MIN", 20.0)
+    data = {number: secrets.token_bytes(BLOCK_SIZE) for number in BLOCKS}
+    async with peer_hosts(READERS + 1, deadline=20.0, connections=2) as (writer, *readers):
+        lent = writer.neighbourhood.lent = LentBlocks(arenas=1)
+        lent.put(data)
+        for reader in readers:
+            reader.neighbourhood.slabs_of = 1
+            reader.neighbourhood.lent = LentBlocks(arenas=1, first=12)
+        for reader in readers:
+            for other in (writer, *readers):
+                if other is not reader:
+                    await reader.until_ready(other.neighbourhood.client)
+                    neighbour = reader.peers.neighbours[other.neighbourhood.client]
+                    await until(lambda neighbour=neighbour: neighbour.has_blocks_ready)
+
+        async def read_all(reader: PeerHost, order: list[int]) -> None:
+            own = reader.neighbourhood.lent
+            assert own is not None
+            for start in range(0, len(order), DEPTH):
+                numbers = order[start : start + DEPTH]
+                landing, targets, _ = own.reserve_foreign(lent, numbers)
+                wanted = lent.wanted(numbers, np.zeros(1, np.uint8))._replace(targets=targets)
+                places = np.arange(DEPTH, dtype=np.uint32)
+                assert (await reader.peers.read_blocks(wanted, 20.0, landing, places)).all()
+                assert [own.content(number).tobytes() for number in numbers] == [data[number] for number in numbers]
+
+        async with trio.open_nursery() as nursery:
+            for reader in readers:
+                nursery.start_soon(read_all, reader, rng.sample(BLOCKS, len(BLOCKS)))
+        sent = [host.listener.blocks.statistics()["here"] for host in (writer, *readers)]
+        assert sent[0] == 2 * len(BLOCKS), sent
+        assert sum(sent) == READERS * len(BLOCKS), sent
+        for reader in readers:
+            counters = reader.peers.counters
+            assert (counters.lost, counters.absent, counters.wrong, counters.late) == (0, 0, 0, 0)
 
 
 def test_mounts_keep_what_they_got_and_serve_it_to_others(etcd: EtcdServers) -> None:

@@ -10,7 +10,7 @@ from block_calls import get_bound, put_shared
 from linked_volumes import linked_volumes
 from soft_rdma import SoftNetwork
 
-from kvfuse.volume.content import nearby
+from kvfuse.volume.views import neighbours
 
 KIB = 1 << 10
 
@@ -18,7 +18,7 @@ KIB = 1 << 10
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is late: a busy machine is no slow host."""
-    monkeypatch.setattr(nearby, "HEDGE_MIN", 20.0)
+    monkeypatch.setattr(neighbours, "HEDGE_MIN", 20.0)
     monkeypatch.setattr("kvfuse.peer.service.LATE_MIN", 20.0)
 
 

@@ -16,8 +16,8 @@ from shared_lab import hosts, quiet
 from volume_lab import Chaos
 
 from kvfuse.volume.api import ROOT_INODE
-from kvfuse.volume.content.nearby import HEDGE_FACTOR, Nearby
-from kvfuse.volume.views.neighbours import HEDGE_MIN, Wanted
+from kvfuse.volume.content.nearby import Nearby
+from kvfuse.volume.views.neighbours import HEDGE_FACTOR, HEDGE_MIN, Wanted
 from kvfuse.volume.volume import Volume
 
 NAMES = [b"%d" % number for number in range(24)]

@@ -44,7 +44,6 @@ from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
 from kvfuse.volume.blocks.write_behind import WriteBehind
-from kvfuse.volume.content.nearby import Nearby
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import SegmentsTier
 from kvfuse.volume.measures.speeds import Tier, worth_reading
@@ -53,7 +52,7 @@ from kvfuse.volume.namespaces.namespace_uses import NO_USE, NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.space import RoomSource
 from kvfuse.volume.views import clock
-from kvfuse.volume.views.neighbours import BLOCK, Uses, Wanted
+from kvfuse.volume.views.neighbours import LandsBlocks, Uses, WantedBlocks
 
 log = logging.getLogger(__name__)
 
@@ -346,12 +345,8 @@ class BlockEngine:
                 if left:
                     marks.pop(table.number, None)
 
-    def copy_at(self, addr: int, sequence: int) -> memoryview | None:
-        table, row = self._row_at(addr, sequence)
-        held = self.arenas.hold(table, row, sequence) if table is not None else None
-        if held is None:
-            return None
-        return memoryview(held.home.bytes[held.offset : held.offset + held.size].tobytes())
+    def lender(self) -> object:
+        return self.native.lender(self.arenas.pinned_max)
 
     async def kept_at(self, addr: int, sequence: int) -> memoryview | None:
         table, row = self._row_at(addr, sequence)
@@ -833,18 +828,17 @@ class BlockEngine:
             table.number, *forms.name_columns(names), rows, sequences, places, sizes, slabs, offsets, packed
         )
         wanted = np.flatnonzero(places)
-        reads, plains = [], []
-        for number in wanted.tolist():
-            address = int(slabs[number]) * self.core.geometry.slab_size + int(offsets[number])
-            target = memory_at(int(places[number]), int(sizes[number]))
-            reads.append(slot_read(table.namespace, address, int(sequences[number]), target, int(packed[number])))
-            plains.append(target)
         came, results = np.zeros(count, np.uint8), np.zeros(count, np.int64)
         found = table.rows[rows[wanted]].copy()
         are_right = found["sequence"] == sequences[wanted]
-        nearby = await self._read_nearby(found, plains)
-        rest, are_copies = np.flatnonzero(~nearby), np.zeros(len(reads), np.bool_)
-        reads = [reads[number] for number in rest.tolist()]
+        addresses = slabs[wanted].astype(np.uint64) * np.uint64(self.core.geometry.slab_size) + offsets[wanted]
+        nearby = await self._read_nearby(found, addresses, places[wanted], landing, wanted)
+        rest, are_copies = np.flatnonzero(~nearby), np.zeros(len(wanted), np.bool_)
+        reads = []
+        for place, number in zip(rest.tolist(), wanted[rest].tolist(), strict=True):
+            target = memory_at(int(places[number]), int(sizes[number]))
+            address, sequence = int(addresses[place]), int(sequences[number])
+            reads.append(slot_read(table.namespace, address, sequence, target, int(packed[number])))
         are_copies[rest] = await self.reads.read(reads)
         are_right[rest] &= await self._are_confirmed(found[rest])
         came[wanted] = are_right
@@ -863,24 +857,26 @@ class BlockEngine:
         results[lack_place] = sizes[lack_place] == 0
         return results, lack_place & (sizes == forms.NO_MEMORY)
 
-    async def _read_nearby(self, found: npt.NDArray[np.void], targets: Sequence[memoryview]) -> npt.NDArray[np.bool_]:
-        """Read blocks of other hosts from their memory. Which came: their bytes are right."""
+    async def _read_nearby(
+        self, found: npt.NDArray[np.void], addresses: Words, targets: Words, landing: LandsBlocks | None = None,
+        places: Numbers | None = None,
+    ) -> Mask:  # fmt: skip
+        """Read blocks of other hosts from their memory, to ``targets``. Which came: their bytes are right.
+
+        ``found``: copies of their rows. ``landing``: shows what comes; ``places``: of each of these blocks in it.
+        """
         came, neighbours = np.zeros(len(found), np.bool_), self.core.reads.neighbours
-        foreign = np.flatnonzero(found["flags"] & np.uint32(forms.FOREIGN)).tolist()
-        if neighbours is None or not foreign:
+        foreign = np.flatnonzero(found["flags"] & np.uint32(forms.FOREIGN))
+        if neighbours is None or not len(foreign):
             return came
-        wanted, places = [], []
-        for number in foreign:
-            row = found[number]
-            slab, slot = int(row["slab"]), int(row["slot"])
-            addr = slab * self.core.geometry.slab_size + self.native.slot_places(slab, slot)[1]
-            if neighbours.may_have(addr):
-                checksum = int(row["checksum"]).to_bytes(4, "little")
-                wanted.append(Wanted(BLOCK, 0, addr, int(row["sequence"]), 0, int(row["length"]), checksum))
-                places.append(number)
-        if wanted:
-            patience = Nearby(self.core).patience(neighbours, wanted)  # then the segments are asked
-            came[places] = await neighbours.read(wanted, [targets[number] for number in places], patience)
+        own = found[foreign]
+        sequences, slabs, lengths, checksums = (
+            np.ascontiguousarray(own[name]) for name in ("sequence", "slab", "length", "checksum")
+        )
+        wanted = WantedBlocks(slabs, addresses[foreign], sequences, lengths, checksums, targets[foreign])
+        engine: float = self.core.reads.speeds.remote.expect(int(wanted.lengths.sum()))  # then the segments are asked
+        in_landing = places[foreign].astype(np.uint32) if places is not None else None
+        came[foreign] = await neighbours.read_blocks(wanted, engine, landing, in_landing)
         return came
 
     async def _are_confirmed(self, found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
@@ -1138,7 +1134,8 @@ class BlockEngine:
             target = bytearray(int(found["length"]))
             address = slab * self.core.geometry.slab_size + offset
             one = slot_read(table.namespace, address, sequence, memoryview(target), packed * forms.PAGE)
-            if (await self._read_nearby(found[np.newaxis], [memoryview(target)]))[0]:
+            targets = np.array([np.frombuffer(target, np.uint8).ctypes.data], np.uint64)
+            if (await self._read_nearby(found[np.newaxis], np.array([address], np.uint64), targets))[0]:
                 return (target, False) if int(table.rows["sequence"][row]) == sequence else None
             (is_copy,) = await self.reads.read([one])
             is_right = crc32c(target) == int(found["checksum"])

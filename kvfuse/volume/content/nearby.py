@@ -14,12 +14,11 @@ from kvfuse.volume.disk.copies import GranuleRun
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
-from kvfuse.volume.views.neighbours import HEDGE_MIN, NO_BASE, Answer, Neighbours, Wanted
+from kvfuse.volume.views import neighbours as views
+from kvfuse.volume.views.neighbours import NO_BASE, Answer, Neighbours, Wanted
 
 LEFT_BYTES_MAX = 4 << 20
 """that are looked at here in one go"""
-HEDGE_FACTOR = 4.0
-"""Reads from other hosts that take so many times as long as they usually do, or as the engine would, are late."""
 
 
 def base_of(extent: Extent, offset: int) -> int:
@@ -81,7 +80,7 @@ class Nearby:
     def patience(self, neighbours: Neighbours, wanted: Sequence[Wanted]) -> float:
         """Seconds after which these reads, of other hosts, are late: the engine is asked for what has not come."""
         engine: float = self.core.reads.speeds.remote.expect(sum([one.high - one.low for one in wanted]))
-        return max(HEDGE_FACTOR * min(neighbours.expect(wanted), engine), engine, HEDGE_MIN)
+        return views.patience(neighbours.expect(wanted), engine)
 
     async def read(
         self, node: Node, base: int, stretch: GranuleRun, engine: Engine, target: memoryview | None = None,

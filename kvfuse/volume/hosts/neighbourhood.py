@@ -58,7 +58,10 @@ class Neighbourhood:
 
     def holder(self, addr: int) -> int:
         """The client that holds the slab of an address, as far as is known here; `schema.NOBODY`."""
-        return self.view.seen(self.core.geometry.slab_of(addr)).holder.client
+        return self.slab_holder(self.core.geometry.slab_of(addr))
+
+    def slab_holder(self, slab: int) -> int:
+        return self.view.seen(slab).holder.client
 
     async def follow(self) -> None:
         """Know where others answer, until this membership is over."""
@@ -109,14 +112,18 @@ class Neighbourhood:
 
     # -- what this host has --------------------------------------------------------------------------
 
+    def lender(self) -> object | None:
+        """Of blocks that are rows, which are in memory, for threads that send them (`native._blocks.Core.lender`)."""
+        return self.core.blocks.lender() if self.core.blocks is not None else None
+
+    @property
+    def has_disk(self) -> bool:
+        """What is not in memory may be `stored`."""
+        return self.core.disk is not None
+
     def resident(self, wanted: Wanted) -> tuple[Answer, memoryview | None]:
-        """From memory. The bytes stay as they are while the view is held."""
-        if wanted.ino != BLOCK:
-            return Nearby(self.core).resident(wanted)
-        blocks = self.core.blocks
-        view = blocks.copy_at(wanted.addr, wanted.generation) if blocks is not None else None
-        is_whole = view is not None and (wanted.low, wanted.high) == (0, len(view))
-        return (Answer.HERE, view) if is_whole else (Answer.ABSENT, None)
+        """Granules from memory. The bytes stay as they are while the view is held."""
+        return Nearby(self.core).resident(wanted) if wanted.ino != BLOCK else (Answer.ABSENT, None)
 
     def used(self, uses: Uses) -> None:
         """Another host used these blocks."""

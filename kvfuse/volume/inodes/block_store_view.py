@@ -23,8 +23,8 @@ class BlockStoreView(Protocol):
     def describe(self, number: int, unread: Mapping[str, int], tier: SegmentsTier) -> dict[str, Any]:
         """Figures of a namespace, as `Cache.statistics`."""
 
-    def copy_at(self, addr: int, sequence: int) -> memoryview | None:
-        """A copy of the block at an address, if it is that one, and in memory."""
+    def lender(self) -> object:
+        """What threads send blocks from that are in memory: of `native._blocks.Core.lender`."""
 
     def take_uses(self) -> Uses:
         """Blocks of other hosts that were used here since the last call, those that were used most often first."""
@@ -33,7 +33,7 @@ class BlockStoreView(Protocol):
         """Another host used these blocks of this one."""
 
     async def kept_at(self, addr: int, sequence: int) -> memoryview | None:
-        """The same, from the disk tier."""
+        """The block at an address, if it is that one, from the disk tier."""
 
     def room(self) -> tuple[int, int]:
         """(blocks, bytes that are free in the slabs that the store has) of the volume."""

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 HEDGE_MIN = 0.05
 """Seconds: no read that took less is late, however fast its host usually is."""
+HEDGE_FACTOR = 4.0
+"""Reads from other hosts that take so many times as long as they usually do, or as the engine would, are late."""
 BLOCK = (1 << 63) + 1
 """in the place of an inode: bytes of a block that is a row, by address and sequence; ``checksums`` is one for all"""
 NO_BASE = -1
@@ -46,8 +48,32 @@ class Wanted(NamedTuple):
     """of these granules, 4 bytes little endian each"""
 
 
+def patience(expected: float, engine: float) -> float:
+    """Seconds after which a read from other hosts is late, which usually takes ``expected`` ones."""
+    return max(HEDGE_FACTOR * min(expected, engine), engine, HEDGE_MIN)
+
+
+class WantedBlocks(NamedTuple):
+    """Whole blocks that are rows. Columns: slabs, addresses, sequences, sizes in bytes, CRC32C of all bytes, and where
+    they are to come to in memory."""
+
+    slabs: npt.NDArray[np.uint32]
+    addresses: npt.NDArray[np.uint64]
+    generations: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.uint32]
+    checksums: npt.NDArray[np.uint32]
+    targets: npt.NDArray[np.uint64]
+
+
+class LandsBlocks(Protocol):
+    """`native._blocks.Landing`: memory that was reserved for blocks."""
+
+    def way(self) -> object:
+        """By which a thread that receives a block shows it at once."""
+
+
 class Answer(IntEnum):
-    """What a host says of granules that it was asked for."""
+    """What a host says of granules, or of a block, that it was asked for."""
 
     HERE = 1
     """it has them"""
@@ -59,6 +85,8 @@ class Answer(IntEnum):
     """others have them, too, and have less to do"""
     BUSY = 5
     """it has enough to do for the one who asks"""
+    STORED = 6
+    """of a block: not in memory; its disk tier may have it"""
 
 
 class Neighbours(Protocol):
@@ -84,3 +112,12 @@ class Neighbours(Protocol):
 
     def tell_uses(self, client: int, uses: Uses) -> bool:
         """Tell a client which of its blocks were used here: it may not hear it. False: there is no connection to it."""
+
+    async def read_blocks(
+        self, wanted: WantedBlocks, engine: float, landing: LandsBlocks | None = None,
+        places: npt.NDArray[np.uint32] | None = None,
+    ) -> npt.NDArray[np.bool_]:  # fmt: skip
+        """The same of blocks, whichever hosts hold their slabs. ``engine``: seconds that it would take.
+
+        ``landing``: what comes is shown by it as soon as it is right; ``places``: of each block in it.
+        """
