@@ -56,7 +56,8 @@ BESIDE: dict[str, tuple[str, set[str]]] = {
     "kvfuse_bench": (
         "benchmarks",
         {"kvfuse_cluster", "kvfuse.cli", "kvfuse.errors", "kvfuse.sizes", "kvfuse.policy", "kvfuse.connectors"}
-        | {"kvfuse.usrbio.client", "kvfuse.usrbio.hf3fs"},
+        | {"kvfuse.usrbio.client", "kvfuse.usrbio.hf3fs"}
+        | {"kvfuse.native", "kvfuse.options", "kvfuse.volume"},  # of hosts without mounts: `scale`
     ),
 }
 """package beside kvfuse, which imports none -> (its folder, what it may import of this project beside itself)"""

@@ -15,6 +15,7 @@ from kvfuse_bench.cachereplay import CacheReplay
 from kvfuse_bench.hosts import HostsReplay
 from kvfuse_bench.outlive import GOAL_SECONDS, GOAL_SIZE, Fit, Outlived
 from kvfuse_bench.peers.hot import Spread
+from kvfuse_bench.scale.run import Scale
 from kvfuse_bench.simulate import Tally
 
 if TYPE_CHECKING:
@@ -180,6 +181,34 @@ def plot_outlived(results: Sequence[Outlived], adoption: Fit, path: Path) -> Non
         axes.set_xlabel("GB of arenas")
         axes.grid(alpha=0.3)
         axes.legend()
+    _save(figure, path)
+
+
+def plot_scales(results: Sequence[Scale], path: Path) -> None:
+    """A PNG over the number of hosts: what an idle host takes, what servers and busy hosts take, times of calls."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    idle, busy, times = figure.subplots(1, 3)
+    counts = [one.hosts for one in results]
+    for name in ("quiet", "blocks", "files"):
+        points = [(one.hosts, one.phase(name).costs["idle"]) for one in results if "idle" in one.phase(name).costs]
+        idle.plot([hosts for hosts, _ in points], [cost.microseconds for _, cost in points], marker="o", label=name)
+    for role in ("writers", "readers"):
+        busy.plot(counts, [one.phase("blocks").costs[role].microseconds for one in results], marker="o", label=role)
+    busy.plot(counts, [1e6 * one.phase("blocks").etcd_processor / one.phase("blocks").seconds for one in results],
+              marker="s", label="etcd")  # fmt: skip
+    for kind in ("present", "absent"):
+        times.plot(counts, [one.look_up_ms.get(kind) for one in results], marker="o", label=f"1,000 {kind} names")
+    idle.set(title="An idle host", ylabel="us of the processor a second")
+    busy.set(title="While blocks are stored", ylabel="us of the processor a second", yscale="log")
+    times.set(title="A look-up", ylabel="ms")
+    for axes in (idle, busy, times):
+        axes.set(xlabel="hosts", xscale="log")
+        axes.legend()
+        axes.grid(alpha=0.3)
+    idle.set_ylim(0, None)
+    times.set_ylim(0, None)
     _save(figure, path)
 
 

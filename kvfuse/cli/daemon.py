@@ -90,18 +90,35 @@ def run(
     import trio
 
     os.umask(0o077)  # the volume's files are the daemon's alone; what users see has its own modes
+    refusal = _be_nice(effective.options.mount.nice)
     sys.setswitchinterval(SWITCH_SECONDS)
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # rings and their memory take some each
     if made := ensure_volume(effective.options):
         note(made)
     start_logging(effective.options.log, log_file)
+    if refusal is not None:
+        log.warning("mount.nice is %d, which this process may not have: %s", effective.options.mount.nice, refusal)
     try:
         trio.run(_serve, effective, point, announce, keeper, leaving)
     except Exception as error:
         if not isinstance(error, KvfuseError):  # a mistake of ours: whoever reads the log wants to know where
             log.exception("the daemon failed")
         raise
+
+
+def _be_nice(value: int) -> str | None:
+    """Give this thread a nice value, before there are others: they get it from this one. Why it may not have it.
+
+    0: it stays as it is.
+    """
+    if not value:
+        return None
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, value)
+    except PermissionError as error:
+        return os.strerror(error.errno or 0)
+    return None
 
 
 async def _serve(

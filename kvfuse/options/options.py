@@ -51,6 +51,7 @@ RdmaDevice = Annotated[
 ]
 FileCount = Annotated[int, Meta(ge=0, le=1 << 62, description="a number of files, or 0 for any number")]
 Readers = Annotated[int, Meta(ge=0, le=8, description="a number of threads up to 8")]
+NiceValue = Annotated[int, Meta(ge=-20, le=19, description="a whole number, -20 to 19")]
 RateBytes = Annotated[int, Meta(ge=0, le=1 << 62, description='a size such as "200MB"; 0: no limit')]
 Node = Annotated[int, Meta(ge=0, le=1023, description="the number of a NUMA node of this host")]
 Weight = Annotated[float, Meta(ge=0.01, le=100, description="a number from 0.01 to 100")]
@@ -360,6 +361,8 @@ class MountOptions(_Section, frozen=True):
     """keep idle processors awake while requests follow each other, if the daemon may"""
     readers: Readers = 2
     """threads that read the kernel's requests, and answer in C what is asked most of blocks; 0: Python answers all"""
+    nice: NiceValue = 0
+    """nice value of the daemon's threads, if it may have that; 0: as it was started"""
     outlive: bool | None = None
     """the mount goes on when its daemon is killed, crashes or is upgraded: a small process holds it meanwhile; None:
     where all that takes is there"""

@@ -1,12 +1,10 @@
-"""A real Redis server on loopback for tests, with TLS and a password where wanted."""
+"""A real Redis server on loopback for tests."""
 
 from __future__ import annotations
 
 import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +13,11 @@ from cluster_lab import MEMORY, running
 
 from kvfuse.options.options import RedisIndexOptions
 from kvfuse.remote.index.redis.store import RedisPlace
-from kvfuse_cluster.etcd import make_certificates
-from kvfuse_cluster.process import START_SECONDS, Server, free_ports
+from kvfuse_cluster import redis
 
 
-class RedisServer(Server):
-    """It keeps nothing on disk: one that was restarted is empty."""
-
-    def __init__(self, folder: Path, *, tls: bool = False, password: str = "") -> None:
-        (self.port,) = free_ports(1)
-        self.folder = folder
-        self.password = password
-        self.tls = tls
-        command = ["redis-server", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
-        command += ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
-        if tls:
-            make_certificates(folder)
-            command += ["--tls-cert-file", str(folder / "server.pem"), "--tls-key-file", str(folder / "server.key")]
-            command += ["--tls-ca-cert-file", str(folder / "ca.pem"), "--tls-auth-clients", "no"]
-        if password:
-            command += ["--requirepass", password]
-        super().__init__(folder, "redis", command)
-
-    @property
-    def url(self) -> str:
-        return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
-
-    def begin(self) -> None:
-        """Start it; returns when it answers."""
-        self.start(self._is_listening, START_SECONDS)
-
-    def cli(self, *words: str) -> str:
-        """What Redis' own program says."""
-        command = ["redis-cli", "-p", str(self.port), *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+class RedisServer(redis.RedisServer):
+    """With what opens a part of its keys."""
 
     def place(self, part: str, **more: Any) -> RedisPlace:
         """How to reach a part of the keys."""
@@ -56,11 +25,6 @@ class RedisServer(Server):
         ca_file = self.folder / "ca.pem" if self.tls else None
         options = RedisIndexOptions(**{"url": self.url, "ca_file": ca_file, "deadline": 30.0, **more})
         return RedisPlace(options, f"{part}/".encode(), password)
-
-    def _is_listening(self) -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-            return True
-        return False
 
 
 @contextmanager

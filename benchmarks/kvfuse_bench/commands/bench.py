@@ -29,6 +29,7 @@ from kvfuse_bench.commands.measuring import (
 )
 from kvfuse_bench.commands.outlive import outlive
 from kvfuse_bench.commands.peers import peers
+from kvfuse_bench.commands.scale import scale
 from kvfuse_bench.rings import RING_BENCHES, RingSetting
 from kvfuse_bench.rounds import Conditions, Figure
 from kvfuse_bench.short import bench_short
@@ -179,3 +180,4 @@ bench.add_command(hosts)
 bench.add_command(gpu)
 bench.add_command(outlive)
 bench.add_command(peers)
+bench.add_command(scale)

@@ -72,7 +72,7 @@ LOOKS_AHEAD, AHEAD_SECONDS = 3, 1.0
 """how often, and for how long, memory may be made free for blocks that are brought ahead"""
 SWEPT_AT_ONCE = 20_000
 SHARED_PARTS = 16
-"""one slab in so many is the most that a host of a shared volume has free ahead of need"""
+"""one slab in so many is the most that the hosts of a shared volume have free ahead of need, together"""
 NO_SLABS_SECONDS = 0.2
 """for which nobody is asked for slabs after there were none"""
 HEAR_SECONDS = 0.02
@@ -223,9 +223,14 @@ class BlockEngine:
 
     @property
     def _spare_slabs(self) -> int:
+        """Slabs that are to be free here. All hosts hear of each that is lent: who has no blocks has one."""
         count = self.core.geometry.slab_count
         wanted = min(max(int(SPARE_SHARE * count), SPARE_SLABS_MIN), SPARE_SLABS_MAX)
-        return wanted if self.others is None else max(1, min(wanted, count // SHARED_PARTS))
+        if self.others is None:
+            return wanted
+        figures, part = self.native.statistics(), count // (SHARED_PARTS * self.core.host_count())
+        has_blocks = figures["puts"] or len(self.core.slabs.lent) > figures["free_slabs"]
+        return max(1, min(wanted, part)) if has_blocks else 1
 
     @property
     def knows_all(self) -> bool:
@@ -1279,14 +1284,14 @@ class BlockEngine:
             self.indexed.note_gone(gone)
 
     async def _keep_slabs(self) -> None:
-        free = self.native.statistics()["free_slabs"]
         if self._is_closing:
             return
-        if self.others is not None and free > 4 * self._spare_slabs:
-            self.slabs.give_back(free - 2 * self._spare_slabs)
-        if free < self._spare_slabs and not self.slabs.are_wanted:
+        free, spare = self.native.statistics()["free_slabs"], self._spare_slabs
+        if self.others is not None and free > 4 * spare:
+            self.slabs.give_back(free - 2 * spare)
+        if free < spare and not self.slabs.are_wanted:
             try:
-                await self.slabs.lend(2 * self._spare_slabs)
+                await self.slabs.lend(2 * spare)
             except errors.EngineError as error:
                 log.warning("no slab can be taken for blocks: %s", error)
 

@@ -186,7 +186,8 @@ class HeldSlabs:
 
     async def give_back(self, slabs: Sequence[int]) -> None:
         """Slabs in which this client allocates no more are nobody's. After an EngineError: to be tried again."""
-        for part in self._pieces(slabs):
+        for piece in self._pieces(slabs):
+            part = [slab for slab in piece if slab in self.slabs]  # an attempt of before may have given some meanwhile
             expect = {schema.holder_key(slab): self.slabs[slab].version for slab in part}
             puts = {
                 schema.holder_key(slab): schema.encode_holder(SlabHolder(NOBODY, self.slabs[slab].holder.epoch))

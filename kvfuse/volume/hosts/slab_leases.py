@@ -63,6 +63,7 @@ class SlabLeases:
         self._work = trio.Event()
         core.slabs.slab_opened = self._slab_opened
         core.is_alone = self._is_alone
+        core.host_count = lambda: max(len(self.view.members), 1)
         core.shared_part = self._part
         core.more_slabs = self.take_empty_slabs
         ranges = (core.inodes, core.generations)
@@ -74,8 +75,7 @@ class SlabLeases:
 
     def heir(self, client: int) -> int:
         """Which of the clients that are alive sees to what a client left behind that is gone. All agree, by and by."""
-        survivors = sorted(self.view.members) or [self.core.client]
-        return survivors[client % len(survivors)]
+        return self.view.heir(client, self.core.client)
 
     def space(self) -> tuple[int, int]:
         """(free bytes, inodes) of the whole volume, as far as this client has heard."""

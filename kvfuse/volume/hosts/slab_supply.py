@@ -21,10 +21,12 @@ from kvfuse.volume.hosts.held_slabs import HeldSlabs
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
 
+AHEAD_IDLE = 4
+"""Free slabs held ahead of need by a client that uses none: all others hear of each that it takes, or gives back;"""
 AHEAD = 8
-"""Free slabs held ahead of need, at the least,"""
+"""by one that used some, at the least,"""
 AHEAD_SIZE = 256 << 20
-"""and bytes in them, at first: to take slabs costs three questions, however many they are."""
+"""and bytes in them: to take slabs costs three questions, however many they are."""
 AHEAD_GROWTH = 8
 """So many times that many after writers had to wait again and again."""
 AHEAD_SHARE = 4
@@ -32,7 +34,8 @@ AHEAD_SHARE = 4
 PARTIAL_MAX = 4
 """Slabs in use taken at once, when there are no free ones."""
 WINDOW = 4
-"""Clients choose among so many times the slabs that they want, so that they seldom want the same ones."""
+"""Clients choose among so many times the slabs that they want, so that they seldom want the same ones; and among twice
+as many each time that others were faster, as all of them may want some at once."""
 IDLE_SECONDS = 5.0
 """A slab that was free that long is given back, if it is one too many;"""
 SCARCE_SECONDS = 0.5
@@ -56,8 +59,8 @@ class SlabSupply:
     shares: Shares
 
     def __post_init__(self) -> None:
-        self._ahead_min = max(AHEAD, AHEAD_SIZE // self.core.geometry.slab_size)
-        self._ahead = self._ahead_min
+        self._ahead_used = max(AHEAD, AHEAD_SIZE // self.core.geometry.slab_size)
+        self._ahead = AHEAD_IDLE
         self._opened = 0
         """free slabs that came into use since the last look for idle ones"""
         self._idle: set[int] = set()
@@ -81,6 +84,8 @@ class SlabSupply:
     def note_opened(self) -> bool:
         """A free slab came into use. True: take others ahead."""
         self._opened += 1
+        if self._is_short:
+            self._ahead = max(self._ahead, self._ahead_used)
         return self._is_short
 
     async def take_ahead(self) -> None:
@@ -89,7 +94,7 @@ class SlabSupply:
 
     async def take_more(self) -> None:
         """Take free slabs of nobody, else such in use with free slots, else what clients held that are gone."""
-        self._ahead = min(2 * self._ahead, AHEAD_GROWTH * self._ahead_min)
+        self._ahead = min(2 * max(self._ahead, self._ahead_used), AHEAD_GROWTH * self._ahead_used)
         wanted = max(self._target - self.core.slabs.free_slab_count, 1)
         if not await self._take_empty(wanted) and not await self.held.take(self._partly_used()):
             for client in self.view.gone():
@@ -99,10 +104,11 @@ class SlabSupply:
 
     async def _take_empty(self, count: int) -> int:
         """Take up to ``count`` free slabs of nobody; how many. Others may be faster, while there are some."""
-        taken = 0
+        taken, window_size = 0, WINDOW * count
         while not taken:
             empty = (slab for slab in self.view.unheld() if not self.view.use(slab).slots_used)
-            window = list(islice(empty, WINDOW * count))
+            window = list(islice(empty, window_size))
+            window_size *= 2
             if not window:
                 break
             taken = await self.held.take(sorted(self._random.sample(window, min(count, len(window)))))
@@ -126,9 +132,7 @@ class SlabSupply:
             return
         self._looked_used = now
         rest, given = GIVEN_SECONDS + self.core.grace.seconds, self.view.given
-        used = {
-            slab for slab in self.view.unheld() if slab in self.view.lent and now > given.get(slab, -math.inf) + rest
-        }
+        used = {slab for slab in self.view.abandoned if now > given.get(slab, -math.inf) + rest}
         wanted = [slab for slab in sorted(used) if slab in self._used or heir(slab) == self.core.client]
         self._used = used.difference(wanted)
         await self.held.take(wanted)
@@ -146,7 +150,7 @@ class SlabSupply:
         idle = [slab for slab in free if slab in self._idle]
         surplus = min(len(idle), len(free) - self._target)
         if not self._opened:
-            self._ahead = self._ahead_min
+            self._ahead = min(self._ahead, self._ahead_used)
         self._looked, self._opened, self._idle = trio.current_time(), 0, set(free)
         given = idle[len(idle) - max(surplus, 0) :]
         if has_surplus and not self.held.journal.is_committing:

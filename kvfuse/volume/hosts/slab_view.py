@@ -69,8 +69,14 @@ class SlabView:
         """client -> what it made, less what it removed"""
         self.counted = Counts(0, None)
         """the same of clients that are gone"""
-        self._beside: dict[int, Counts] = {}
-        """client -> what `counts_beside` said of it, since one of these changed"""
+        self._total = Counts(0, 0)
+        """of all ``counts``"""
+        self._gone: set[int] = set()
+        """see `gone`"""
+        self._heirs: list[int] = []
+        """``members``, ascending; empty: to be sorted anew"""
+        self.abandoned: set[int] = set()
+        """slabs of nobody that have blocks of a block store"""
         self.freed: Counter[int] = Counter()
         """slab -> durable slots that its holder has still to free, about"""
         self.used_bytes = 0
@@ -131,18 +137,19 @@ class SlabView:
 
     def gone(self) -> list[int]:
         """Clients that left something behind: slabs, or counts."""
-        return sorted({*self.held_counts, *self.counts} - self.members)
+        return sorted(self._gone)
+
+    def heir(self, number: int, default: int) -> int:
+        """The client that is alive whose turn a number is: all agree, by and by. ``default``: where there is none."""
+        if not self._heirs:
+            self._heirs = sorted(self.members) or [default]
+        return self._heirs[number % len(self._heirs)]
 
     def counts_beside(self, client: int) -> Counts:
         """The common counts and those of all clients but this one."""
-        beside = self._beside.get(client)
-        if beside is None:
-            beside = self.counted
-            for other, counts in self.counts.items():
-                if other != client:
-                    beside = beside.add(counts)
-            self._beside[client] = beside
-        return beside
+        own, common = self.counts.get(client, Counts(0, 0)), self.counted
+        size = common.size + (self._total.size or 0) - (own.size or 0) if common.size is not None else None
+        return Counts(common.inodes + self._total.inodes - own.inodes, size)
 
     def held_by(self, client: int) -> list[int]:
         """Its slabs, ascending; looks at all that anybody holds."""
@@ -205,6 +212,7 @@ class SlabView:
     def _note_damaged(self, keys: Iterable[bytes]) -> None:
         """Nobody can tell who holds these slabs: this client does not ask for them."""
         self._unclear.update([schema.key_slab(key) for key in keys if key[:1] == b"l"])
+        self.abandoned -= self._unclear
 
     def apply(self, change: Change) -> None:
         """Take over a change, unless a newer one is known. An unreadable record is left out: it is fsck's business."""
@@ -233,6 +241,22 @@ class SlabView:
             self.members.discard(client)
         else:
             self.members.add(client)
+        self._heirs = []
+        self._note_client(client)
+
+    def _note_client(self, client: int) -> None:
+        """Something of it came or went."""
+        if client not in self.members and (client in self.held_counts or client in self.counts):
+            self._gone.add(client)
+        else:
+            self._gone.discard(client)
+
+    def _note_lent(self, slab: int) -> None:
+        """Its holder changed, or whether it has blocks."""
+        if slab in self.lent and self.seen(slab).holder.client == NOBODY and slab not in self._unclear:
+            self.abandoned.add(slab)
+        else:
+            self.abandoned.discard(slab)
 
     def _apply_holder(self, key: bytes, value: bytes | None, version: int) -> None:
         slab = schema.key_slab(key)
@@ -247,15 +271,22 @@ class SlabView:
             self.held_counts[before] -= 1
             if not self.held_counts[before]:
                 del self.held_counts[before]
+            if before not in self.members:
+                self._note_client(before)
         if seen.holder.client != NOBODY:
             self.held_counts[seen.holder.client] += 1
+            if seen.holder.client not in self.members:
+                self._note_client(seen.holder.client)
         else:
             self._unheld_start = min(self._unheld_start, slab)
+        if slab in self.lent:
+            self._note_lent(slab)
 
     def _apply_slab(self, key: bytes, value: bytes | None, version: int) -> None:
         slab = schema.key_slab(key)
         use = UNUSED
         self.lent.pop(slab, None)
+        self.abandoned.discard(slab)
         if value is not None:
             state = SlabState(slab, *schema.decode_slab(value))
             if state.slot_size == LENT and len(state.bitmap) == TOKEN_SIZE and slab < self.geometry.slab_count:
@@ -270,17 +301,22 @@ class SlabView:
             self._unheld_used += added
         if use.slots_used:
             self.uses[slab] = use
+        if slab in self.lent:
+            self._note_lent(slab)
 
     def _apply_counts(self, key: bytes, value: bytes | None, version: int) -> None:
-        if value is None:
-            self.counts.pop(schema.key_client(key), None)
-        else:
-            self.counts[schema.key_client(key)] = schema.decode_counts(value)
-        self._beside.clear()
+        client = schema.key_client(key)
+        after = schema.decode_counts(value) if value is not None else Counts(0, 0)
+        before = self.counts.pop(client, Counts(0, 0))
+        if value is not None:
+            self.counts[client] = after
+        size = (self._total.size or 0) + (after.size or 0) - (before.size or 0)
+        self._total = Counts(self._total.inodes + after.inodes - before.inodes, size)
+        if client not in self.members:
+            self._note_client(client)
 
     def _apply_counter(self, key: bytes, value: bytes | None, version: int) -> None:
         self.counted = schema.decode_counts(value) if value is not None else Counts(0, None)
-        self._beside.clear()
 
     _APPLY = {
         b"m": _apply_member,

@@ -175,6 +175,8 @@ class Core:
     """of freed slots of a shared volume"""
     is_alone: Callable[[], bool] = field(default=lambda: False)
     """no other client of a shared volume is known from the watch"""
+    host_count: Callable[[], int] = field(default=lambda: 1)
+    """clients that have the volume, this one included, as far as it has heard"""
     shared_part: Callable[[], CacheShare] | None = None
     """of a shared volume: see `part`"""
     more_slabs: Callable[[], Awaitable[bool]] | None = None

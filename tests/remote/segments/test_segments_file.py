@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import random
@@ -188,6 +189,39 @@ async def test_a_full_disk_leaves_no_part_of_a_segment(mount: Callable[[str, str
     await store.write([Transfer(1, 0, b"x" * SIZE)])  # reserved: a full disk does not matter
     await store.create(2, SIZE)
     await store.aclose()
+
+
+@pytest.mark.root
+async def test_hosts_that_make_the_same_segment_reserve_it_once(mount: Callable[[str, str], Path]) -> None:
+    point = mount("tmpfs", "size=12m")
+    stores = [FileSegments.open(point) for _ in range(6)]
+    async with trio.open_nursery() as nursery:
+        for store in stores:
+            nursery.start_soon(store.create, 1, SIZE)
+    assert [path.name for path in point.iterdir()] == ["00000001.seg"]
+    for store in stores:
+        await store.aclose()
+
+
+async def test_a_segment_is_made_though_another_process_keeps_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fileio, "TURN_SECONDS", 0.0)
+    store = FileSegments.open(tmp_path)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    await store.create(1, SIZE)
+    os.close(descriptor)
+    assert await store.list() == [SegmentInfo(1, SIZE)]
+    await store.aclose()
+
+
+async def test_segments_that_another_host_made_are_listed(tmp_path: Path) -> None:
+    one, two = FileSegments.open(tmp_path), FileSegments.open(tmp_path)
+    await one.create(3, SIZE)
+    assert await two.list() == [SegmentInfo(3, SIZE)]
+    for store in (one, two):
+        await store.aclose()
 
 
 async def test_leftovers_of_a_creation_are_cleared_and_other_files_stay(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from volume_lab import MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.blocks.block_engine import SHARED_PARTS
+from kvfuse.volume.hosts import slab_supply
 
 
 @pytest.fixture
@@ -379,3 +381,35 @@ async def test_a_host_whose_clock_is_ahead_holds_up_no_listing(
         await two.put(b"own", b"y")  # above what it knows of others
         assert await two.names() == sorted([b"%d" % number for number in range(20)] + [b"own"])
         assert await two.names(reader=1) == await two.names()
+
+
+async def test_idle_hosts_hold_few_slabs_and_ask_nothing(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(capacity=512 * MIB, strict=False)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 12, rng) as mounted:
+        await block_hosts(mounted)
+        await trio.sleep(60)
+        held = dict(inside.leases(mounted[0]).view.held_counts)
+        before = [inside.records(volume).counters.round_trips for volume in mounted]
+        await trio.sleep(600)
+        after = [inside.records(volume).counters.round_trips for volume in mounted]
+    assert len(held) == 12, "each has some at hand"
+    assert max(held.values()) <= slab_supply.AHEAD_IDLE + 2
+    assert after == before
+
+
+async def test_hosts_that_store_share_what_is_free_ahead_of_need(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(capacity=512 * MIB, strict=False)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 12, rng) as mounted:
+        hosts = await block_hosts(mounted)
+        for number, host in enumerate(hosts):
+            await host.put(b"%d" % number, b"x")
+            await host.written()
+        await trio.sleep(60)
+        lent = sum(len(inside.slabs(volume).lent) for volume in mounted)
+    assert lent <= 4 * len(hosts) + disk.superblock.geometry.slab_count // SHARED_PARTS * 4

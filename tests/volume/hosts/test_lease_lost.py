@@ -19,6 +19,7 @@ from volume_lab import CALLER, Chaos, Disk, MemorySegments, lab_options
 from kvfuse import errors
 from kvfuse.errors import EngineError, EngineTimeout
 from kvfuse.volume.api import ROOT_INODE
+from kvfuse.volume.hosts import slab_supply
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.store import schema
 from kvfuse.volume.volume import Volume
@@ -258,6 +259,7 @@ async def test_what_cannot_be_cut_off_keeps_nobody_waiting(
         raise EngineTimeout("injected: no answer of a monitor")
 
     monkeypatch.setattr(MemorySegments, "fence", fence)
+    monkeypatch.setattr(slab_supply, "AHEAD_IDLE", slab_supply.AHEAD_SIZE)
     options = lab_options(capacity=1 << 30)
     disk = Disk.format(options, shared=True)
     disk.fences = True

@@ -10,6 +10,7 @@ import trio.testing
 from volume_lab import MIB, Chaos, Disk, MemoryRecords, lab_options
 
 from kvfuse.remote.records.api import Change
+from kvfuse.slab.image import LENT, TOKEN_SIZE
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import NOBODY, SlabHolder
@@ -102,3 +103,30 @@ async def test_it_follows_and_makes_up_for_a_broken_watch(
         await trio.sleep(0.1)
         assert view.members == {9}
         nursery.cancel_scope.cancel()
+
+
+def test_sums_are_kept_as_records_come_and_go(view: SlabView, rng: random.Random) -> None:
+    """What is asked for each second is not computed anew from all hosts: so it has to be the same as if it were."""
+    clients, slabs = range(1, 6), range(8)
+    for version in range(1, 2000):
+        client, slab = rng.choice(clients), rng.choice(slabs)
+        lent = schema.encode_slab(LENT, bytes(TOKEN_SIZE))
+        view.apply(
+            rng.choice(
+                [
+                    held(slab, rng.choice([NOBODY, client]), version),
+                    Change(schema.holder_key(slab), None, version),
+                    Change(schema.slab_key(slab), rng.choice([lent, None]), version),
+                    Change(schema.member_key(client), rng.choice([b"", None]), version),
+                    Change(schema.files_key(client), rng.choice([schema.encode_counts(version, slab), None]), version),
+                    Change(schema.COUNTER_FILES, rng.choice([schema.encode_counts(client, version), None]), version),
+                ]
+            )
+        )
+        assert view.gone() == sorted({*view.held_counts, *view.counts} - view.members)
+        assert view.heir(slab, 9) == (sorted(view.members) or [9])[slab % max(len(view.members), 1)]
+        beside = view.counted
+        for other, counts in view.counts.items():
+            beside = beside if other == client else beside.add(counts)
+        assert view.counts_beside(client) == beside
+        assert view.abandoned == {slab for slab in view.lent if view.seen(slab).holder.client == NOBODY}

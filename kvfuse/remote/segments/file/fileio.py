@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 ZEROS = memoryview(bytes(1 << 20))
+TURN_SECONDS = 5.0
+"""for which the making of a segment waits for another process that makes one"""
+TURN_PAUSE = 0.02
 
 
 class SegmentFile:
@@ -276,10 +280,13 @@ def write_runs(runs: Sequence[Run]) -> None:
 def create(path: Path, segment: int, size: int, *, is_direct: bool) -> SegmentFile:
     """Make a preallocated file appear at ``path``, whole and durable, or not at all. One that is there already is it.
 
-    Another host that makes the same file at the same time gets the same one: a name is linked once.
+    Another host that makes the same file at the same time gets the same one: a name is linked once. They take turns
+    where the file system has locks: else all hosts of a new volume would reserve the same segment at once.
     """
     temporary = path.with_suffix(f".{secrets.token_hex(8)}.new")
-    with translated(path):
+    with translated(path), _turn_in(path.parent):
+        with contextlib.suppress(FileNotFoundError):
+            return SegmentFile.open(path, segment, is_direct=is_direct, read_only=False)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # says that somebody is at it
@@ -292,6 +299,28 @@ def create(path: Path, segment: int, size: int, *, is_direct: bool) -> SegmentFi
             os.close(fd)
         sync_directory(path.parent)
         return SegmentFile.open(path, segment, is_direct=is_direct, read_only=False)
+
+
+@contextlib.contextmanager
+def _turn_in(folder: Path) -> Iterator[None]:
+    """Have the lock of a folder in the body. Not where it has none, or another process keeps it for too long."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + TURN_SECONDS
+        with contextlib.suppress(OSError):
+            while not _has_locked(fd) and time.monotonic() < deadline:
+                time.sleep(TURN_PAUSE)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _has_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def remove_unfinished(temporary: Path) -> None:

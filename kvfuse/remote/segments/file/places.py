@@ -7,6 +7,7 @@ so that a name means a whole segment.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -33,6 +34,10 @@ class SegmentPlaces(ABC):
     @abstractmethod
     def found(self) -> Sequence[SegmentFile]:
         """All segments that are there, opened."""
+
+    def numbers(self) -> set[int]:
+        """Segments that are there now, where other processes may make some."""
+        return set()
 
     @abstractmethod
     def find(self, segment: int) -> SegmentFile | None:
@@ -76,6 +81,11 @@ class FolderPlaces(SegmentPlaces):
                     fileio.remove_unfinished(entry)
             on_failure.pop_all()
         return files
+
+    def numbers(self) -> set[int]:
+        with fileio.translated(self.path):
+            matches = [FILE_NAME.fullmatch(name) for name in os.listdir(self.path)]
+            return {int(match[1], 16) for match in matches if match and match[2] == "seg"}
 
     def find(self, segment: int) -> SegmentFile | None:
         path = self._path(segment)

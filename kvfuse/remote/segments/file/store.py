@@ -110,6 +110,7 @@ class FileSegments(SegmentStore):
                 await self._in_thread(lambda: self._places.drop(file))
 
     async def list(self) -> list[SegmentInfo]:
+        await self._meet(await self._in_thread(self._places.numbers))
         return [SegmentInfo(segment, self._files[segment].size) for segment in sorted(self._files)]
 
     async def _meet(self, segments: set[int]) -> None:
