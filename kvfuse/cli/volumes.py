@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -120,15 +121,23 @@ async def _shape_of(options: Options) -> dict[str, tuple[int, str]]:
     geometry, wanted = superblock.geometry, options.volume.segment_size
     segment_size = geometry.segment_size(0)
     with suppress(ValueError):
-        if Geometry.choose(geometry.capacity, geometry.slab_size, wanted) == geometry:
+        first = replace(geometry, slab_count=geometry.first_slab_count)  # as it was formatted
+        if Geometry.choose(first.size, first.slab_size, wanted).segment_slabs == geometry.segment_slabs:
             segment_size = wanted
+    capacity = geometry.capacity
+    if superblock.resizes and options.volume.capacity:  # mount.conf of hosts may say what the volume had before
+        capacity = min(capacity, options.volume.capacity)
     # A root that was rebuilt has none of its own: what is given counts.
     chunk_size = schema.decode_inode(root.value).chunk_size if root is not None else 0
-    metadata_size = schema.decode_u64(budget.value) if budget is not None else default_size(geometry.capacity)
+    metadata_size = (
+        schema.decode_u64(budget.value)
+        if budget is not None
+        else default_size(geometry.capacity, is_shared=options.is_shared)
+    )
     anew = "make another volume ('kvfuse format') and copy to it"
     own = "set it as the attribute user.kvfuse.chunk_size of a folder of the mount"
     return {
-        "volume.capacity": (geometry.capacity, anew),
+        "volume.capacity": (capacity, "have 'kvfuse resize' give it more"),
         "volume.slab_size": (geometry.slab_size, anew),
         "volume.segment_size": (segment_size, anew),
         "volume.chunk_size": (chunk_size or options.volume.chunk_size, own),

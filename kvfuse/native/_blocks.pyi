@@ -11,8 +11,17 @@ ROW: int
 """bytes of a row"""
 
 class Core:
-    def __init__(self, states: int, slab_count: int, slab_size: int, head_size: int, sizes: Any) -> None:
-        """``states``: address of 16 bytes a slab, zeros or as the last daemon left them; ``sizes``: u32, sorted."""
+    def __init__(
+        self, states: int, slab_count: int, slab_size: int, head_size: int, sizes: Any, slab_room: int = 0
+    ) -> None:
+        """``states``: address of 16 bytes a slab, zeros or as the last daemon left them; ``sizes``: u32, sorted.
+
+        ``slab_room``: as many slabs as there may be later, of which there are states, too.
+        """
+    def set_slab_count(self, slab_count: int) -> None:
+        """There are more slabs from now on, or fewer. ValueError: no room for them, or blocks are in others."""
+    def keep_to(self, slab_count: int) -> None:
+        """No block gets a slot in slabs from this one on."""
     def hold(self, address: int, memory: Any | None) -> None:
         """Hold memory that begins there, states, a table or an arena, as long as the core or a batch; None: no more."""
     def put_space(self, place: int, number: int, above: int, epoch: int, bytes_max: int, blocks_max: int) -> None: ...
@@ -36,8 +45,8 @@ class Core:
     def pin_arena(self, number: int, by: int) -> bool: ...
     def add_slabs(self, numbers: Any, token: int) -> None:
         """u32: slabs without blocks; ``token``: of their loan."""
-    def take_slabs(self, count: int) -> list[int]:
-        """Free slabs, whose heads on the medium say so: they are the core's no more."""
+    def take_slabs(self, count: int, first: int = 0) -> list[int]:
+        """Free slabs, from ``first`` on, whose heads on the medium say so: they are the core's no more."""
     def load_slab(self, number: int, token: int, heads: Any) -> int:
         """Take over a slab by its heads, at a mount. How many blocks it has. Tables and spaces are there before."""
     def load_foreign(self, number: int, token: int, heads: Any) -> int:

@@ -149,6 +149,7 @@ typedef struct {
 typedef struct Core {
     pthread_mutex_t lock;
     uint64_t sequence, slab_size, head_size;
+    uint32_t kept_slabs; /* no slot is taken in slabs from this one on */
     uint32_t slab_count, class_count, free_count, free_room, size_count, learned;
     SlabState *states;
     Slab *slabs;
@@ -357,18 +358,21 @@ static int64_t slab_with_room(Core *core, uint32_t slot_size)
     while (class->count) {
         uint32_t number = class->slabs[class->count - 1];
         Slab *slab = core->slabs + number;
-        if (slab->owners && slab->class == (uint32_t)found && slab->free)
+        if (slab->owners && slab->class == (uint32_t)found && slab->free && number < core->kept_slabs)
             return number;
         class->count--;
         if (slab->class == (uint32_t)found)
             slab->in_list = 0;
     }
-    if (!core->free_count)
+    uint32_t place = core->free_count;
+    while (place && core->free_slabs[place - 1] >= core->kept_slabs)
+        place--;
+    if (!place)
         return -1;
-    uint32_t number = core->free_slabs[core->free_count - 1];
+    uint32_t number = core->free_slabs[place - 1];
     if (!cut_slab(core, number, slot_size))
         return -1;
-    core->free_count--;
+    core->free_slabs[place - 1] = core->free_slabs[--core->free_count];
     SlabState *state = core->states + number;
     state->incarnation = random_word(); /* what the medium has of its slots is not believed from now on */
     state->is_head_written = state->has_stale = 0;

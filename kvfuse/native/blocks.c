@@ -113,15 +113,16 @@ static void release_all(Py_buffer *columns, int count)
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
 {
     unsigned long long states, slab_size, head_size;
-    unsigned slab_count;
+    unsigned slab_count, slab_room = 0;
     Py_buffer sizes;
-    if (!PyArg_ParseTuple(args, "KIKKy*", &states, &slab_count, &slab_size, &head_size, &sizes))
+    if (!PyArg_ParseTuple(args, "KIKKy*|I", &states, &slab_count, &slab_size, &head_size, &sizes, &slab_room))
         return NULL;
+    slab_room = slab_room > slab_count ? slab_room : slab_count;
     CoreObject *self = NULL;
     Core *core = NULL;
     Py_ssize_t count = sizes.len / 4;
     const uint32_t *size = sizes.buf;
-    int is_sound = count >= 1 && count <= SIZES - LEARNED_MAX && slab_count < OF_SLAB && slab_size % PAGE == 0 &&
+    int is_sound = count >= 1 && count <= SIZES - LEARNED_MAX && slab_room < OF_SLAB && slab_size % PAGE == 0 &&
                    slab_size / PAGE <= SLOTS_MAX && head_size >= HEAD + HEAD + NAME_ROOM;
     for (Py_ssize_t i = 0; is_sound && i < count; i++)
         is_sound = size[i] && size[i] % PAGE == 0 && size[i] <= slab_size && (!i || size[i - 1] < size[i]);
@@ -129,10 +130,10 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
         PyErr_SetString(PyExc_ValueError, "no such slabs, or slot sizes");
     else if ((self = (CoreObject *)type->tp_alloc(type, 0)) && (self->held = PyDict_New()) && (core = self->core = calloc(1, sizeof *core))) {
         core->states = (SlabState *)(uintptr_t)states;
-        core->slab_count = core->free_room = slab_count, core->slab_size = slab_size, core->head_size = head_size;
-        core->slabs = calloc(slab_count + 1, sizeof *core->slabs);
-        core->free_slabs = calloc(slab_count + 1, sizeof *core->free_slabs);
-        core->foreign = calloc(slab_count + 1, sizeof *core->foreign);
+        core->slab_count = slab_count, core->free_room = slab_room, core->kept_slabs = UINT32_MAX, core->slab_size = slab_size, core->head_size = head_size;
+        core->slabs = calloc(slab_room + 1, sizeof *core->slabs); /* pages of slabs that there are not take no memory */
+        core->free_slabs = calloc(slab_room + 1, sizeof *core->free_slabs);
+        core->foreign = calloc(slab_room + 1, sizeof *core->foreign);
         core->foreign_max = FOREIGN_ROWS_MAX;
         core->size_count = (uint32_t)count;
         memcpy(core->sizes, sizes.buf, (size_t)count * 4);
@@ -418,6 +419,34 @@ static PyObject *pin_arena(PyObject *self, PyObject *args)
     return PyBool_FromLong(arena != NULL);
 }
 
+static PyObject *set_slab_count(PyObject *self, PyObject *args)
+{
+    unsigned slab_count;
+    if (!PyArg_ParseTuple(args, "I", &slab_count))
+        return NULL;
+    int may_be = slab_count <= CORE->free_room;
+    lock(CORE);
+    for (uint32_t i = slab_count; may_be && i < CORE->slab_count; i++)
+        may_be = !CORE->states[i].is_ours && !CORE->slabs[i].owners && !CORE->foreign[i].rows;
+    if (may_be)
+        CORE->slab_count = slab_count;
+    unlock(CORE);
+    if (!may_be)
+        return PyErr_Format(PyExc_ValueError, "%u slabs: there is room for %u, or others are in use", slab_count, CORE->free_room);
+    Py_RETURN_NONE;
+}
+
+static PyObject *keep_to(PyObject *self, PyObject *args)
+{
+    unsigned slab_count;
+    if (!PyArg_ParseTuple(args, "I", &slab_count))
+        return NULL;
+    lock(CORE);
+    CORE->kept_slabs = slab_count;
+    unlock(CORE);
+    Py_RETURN_NONE;
+}
+
 static PyObject *add_slabs(PyObject *self, PyObject *args)
 {
     Py_buffer numbers;
@@ -443,8 +472,8 @@ static PyObject *add_slabs(PyObject *self, PyObject *args)
    lose power before he writes his own head. */
 static PyObject *take_slabs(PyObject *self, PyObject *args)
 {
-    unsigned count;
-    if (!PyArg_ParseTuple(args, "I", &count))
+    unsigned count, first = 0;
+    if (!PyArg_ParseTuple(args, "I|I", &count, &first))
         return NULL;
     Core *core = CORE;
     uint32_t *taken = malloc((core->slab_count + 1) * sizeof *taken), found = 0, left = 0;
@@ -453,7 +482,7 @@ static PyObject *take_slabs(PyObject *self, PyObject *args)
     lock(core);
     for (uint32_t i = 0; i < core->free_count; i++) {
         uint32_t number = core->free_slabs[i];
-        if (found < count && core->states[number].is_head_written) {
+        if (found < count && number >= first && core->states[number].is_head_written) {
             core->states[number].is_ours = 0;
             taken[found++] = number;
         } else
@@ -1211,10 +1240,12 @@ static PyObject *take_gone(PyObject *self, PyObject *args)
 static PyObject *statistics(PyObject *self, PyObject *unused)
 {
     Core *core = CORE;
-    uint64_t live = 0, free_bytes = 0;
+    uint64_t live = 0, free_bytes = 0, free_slabs = 0;
     lock(core);
+    for (uint32_t i = 0; i < core->free_count; i++)
+        free_slabs += core->free_slabs[i] < core->kept_slabs;
     for (uint32_t s = 0; s < core->slab_count; s++)
-        if (core->slabs[s].owners)
+        if (core->slabs[s].owners && s < core->kept_slabs)
             free_bytes += (uint64_t)core->slabs[s].free * core->states[s].slot_size;
     for (uint32_t t = 0; t < core->table_end; t++)
         if (core->tables[t].is_known && !core->tables[t].is_ended)
@@ -1226,7 +1257,7 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
                {"gets", core->gets}, {"get_bytes", core->get_bytes}, {"recycled_arenas", core->recycled},
                {"relocated", core->relocated}, {"refused", core->refused}, {"batches", core->batches},
                {"dirty_bytes", core->dirty_bytes}, {"dirty", core->queue.tail - core->queue.head},
-               {"free_slabs", core->free_count}, {"queued", core->queue.tail},
+               {"free_slabs", free_slabs}, {"queued", core->queue.tail},
                {"free_slots_bytes", free_bytes}, {"foreign", core->foreign_rows},
                {"shadows", core->shadows}, {"sequence", core->sequence}, {"written_heads", core->unsynced.tail}};
     unlock(core);
@@ -1263,6 +1294,8 @@ static PyMethodDef core_methods[] = {
     {"hear", hear, METH_VARARGS, "hear(told) -> whether it counts"},
     {"row_at", row_at_slot, METH_VARARGS, "row_at(slab, slot, sequence) -> (table, row)"},
     {"settle_shadows", settle_shadowing, METH_VARARGS, "settle_shadows(sequence)"},
+    {"keep_to", keep_to, METH_VARARGS, "keep_to(slab_count)"},
+    {"set_slab_count", set_slab_count, METH_VARARGS, "set_slab_count(slab_count)"},
     {"set_loading", set_loading, METH_VARARGS, "set_loading(whether)"},
     {"restore", restore, METH_NOARGS, "restore()"},
     {"put", put, METH_VARARGS, "put(...) -> how many have a place"},

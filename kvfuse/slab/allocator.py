@@ -21,6 +21,7 @@ with the slots before it in that call already moved.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from kvfuse.slab.classes import LEARNED_MAX, SizeClasses
 from kvfuse.slab.image import LENT, TOKEN_SIZE, SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.slab.ledger import Ledger
-from kvfuse.slab.pool import ALLOCATED, DURABLE, FREE, PENDING, STATE_NAMES, Pool, Slab, largest_free
+from kvfuse.slab.pool import ALLOCATED, DURABLE, FREE, PENDING, STATE_NAMES, WITHHELD, Pool, Slab, largest_free
 from kvfuse.slab.statistics import Statistics, account
 
 PIECES_MAX = 16
@@ -72,12 +73,16 @@ class Allocator:
         self._pools: dict[int, Pool] = {}
         self._returned: list[int] = []
         """heap of free slabs below ``_unused_start``"""
-        self._unused_start = 0 if granted else geometry.slab_count
+        self._unused_start = 0 if granted else sys.maxsize
         """this slab and all after it are free: never used, or not since the start"""
         self._used_bytes = 0
         self._tail_bytes = 0
         self._dirty: set[int] = set()
         self._has_all = granted
+        self._kept_count = sys.maxsize
+        """slabs from this one on are given up, see `keep_to`"""
+        self._going: set[int] = set()
+        """those of them that are in use"""
         self._granted: set[int] = set()
         """where it has not all"""
         self.refused = 0
@@ -225,12 +230,50 @@ class Allocator:
             raise ValueError(f"slab {slab} is not lent")
         del self.lent[slab]
         self._used_bytes -= self.geometry.slab_size
-        heappush(self._returned, slab)
+        self._return_slab(slab)
         self._dirty.add(slab)
 
     def _note_lent(self, slab: int, token: bytes) -> None:
         self.lent[slab] = token
         self._used_bytes += self.geometry.slab_size
+
+    # -- slabs that are given up ---------------------------------------------------------------------
+
+    def keep_to(self, slab_count: int | None) -> None:
+        """Allocate in no slab from this one on, and lend none of them. None: in all of them again.
+
+        Of an allocator that has all slabs. What is free in such a slab is *withheld*: it counts as used until all of
+        the slab is free.
+        """
+        for index in self._going & self._slabs.keys():
+            slab = self._slabs[index]
+            self._used_bytes -= slab.pool.offer(slab) * slab.slot_size
+        if self._kept_count < self._unused_start:
+            given_up = range(self._kept_count, min(self._unused_start, self.geometry.slab_count))
+            self._returned += [slab for slab in given_up if slab not in self._slabs and slab not in self.lent]
+        self._kept_count = slab_count if slab_count is not None else sys.maxsize
+        self._returned = sorted(slab for slab in self._returned if slab < self._kept_count)
+        self._going = {slab for slab in (*self._slabs, *self.lent) if slab >= self._kept_count}
+        for index in self._going & self._slabs.keys():
+            slab = self._slabs[index]
+            self._used_bytes += slab.pool.withhold(slab) * slab.slot_size
+
+    @property
+    def has_given_up(self) -> bool:
+        """No slab that is given up is in use, and the images that were taken say so."""
+        return not self._going and all(slab < self._kept_count for slab in self._dirty)
+
+    @property
+    def going(self) -> Set[int]:
+        """Slabs that are given up, and in use."""
+        return self._going
+
+    def _return_slab(self, index: int) -> None:
+        """A slab is free."""
+        if index < self._kept_count:
+            heappush(self._returned, index)
+        else:
+            self._going.discard(index)
 
     # -- slabs that come and go ----------------------------------------------------------------------
 
@@ -282,13 +325,17 @@ class Allocator:
 
     @property
     def slab_count(self) -> int:
-        """Slabs that were granted."""
-        return self.geometry.slab_count if self._has_all else len(self._granted)
+        """Slabs that were granted; without those that are given up, and not in use."""
+        return self._kept_end + len(self._going) if self._has_all else len(self._granted)
+
+    @property
+    def _kept_end(self) -> int:
+        return min(self._kept_count, self.geometry.slab_count)
 
     @property
     def free_slab_count(self) -> int:
         """Granted slabs that have no slot size."""
-        return self.slab_count - len(self._slabs) - len(self.lent)
+        return len(self._returned) + max(0, self._kept_end - self._unused_start)
 
     def free_slabs(self) -> list[int]:
         """Free slabs that were granted one by one, and may be withdrawn; ascending."""
@@ -355,7 +402,7 @@ class Allocator:
     def free_slots(self, slot_size: int) -> Iterator[int]:
         """Addresses of free slots of this size: in slabs that have it, then those that free slabs would have."""
         yield from self._pool(slot_size).free_slots()
-        for slab in [*self._returned, *range(self._unused_start, self.geometry.slab_count)]:
+        for slab in [*self._returned, *range(self._unused_start, self._kept_end)]:
             yield from range(slab << self._slab_shift, (slab + 1 << self._slab_shift) - slot_size + 1, slot_size)
 
     def _begin_slab(self, index: int, slot_size: int) -> Slab:
@@ -424,9 +471,13 @@ class Allocator:
         self._used_bytes -= pool.slot_size
         if owner and self.ledger is not None:
             self.ledger.charge(owner, -pool.slot_size)
+        if slab.index in self._going:
+            self._used_bytes += pool.withhold(slab) * pool.slot_size
+            if slab.states.count(WITHHELD) == pool.slots_per_slab:
+                self._used_bytes -= pool.offer(slab) * pool.slot_size
         if slab.free_count == pool.slots_per_slab:
             self._drop_slab(slab)
-            heappush(self._returned, slab.index)
+            self._return_slab(slab.index)
 
     def _drop_slab(self, slab: Slab) -> None:
         slab.pool.remove(slab)
@@ -505,8 +556,9 @@ class Allocator:
         return slab.image() if slab and DURABLE in slab.states else SlabState(index, 0, b"")
 
     def _restore_slab(self, state: SlabState) -> None:
-        is_lent = state.slot_size == LENT and len(state.bitmap) == TOKEN_SIZE
-        if is_lent and 0 <= state.slab < self.geometry.slab_count:
+        if not 0 <= state.slab < self.geometry.slab_count:
+            raise VolumeError(f"slab {state.slab} is recorded, but the volume has {self.geometry.slab_count}")
+        if state.slot_size == LENT and len(state.bitmap) == TOKEN_SIZE:
             self._note_lent(state.slab, state.bitmap)
             return
         durable = durable_slots(state, self.geometry)

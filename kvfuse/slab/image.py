@@ -31,8 +31,6 @@ class SlabState(NamedTuple):
 def durable_slots(state: SlabState, geometry: Geometry) -> npt.NDArray[np.uint8]:
     """A 1 for each durable slot of a slab that has a slot size, in order. VolumeError where the image is wrong."""
     slab, slot_size, bitmap = state
-    if not 0 <= slab < geometry.slab_count:
-        raise VolumeError(f"slab {slab} is recorded, but the volume has {geometry.slab_count}")
     if slot_size % PAGE_SIZE or not 0 < slot_size <= geometry.slab_size:
         raise VolumeError(f"slab {slab} is recorded with slots of {slot_size} bytes")
     slot_count = geometry.slots_per_slab(slot_size)

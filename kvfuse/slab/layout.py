@@ -12,8 +12,8 @@ A volume's data is a row of equal *slabs*, numbered from 0 and spread over *segm
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ PAGE_SIZE = 4096
 SLAB_SIZE_MIN = 1 << 20
 SLAB_SIZE_MAX = 64 << 20
 SLAB_COUNT_MIN = 7
+SLAB_COUNT_MAX = 1 << 22
+"""Slabs that a volume may grow to: daemons reserve address space for them. One that is made with more does not grow."""
 SEGMENT_SIZE = 1 << 30
 
 HEADER_SIZE = 64
@@ -38,42 +40,55 @@ HEAD_RATIO = 64
 # -- geometry ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Geometry:
-    """Sizes (bytes) and counts of a volume, fixed when it is formatted. ValueError where they do not fit together."""
+    """Sizes (bytes) and counts of a volume. ValueError where they do not fit together.
+
+    A volume grows by whole segments (`grown`), so one segment may be shorter than all others: the last one that it was
+    formatted with. No place ever changes, and each is known before the volume is so large: who does not know yet that
+    the volume has grown finds in it what others stored.
+    """
 
     capacity: int
     """what all segment files together never exceed"""
     slab_size: int
     """a power of two"""
     segment_slabs: int
-    """slabs of every segment but the last, which has the rest"""
+    """slabs of every segment but the short one"""
     slab_count: int
-    segment_count: int = field(init=False, repr=False, compare=False)
+    first_slab_count: int = 0
+    """slabs that it was formatted with: the short segment has the last of them. 0: all"""
     head_size: int = field(init=False, repr=False, compare=False)
     """bytes of one slab's head table"""
     data_alignment: int = field(init=False, repr=False, compare=False)
     """of the first slab in its segment file, a power of two"""
+    _short_segment: int = field(init=False, repr=False, compare=False)
+    """-1: all have the same size"""
+    _missing_slabs: int = field(init=False, repr=False, compare=False)
+    """that the short segment has fewer than others"""
+    _segment_data_size: int = field(init=False, repr=False, compare=False)
     _data_starts: tuple[int, int] = field(init=False, repr=False, compare=False)
-    """file offset of the first slab: of every segment but the last, and of the last"""
+    """file offset of the first slab: of every segment but the short one, and of that"""
 
     def __post_init__(self) -> None:
         _check_slab_size(self.slab_size)
+        self.first_slab_count = self.first_slab_count or self.slab_count
         if self.segment_slabs < 1 or self.slab_count < SLAB_COUNT_MIN:
             raise ValueError(f"{self.slab_count} slabs, {self.segment_slabs} in a segment: too few")
-        segment_count = -(-self.slab_count // self.segment_slabs)
-        last_slabs = self.slab_count - (segment_count - 1) * self.segment_slabs
-        alignment = _data_alignment(self.segment_slabs, self.slab_size)
-        starts = tuple(_data_start(count, self.slab_size, alignment) for count in (self.segment_slabs, last_slabs))
-        for name, value in (
-            ("segment_count", segment_count),
-            ("head_size", self.slab_size // HEAD_RATIO),
-            ("data_alignment", alignment),
-            ("_data_starts", starts),
-        ):
-            object.__setattr__(self, name, value)  # frozen for everyone but its own constructor
+        whole_segments, rest = divmod(self.first_slab_count, self.segment_slabs)
+        self._short_segment = whole_segments if rest else -1
+        self._missing_slabs = self.segment_slabs - rest if rest else 0
+        if self.slab_count < self.first_slab_count or (self.slab_count - self.first_slab_count) % self.segment_slabs:
+            raise ValueError(f"{self.slab_count} slabs after {self.first_slab_count}: no whole segments")
+        self.head_size = self.slab_size // HEAD_RATIO
+        self.data_alignment = _data_alignment(self.segment_slabs, self.slab_size)
+        self._segment_data_size = self.segment_slabs * self.slab_size
+        self._data_starts = (self._start_of(self.segment_slabs), self._start_of(rest))
         if self.size > self.capacity:
             raise ValueError(f"{self.slab_count} slabs take {self.size} bytes, more than the capacity {self.capacity}")
+
+    def _start_of(self, slab_count: int) -> int:
+        return _data_start(slab_count, self.slab_size, self.data_alignment)
 
     @classmethod
     def choose(cls, capacity: int, slab_size: int | None = None, segment_size: int = SEGMENT_SIZE) -> Geometry:
@@ -93,6 +108,47 @@ class Geometry:
         slab_count = whole * segment_slabs + _slabs_within(rest, slab_size, alignment)
         return cls(capacity, slab_size, segment_slabs, slab_count)
 
+    def grown(self, capacity: int) -> Geometry:
+        """The same with the most whole segments more that ``capacity`` has room for. ValueError, with the minimum."""
+        step = self._data_starts[0] + self._segment_data_size
+        count = (capacity - self.size) // step
+        if count < 1:
+            raise ValueError(
+                f"{capacity} bytes have no room for another segment of {step} bytes:"
+                f" the minimum is {self.size + step} bytes"
+            )
+        slab_count = self.slab_count + count * self.segment_slabs
+        if slab_count > SLAB_COUNT_MAX:
+            raise ValueError(
+                f"a volume with slabs of {self.slab_size} bytes grows to {SLAB_COUNT_MAX * self.slab_size} bytes at"
+                " most: make another one with larger slabs, and copy to it"
+            )
+        return replace(self, capacity=capacity, slab_count=slab_count)
+
+    def cut(self, capacity: int) -> Geometry:
+        """The same without the last segments, so that all others take no more than ``capacity``. ValueError."""
+        size, segments = self.size, self.segment_count
+        while size > capacity and segments:
+            segments -= 1
+            size -= self.segment_size(segments)
+        slab_count = self.slabs_of(segments - 1).stop if segments else 0
+        if slab_count < SLAB_COUNT_MIN:
+            raise ValueError(f"{capacity} bytes have no room for {SLAB_COUNT_MIN} slabs in whole segments")
+        first = min(self.first_slab_count, slab_count)
+        return replace(self, capacity=capacity, slab_count=slab_count, first_slab_count=first)
+
+    def become(self, other: Geometry) -> bool:
+        """Be as another one of the same volume, for all who have this one. False: it was the same."""
+        if self == other:
+            return False
+        self.capacity, self.slab_count, self.first_slab_count = other.capacity, other.slab_count, other.first_slab_count
+        self.__post_init__()
+        return True
+
+    @property
+    def segment_count(self) -> int:
+        return (self.slab_count + self._missing_slabs) // self.segment_slabs
+
     @property
     def data_size(self) -> int:
         """Bytes of all slabs: addresses are below it."""
@@ -101,14 +157,17 @@ class Geometry:
     @property
     def size(self) -> int:
         """Bytes of all segment files."""
-        return (self.segment_count - 1) * self._data_starts[0] + self._data_starts[1] + self.data_size
+        short = self._short_segment >= 0
+        starts = (self.segment_count - short) * self._data_starts[0] + short * self._data_starts[1]
+        return starts + self.data_size
 
     def slabs_of(self, segment: int) -> range:
         """The slabs in a segment. ValueError if the volume has no such segment."""
         if not 0 <= segment < self.segment_count:
             raise ValueError(f"no segment {segment}: the volume has {self.segment_count}")
-        start = segment * self.segment_slabs
-        return range(start, min(start + self.segment_slabs, self.slab_count))
+        is_short, is_behind = segment == self._short_segment, segment > self._short_segment
+        start = segment * self.segment_slabs - is_behind * self._missing_slabs
+        return range(start, start + self.segment_slabs - is_short * self._missing_slabs)
 
     def segment_size(self, segment: int) -> int:
         """Bytes of a segment file."""
@@ -116,7 +175,7 @@ class Geometry:
 
     def data_start(self, segment: int) -> int:
         """File offset of a segment's first slab."""
-        return self._data_starts[segment == self.segment_count - 1]
+        return self._data_starts[segment == self._short_segment]
 
     def slab_of(self, addr: int) -> int:
         return addr // self.slab_size
@@ -126,12 +185,15 @@ class Geometry:
 
     def locate(self, addr: int) -> tuple[int, int]:
         """(segment, file offset) of a data byte."""
-        segment, data_offset = divmod(addr, self.segment_slabs * self.slab_size)
-        return segment, self._data_starts[segment == self.segment_count - 1] + data_offset
+        if addr >= self.first_slab_count * self.slab_size:
+            addr += self._missing_slabs * self.slab_size
+        segment, data_offset = divmod(addr, self._segment_data_size)
+        return segment, self._data_starts[segment == self._short_segment] + data_offset
 
     def locate_head(self, slab: int) -> tuple[int, int]:
         """(segment, file offset) of a slab's head table, ``head_size`` bytes long."""
-        segment, index = divmod(slab, self.segment_slabs)
+        place = slab + (slab >= self.first_slab_count) * self._missing_slabs
+        segment, index = divmod(place, self.segment_slabs)
         return segment, PAGE_SIZE + index * self.head_size
 
     def locate_header(self, addr: int, slot_size: int, stride: int = 0) -> tuple[int, int]:
@@ -140,7 +202,8 @@ class Geometry:
         ``stride``: those, where they are at hand.
         """
         slab, slot_offset = divmod(addr, self.slab_size)
-        segment, index = divmod(slab, self.segment_slabs)
+        place = slab + (slab >= self.first_slab_count) * self._missing_slabs
+        segment, index = divmod(place, self.segment_slabs)
         head_offset = PAGE_SIZE + index * self.head_size
         return segment, head_offset + slot_offset // slot_size * (stride or self.header_stride(slot_size))
 
@@ -185,10 +248,10 @@ NO_SEGMENT = 0xFFFFFFFF
 """The segment number in the volume's own superblock file."""
 
 # Magic, version, flags and the checksum at the end stay where they are in every version to come.
-_SUPERBLOCK = struct.Struct("<8s I I 16s Q Q Q I I I I I 16s")
+_SUPERBLOCK = struct.Struct("<8s I I 16s Q Q Q I I I I I 16s Q I Q")
 _CHECKSUM = struct.Struct("<I")
 _SUPERBLOCK_PADDING = SUPERBLOCK_SIZE - _SUPERBLOCK.size - _CHECKSUM.size
-assert _SUPERBLOCK.size == 92
+assert _SUPERBLOCK.size == 112
 assert _SUPERBLOCK.size + _SUPERBLOCK_PADDING + _CHECKSUM.size == SUPERBLOCK_SIZE
 
 FEATURE_SEALED_RECORDS = 1
@@ -197,9 +260,11 @@ FEATURE_PACKED = 2
 """Chunks may be compressed in their slots: programs of before would take them for the file's bytes."""
 FEATURE_LENT = 4
 """Slabs may be lent to the block store: programs of before take the records of these for damaged ones."""
+FEATURE_RESIZED = 8
+"""The volume has another capacity than it was formatted with: programs of before look for slabs in wrong places."""
 NEW_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
 """Of new volumes. They get FEATURE_LENT before the first slab is lent: without blocks, older programs may use them."""
-KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT
+KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED
 """Incompatible features this program knows, one bit each in the superblock's flags."""
 
 
@@ -219,6 +284,9 @@ class _SuperblockFields(NamedTuple):
     slot_size_min: int
     granule_size: int
     checksum_algorithm: bytes
+    first_slab_count: int
+    resizes: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -233,6 +301,46 @@ class Superblock:
     segment: int = NO_SEGMENT
     features: int = 0
     """of KNOWN_FEATURES"""
+    resizes: int = 0
+    """how often the capacity was changed: of two copies the one with more of them is newer"""
+
+    target: int = 0
+    """bytes of capacity that the volume is to have, once its last segments are empty; 0: it has what it is to have"""
+
+    @property
+    def kept_slab_count(self) -> int | None:
+        """Slabs that stay. None: all."""
+        return self.geometry.cut(self.target).slab_count if self.target else None
+
+    def resized(self, capacity: int, segment_count_max: int | None = None, *, may_shrink: bool = True) -> Superblock:
+        """Of the same volume, which has ``capacity``, or is to have it; the same, if so it is already. ValueError.
+
+        ``segment_count_max``: segments that the medium has places for; None: any number.
+        """
+        if capacity == (self.target or self.geometry.capacity):
+            return self
+        if capacity < self.geometry.size and not may_shrink:
+            raise ValueError("a volume that hosts share, or on devices, does not shrink")
+        if capacity <= self.geometry.capacity:
+            self.geometry.cut(capacity)
+            return self._changed(target=capacity if capacity < self.geometry.capacity else 0)
+        if self.target:
+            raise ValueError(f"it is about to have {self.target} bytes: have it keep {self.geometry.capacity} before")
+        geometry = self.geometry.grown(capacity)
+        if segment_count_max is not None and geometry.segment_count > segment_count_max:
+            raise ValueError(f"its devices have places for {segment_count_max} segments, and get no more")
+        return self._changed(geometry=geometry)
+
+    def emptied(self) -> Superblock:
+        """Nothing is in the last segments any more: the volume has its target, and they are to be removed."""
+        return self._changed(geometry=self.geometry.cut(self.target)) if self.target else self
+
+    def settled(self) -> Superblock:
+        """They are removed."""
+        return self._changed(target=0)
+
+    def _changed(self, **changes: Any) -> Superblock:
+        return replace(self, features=self.features | FEATURE_RESIZED, resizes=self.resizes + 1, **changes)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
@@ -252,6 +360,9 @@ def pack_superblock(superblock: Superblock) -> bytes:
         slot_size_min=PAGE_SIZE,
         granule_size=GRANULE_SIZE,
         checksum_algorithm=ALGORITHM.encode(),
+        first_slab_count=geometry.first_slab_count if superblock.resizes else 0,
+        resizes=superblock.resizes,
+        target=superblock.target,
     )
     body = _SUPERBLOCK.pack(*fields)
     body += bytes(_SUPERBLOCK_PADDING)
@@ -277,10 +388,13 @@ def parse_superblock(image: Buffer) -> Superblock:
     if (fields.slot_size_min, fields.granule_size, algorithm) != (PAGE_SIZE, GRANULE_SIZE, ALGORITHM):
         raise VolumeError(f"the superblock is damaged: slots of {fields.slot_size_min}, {algorithm!r} checksums")
     try:
-        geometry = Geometry(fields.capacity, fields.slab_size, fields.segment_slabs, fields.slab_count)
+        shape = fields.capacity, fields.slab_size, fields.segment_slabs, fields.slab_count, fields.first_slab_count
+        geometry = Geometry(*shape)
     except ValueError as error:
         raise VolumeError(f"the superblock is damaged: {error}") from error
-    return Superblock(fields.volume_id, geometry, fields.created_ns, fields.segment, fields.flags)
+    return Superblock(
+        fields.volume_id, geometry, fields.created_ns, fields.segment, fields.flags, fields.resizes, fields.target
+    )
 
 
 # -- slot headers ------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from sortedcontainers import SortedList
 
 from kvfuse.slab.image import SlabState
 
-FREE, ALLOCATED, DURABLE, PENDING = range(4)
-STATE_NAMES = ("free", "allocated", "durable", "pending")
+FREE, ALLOCATED, DURABLE, PENDING, WITHHELD = range(5)
+STATE_NAMES = ("free", "allocated", "durable", "pending", "withheld")
+_WITHHOLD = bytes.maketrans(bytes([FREE]), bytes([WITHHELD]))
+_OFFER = bytes.maketrans(bytes([WITHHELD]), bytes([FREE]))
 
 
 class Slab:
@@ -127,6 +129,22 @@ class Pool:
         slab.free_count -= 1
         slab.rank = None
         self.add(slab)
+
+    def withhold(self, slab: Slab) -> int:
+        """No free slot of a slab is taken any more. How many there were."""
+        self.remove(slab)
+        count, slab.states[:] = slab.free_count, slab.states.translate(_WITHHOLD)
+        slab.free_count, slab.rank = 0, None
+        self.add(slab)
+        return count
+
+    def offer(self, slab: Slab) -> int:
+        """Undo that."""
+        self.remove(slab)
+        slab.states[:] = slab.states.translate(_OFFER)
+        slab.free_count, slab.hint, slab.rank = slab.states.count(FREE), 0, None
+        self.add(slab)
+        return slab.free_count
 
     def put_back(self, slab: Slab, index: int) -> None:
         """Make a slot free."""

@@ -24,6 +24,7 @@ from kvfuse.volume.blocks.block_files import BlockFiles
 from kvfuse.volume.blocks.block_names import BlockNames
 from kvfuse.volume.blocks.block_room import BlockRoom
 from kvfuse.volume.blocks.blocks import Blocks
+from kvfuse.volume.blocks.draining import Drain
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.commit.refusals import Refusals
@@ -183,6 +184,8 @@ class Parts:
                 )  # fmt: skip
                 giving.connect(room)
             self.space.connect(room.make_room)
+        self.drain = Drain(core, self.journal, self.rewriter, self.engine) if member is None else None
+        """of a volume of one host"""
         self.life = Lifetime()
 
     def _is_caller_coming(self) -> bool:
@@ -265,6 +268,8 @@ class Parts:
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
             nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find_all)
             nursery.start_soon(failing.service, "rewriting", self.rewriter.run)
+            if self.drain is not None and not self.core.read_only:
+                nursery.start_soon(failing.service, "draining", self.drain.run)
             if self.fetcher is not None:
                 nursery.start_soon(failing.vital_task, self.fetcher.run)
         else:

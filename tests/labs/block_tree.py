@@ -178,14 +178,14 @@ class BlockTree:
 
     def data_of(self, spot: Spot, row: np.void) -> tuple[Path, int]:
         """Where a block's bytes are."""
-        _, lead = plan_slab(self.geometry, int(row["slot_size"]))
+        _, lead = plan_slab(self.geometry.slab_size, int(row["slot_size"]))
         addr = spot.slab * self.geometry.slab_size + (lead + spot.index - 1) * int(row["slot_size"])
         segment, offset = self.geometry.locate(addr)
         return self.path_of(segment), offset
 
     def name_place(self, spot: Spot, row: np.void) -> tuple[Path, int]:
         """Where a block's name is, which has to be in the head table."""
-        count, _ = plan_slab(self.geometry, int(row["slot_size"]))
+        count, _ = plan_slab(self.geometry.slab_size, int(row["slot_size"]))
         offset = name_offset(count, spot.index - 1)
         assert offset + forms.NAME_ROOM <= self.geometry.head_size
         segment, start = self.geometry.locate_head(spot.slab)

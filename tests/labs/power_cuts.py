@@ -179,6 +179,6 @@ async def opened_on(
     """The volume on a medium; flushed at the end."""
     chaos = Chaos(rng)
     engines = CutRecords(medium, chaos), CutSegments(medium, chaos)
-    held = HeldVolume(medium.disk.superblock, *engines, store_superblock=medium.disk.store_superblock)
+    held = HeldVolume(medium.disk.superblock, *engines, change_superblock=medium.disk.change_superblock)
     async with run_volume(options, held, keeper) as volume:
         yield volume

@@ -66,7 +66,8 @@ async def joined(
             if member.before is not None and not await has_cut_off(member, records, segments):
                 return await join()
             fenced = FencedRecords(records, member), FencedSegments(segments, member)
-            return HeldVolume(disk.superblock, *fenced, member, join, block_index=MemoryIndex(disk.index))
+            index = MemoryIndex(disk.index)
+            return HeldVolume(disk.superblock, *fenced, member, join, disk.change_superblock, index)
 
         async def join_anew() -> Member:
             number = client + 1000 * (disk.joins[client] if keeper.outlives else len(members))

@@ -46,7 +46,7 @@ from kvfuse.remote.records.api import (
 from kvfuse.remote.records.lmdb.local import LocalFollowing
 from kvfuse.remote.records.lmdb.store import LIMITS
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
-from kvfuse.slab.layout import FEATURE_PACKED, PAGE_SIZE, Geometry, Superblock
+from kvfuse.slab.layout import FEATURE_PACKED, PAGE_SIZE, Geometry, Superblock, pack_superblock
 from kvfuse.volume.api import Caller
 from kvfuse.volume.check.evidence import CheckReport, Evidence
 from kvfuse.volume.check.volume_check import run_check
@@ -114,8 +114,11 @@ class Disk:
         segments = {number: bytearray(image) for number, image in self.segments.items()}
         return Disk(self.superblock, dict(self.records), self.version, segments, self.shared)
 
-    async def store_superblock(self, superblock: Superblock) -> None:
-        self.superblock = superblock
+    async def change_superblock(self, change: Callable[[Superblock], Superblock]) -> Superblock:
+        self.superblock = change(self.superblock)
+        if self.shared:
+            self.apply({schema.SUPERBLOCK: pack_superblock(self.superblock)}, ())
+        return self.superblock
 
     def apply(self, puts: Mapping[bytes, bytes], deletes: Collection[bytes]) -> None:
         self.version += 1
@@ -592,7 +595,7 @@ async def opened(
     records = MemoryRecords(disk, chaos, limits)
     if not disk.shared:
         count_inodes(disk)
-    held = HeldVolume(disk.superblock, records, MemorySegments(disk, chaos), store_superblock=disk.store_superblock)
+    held = HeldVolume(disk.superblock, records, MemorySegments(disk, chaos), change_superblock=disk.change_superblock)
     async with run_volume(options, held, keeper) as volume:
         try:
             yield volume

@@ -5,6 +5,7 @@ import math
 import random
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -373,3 +374,39 @@ def test_what_is_no_free_slot_is_not_claimed(addr: int, size: int) -> None:
     with pytest.raises(ValueError, match="slot"):
         allocator.claim(Slot(addr, size))
     assert allocator.statistics() == before
+
+
+def test_slabs_that_are_given_up_are_emptied_and_no_slot_in_them_is_taken() -> None:
+    """Beside a model: all slots that are taken, in any order of calls."""
+    rng = random.Random(7)
+    for _ in range(20):
+        slabs, taken, kept = small(), list[Slot](), None
+        geometry = slabs.geometry
+        for _ in range(400):
+            step = rng.random()
+            if step < 0.02:
+                kept = rng.choice([None, *range(1, geometry.slab_count)])
+                slabs.keep_to(kept)
+            elif step < 0.6:
+                with suppress(NoSpace):
+                    made = slabs.allocate(rng.choice([4096, 70_000, 300_000, MIB]))
+                    assert all(slot.addr < (kept or geometry.slab_count) * geometry.slab_size for slot in made)
+                    taken += made
+            elif taken:
+                gone = taken.pop(rng.randrange(len(taken)))
+                slabs.cancel([gone])
+            used = {slot.addr // geometry.slab_size for slot in taken}
+            end = geometry.slab_count if kept is None else kept
+            assert slabs.going == {slab for slab in used if slab >= end}
+            assert slabs.free_slab_count == end - len([slab for slab in used if slab < end])
+            size = sum(slot.size for slot in taken)
+            withheld = slabs.used_bytes - size
+            assert 0 <= withheld < max(len(slabs.going), 1) * geometry.slab_size
+            figures = slabs.statistics()
+            assert figures.used_bytes == slabs.used_bytes
+            assert figures.free_bytes == slabs.free_bytes >= 0
+        for slot in taken:
+            slabs.cancel([slot])
+        assert not slabs.going
+        slabs.keep_to(None)
+        assert (slabs.used_bytes, slabs.free_slab_count) == (0, geometry.slab_count)

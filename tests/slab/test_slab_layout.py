@@ -120,7 +120,7 @@ def test_a_newer_format_is_refused_naming_both_versions() -> None:
 def test_an_unknown_incompatible_feature_is_refused() -> None:
     image = bytearray(layout.pack_superblock(SUPERBLOCK))
     image[12:16] = struct.pack("<I", 0x10)
-    with pytest.raises(VolumeError, match=r"version 1 with features 0x10, .* knows version 1 with features 0x7"):
+    with pytest.raises(VolumeError, match=r"version 1 with features 0x10, .* knows version 1 with features 0xf"):
         layout.parse_superblock(sealed(image))
 
 
@@ -267,3 +267,85 @@ def test_impossible_geometries_are_refused() -> None:
         Geometry(64 * MIB, MIB, 64, 64)
     with pytest.raises(ValueError, match="no segment 1"):
         GEOMETRY.segment_size(1)
+
+
+# -- growth ------------------------------------------------------------------------------------------
+
+
+@given(
+    capacity=st.integers(8 * MIB, 300 * MIB),
+    segment_size=st.integers(2 * MIB, 64 * MIB),
+    steps=st.lists(st.integers(1, 200 * MIB), max_size=4),
+)
+@example(capacity=40 * MIB, segment_size=16 * MIB, steps=[110 * MIB, 50 * MIB])
+def test_a_volume_grows_by_whole_segments_and_no_place_changes(
+    capacity: int, segment_size: int, steps: list[int]
+) -> None:
+    first = Geometry.choose(capacity, MIB, segment_size)
+    superblock = Superblock(bytes(16), first, 1)
+    for step in steps:
+        try:
+            superblock = superblock.resized(superblock.geometry.capacity + step)
+        except ValueError as error:
+            assert "no room for another segment" in str(error)
+    grown = layout.parse_superblock(layout.pack_superblock(superblock)).geometry
+    assert grown == superblock.geometry
+    assert grown.size <= grown.capacity
+    total = slab = 0
+    for segment in range(grown.segment_count):
+        for index, number in enumerate(grown.slabs_of(segment)):
+            place = segment, grown.data_start(segment) + index * MIB + 5
+            # who does not know of the growth finds the same bytes
+            assert grown.locate(number * MIB + 5) == first.locate(number * MIB + 5) == place
+            head = segment, layout.PAGE_SIZE + index * grown.head_size
+            assert grown.locate_head(number) == first.locate_head(number) == head
+            assert grown.locate_header(number * MIB, MIB) == head
+            assert number == slab
+            slab += 1
+        total += grown.segment_size(segment)
+        if segment < first.segment_count:
+            assert grown.segment_size(segment) == first.segment_size(segment)
+    assert (total, slab) == (grown.size, grown.slab_count)
+
+
+def test_a_volume_keeps_its_capacity_where_it_cannot_grow() -> None:
+    small = Superblock(bytes(16), Geometry.choose(40 * MIB, MIB, 16 * MIB), 1)
+    assert small.resized(40 * MIB) is small
+    with pytest.raises(ValueError, match=r"no room for another segment of 15990784 bytes: the minimum is 57\d+ bytes"):
+        small.resized(41 * MIB)
+    with pytest.raises(ValueError, match="slabs of 1048576 bytes grows to 4398046511104 bytes at most"):
+        small.resized(5 << 40)
+    with pytest.raises(ValueError, match="places for 3 segments"):
+        small.resized(100 * MIB, segment_count_max=3)
+    grown = small.resized(100 * MIB)
+    assert (grown.resizes, grown.features) == (1, layout.FEATURE_RESIZED)
+    assert small.geometry.become(grown.geometry)
+    assert small.geometry == grown.geometry
+    assert not small.geometry.become(grown.geometry)
+
+
+@given(capacity=st.integers(8 * MIB, 300 * MIB), segment_size=st.integers(2 * MIB, 64 * MIB), part=st.floats(0.01, 1))
+def test_a_volume_is_cut_by_whole_segments_and_grows_again(capacity: int, segment_size: int, part: float) -> None:
+    first = Superblock(bytes(16), Geometry.choose(capacity, MIB, segment_size), 1)
+    grown = first.resized(2 * capacity + segment_size) if capacity > segment_size else first
+    target = int(grown.geometry.capacity * part)
+    try:
+        wanted = grown.resized(target)
+    except ValueError as error:
+        assert "no room for 7 slabs" in str(error)
+        return
+    kept = wanted.kept_slab_count
+    assert wanted.geometry == grown.geometry
+    assert wanted.resized(grown.geometry.capacity).target == 0
+    if kept is None:
+        assert target == grown.geometry.capacity
+        return
+    small = layout.parse_superblock(layout.pack_superblock(wanted.emptied().settled()))
+    assert (small.target, small.geometry.capacity, small.geometry.slab_count) == (0, target, kept)
+    assert small.geometry.size <= target
+    again = small.resized(target + 100 * MIB).geometry
+    for geometry in (small.geometry, again):
+        for slab in range(kept):
+            assert geometry.locate(slab * MIB) == grown.geometry.locate(slab * MIB)
+    assert again.slabs_of(small.geometry.segment_count).start == kept
+    assert again.size <= again.capacity

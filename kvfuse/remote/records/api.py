@@ -185,8 +185,9 @@ class RecordStore(ABC):
         """The weight of the records after the last finished commit; None where the store does not count it."""
         return None
 
-    def bound(self, size: int) -> int:
-        """Take no more than ``size`` bytes of the medium from now on. Returns the bound; 0: the store has none."""
+    async def bound(self, size: int) -> int:
+        """Take no more than ``size`` bytes of the medium from now on. Returns the bound; 0: the store has none.
+        EngineError."""
         return 0
 
     @abstractmethod

@@ -24,8 +24,8 @@ class RecordDecorator(RecordStore):
     def usage(self) -> Usage | None:
         return self.inner.usage
 
-    def bound(self, size: int) -> int:
-        return self.inner.bound(size)
+    async def bound(self, size: int) -> int:
+        return await self.inner.bound(size)
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
         return await self.inner.get(keys)

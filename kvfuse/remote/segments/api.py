@@ -81,6 +81,8 @@ class SegmentLimits:
     quarantine: float = 0.0
     """seconds for which a write of a client that is gone, and that was not cut off, may still happen; 0: the volume's
     own grace is enough"""
+    segment_count_max: int | None = None
+    """segments that it has places for; None: any number, as long as the medium has room"""
     part_size: int = 0
     """bytes of a segment that one set of servers has, from each multiple on; 0: nothing is known of servers"""
 

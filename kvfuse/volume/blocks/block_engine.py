@@ -141,7 +141,7 @@ class BlockEngine:
         self._states = SlabStates(self.keeper, volume_id, geometry.slab_count)
         sizes = np.array(core.slabs.classes.sizes[: 256 - 64], np.uint32)
         self.native = NativeCore(
-            self._states.address, geometry.slab_count, geometry.slab_size, geometry.head_size, sizes
+            self._states.address, geometry.slab_count, geometry.slab_size, geometry.head_size, sizes, self._states.room
         )
         self.native.hold(self._states.address, self._states.bytes)
         rows_max = geometry.data_size // forms.PAGE
@@ -208,6 +208,24 @@ class BlockEngine:
     def meet(self, hosts: Hosts) -> None:
         """The other hosts of a shared volume: once, before `run`."""
         self._hosts = hosts
+
+    def volume_resized(self) -> None:
+        geometry = self.core.geometry
+        self.native.set_slab_count(geometry.slab_count)
+        self.tables.set_rows_max(geometry.data_size // forms.PAGE)
+        self.wake()  # caches are not full any more
+
+    async def keep_to(self, slab_count: int | None) -> None:
+        """Put no block into slabs from this one on, drop those that are there, and give back what is empty of them.
+        None: use all again. EngineError. Again and again, until the allocator has them all back."""
+        self.native.keep_to(slab_count if slab_count is not None else self._states.room)
+        if slab_count is None:
+            return
+        self.eviction.empty_slabs_from(slab_count)
+        with trio.move_on_after(LOOK_SECONDS):
+            await self.writer.flush()  # heads say free
+        self.slabs.give_back(self.core.geometry.slab_count, slab_count)
+        await self.commit()
 
     def has_slab(self, slab: int) -> bool:
         """This host has its blocks."""

@@ -461,6 +461,16 @@ class BlockEviction:
             gone = _chosen(gone, ~is_fresh)
         return self._drop(gone, "room")
 
+    def empty_slabs_from(self, first: int) -> int:
+        """Remove all blocks of slabs from this one on, also of those that are pinned, or fresh. The bytes."""
+        self._tell()
+        slabs, freed = range(first, self.core.geometry.slab_count), 0
+        for number, found in self._policies.items():
+            with found.lock:
+                gone = found.policy.in_slabs(slabs, self._now(number), forms.SHADOWS)
+            freed += self._drop(gone, "room")
+        return freed + self._drop_late(list(self._policies))
+
     def empty_slabs(self) -> int:
         """Remove all blocks of some slabs, those that have the fewest bytes. The bytes."""
         self._tell()

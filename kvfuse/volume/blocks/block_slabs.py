@@ -25,7 +25,7 @@ from kvfuse.native._blocks import Core
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.allocator import Allocator
 from kvfuse.slab.image import TOKEN_SIZE
-from kvfuse.slab.layout import PAGE_SIZE, Geometry
+from kvfuse.slab.layout import SLAB_COUNT_MAX, Geometry
 from kvfuse.volume.blocks.head_tables import HeadTables
 
 log = logging.getLogger(__name__)
@@ -40,17 +40,19 @@ RETRY_SECONDS = 1.0
 
 
 class SlabStates:
-    """A few bytes for each slab in shared memory, which the next daemon finds."""
+    """A few bytes for each slab in shared memory, which the next daemon finds; of slabs that there may be, too."""
 
     def __init__(self, keeper: Keeper, volume_id: bytes, slab_count: int) -> None:
-        size = max(PAGE_SIZE, slab_count * forms.SLAB_STATE_SIZE)
+        self.room = max(slab_count, SLAB_COUNT_MAX)
+        size = self.room * forms.SLAB_STATE_SIZE
         kept = keeper.take(STATES)
         self.are_restored = False
         descriptor = -1
         if kept is not None:
             is_ours = kept.content == _FORM + volume_id and len(kept.descriptors) == 1
-            if is_ours and os.fstat(kept.descriptors[0]).st_size == size:
+            if is_ours and os.fstat(kept.descriptors[0]).st_size in range(slab_count * forms.SLAB_STATE_SIZE, size + 1):
                 descriptor, self.are_restored = kept.descriptors[0], True
+                os.ftruncate(descriptor, size)
             else:
                 for one in kept.descriptors:
                     os.close(one)
@@ -172,9 +174,9 @@ class BlockSlabs:
             await self.make_segments(wanted)  # others may take slabs meanwhile
             made |= wanted
 
-    def give_back(self, count: int) -> list[int]:
-        """Give up to so many free slabs back to the volume."""
-        slabs = self.core.take_slabs(count)
+    def give_back(self, count: int, first: int = 0) -> list[int]:
+        """Give up to so many free slabs, from ``first`` on, back to the volume."""
+        slabs = self.core.take_slabs(count, first)
         for slab in slabs:  # of a host that goes on, some are not granted again yet
             if slab not in self.allocator.lent:
                 continue

@@ -146,7 +146,7 @@ class BlockTables:
         self._keeper = keeper
         self._volume_id = volume_id
         self.multipliers = forms.multipliers_of(volume_id)
-        self._rows_max = min(max(rows_max, 1 << 12), ROWS_MAX)
+        self.set_rows_max(rows_max)
         self._serials = itertools.count(1)
         self.by_directory: dict[int, tuple[BlockTable, ...]] = {}
         """to be looked at in any thread; replaced, never changed"""
@@ -156,6 +156,10 @@ class BlockTables:
         """whose slots are not all given back yet"""
         self._left: list[BlockTable] = []
         """that went on in other memory, and whose pages are to be freed"""
+
+    def set_rows_max(self, rows_max: int) -> None:
+        """Of tables that are made from now on."""
+        self._rows_max = min(max(rows_max, 1 << 12), ROWS_MAX)
 
     def of(self, directory: int) -> tuple[BlockTable, ...]:
         return self.by_directory.get(directory, ())

@@ -226,7 +226,7 @@ class Conversion:
         in_place = {}
         for slab, found in whole.items():
             is_alone = len(found) == int.from_bytes(self._bitmaps[slab], "little").bit_count()
-            count, lead = plan_slab(self._geometry, self._slot_sizes[slab])
+            count, lead = plan_slab(self._geometry.slab_size, self._slot_sizes[slab])
             if is_alone and count and any(slot >= lead for slot, _ in found):
                 in_place[slab] = [key for slot, key in found if slot >= lead]
                 found = [place for place in found if place[0] < lead]
@@ -276,7 +276,7 @@ class Conversion:
             loans = {slab: _Loan(slab, self._slot_sizes[slab]) for slab in some}
             for file in files:
                 slab, slot = self._place(file) or (-1, -1)
-                _, lead = plan_slab(self._geometry, self._slot_sizes[slab])
+                _, lead = plan_slab(self._geometry.slab_size, self._slot_sizes[slab])
                 checksum = extent_checksum(file.extents[0].checksums, file.record.size)
                 loans[slab].blocks.append(_Block(slot - lead, file, checksum, self._next_sequence()))
             await self._lend(list(loans.values()))
@@ -328,7 +328,7 @@ class Conversion:
                 gone.append(file)
                 continue
             slot = len(target.blocks)
-            count, lead = plan_slab(self._geometry, slot_size)
+            count, lead = plan_slab(self._geometry.slab_size, slot_size)
             addr = target.slab * self._geometry.slab_size + (lead + slot) * slot_size
             writes.append(Transfer(*self._geometry.locate(addr), memoryview(data)))
             target.blocks.append(_Block(slot, file, crc32c(data), self._next_sequence()))
@@ -347,7 +347,7 @@ class Conversion:
 
     def _target(self, slot_size: int) -> _Loan | None:
         """The slab into which blocks of a size are copied. None: there is no room."""
-        if slot_size not in self._targets and self._free and plan_slab(self._geometry, slot_size)[0]:
+        if slot_size not in self._targets and self._free and plan_slab(self._geometry.slab_size, slot_size)[0]:
             self._targets[slot_size] = _Loan(self._free.pop(), slot_size)
         return self._targets.get(slot_size)
 
@@ -400,7 +400,7 @@ class Conversion:
     def _image(self, loan: _Loan) -> bytearray:
         """Heads and names of a slab."""
         geometry, slot_size, blocks = self._geometry, loan.slot_size, loan.blocks
-        count, _ = plan_slab(geometry, slot_size)
+        count, _ = plan_slab(geometry.slab_size, slot_size)
         former = geometry.slots_per_slab(slot_size) * geometry.header_stride(slot_size)
         image = bytearray(max(name_offset(count, count), former))
         heads = np.frombuffer(image, forms.HEAD, count + 1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvfuse.native import blockforms as forms
 from kvfuse.remote.segments.api import SegmentStore, Transfer
-from kvfuse.slab.layout import PAGE_SIZE, Geometry
+from kvfuse.slab.layout import HEAD_RATIO, PAGE_SIZE, Geometry
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class HeadTables:
 
 
 @lru_cache(maxsize=256)
-def plan_slab(geometry: Geometry, slot_size: int) -> tuple[int, int]:
+def plan_slab(slab_size: int, slot_size: int) -> tuple[int, int]:
     """(slots for blocks, leading slots that heads and names take) of a slab, as the core cuts it."""
-    total = geometry.slab_size // slot_size
+    total = slab_size // slot_size
     for lead in range(total):
         count = total - lead
         size = forms.HEAD.itemsize * (count + 1) + forms.NAME_ROOM * count
-        if size <= geometry.head_size + lead * slot_size:
+        if size <= slab_size // HEAD_RATIO + lead * slot_size:
             return count, lead
     return 0, total
 

@@ -177,7 +177,7 @@ class BlockCheck:
         """Which do not have the bytes that their heads promise."""
         geometry, batch = self.check.geometry, list[Transfer]()
         for block, size in zip(blocks, stored_sizes(blocks).tolist(), strict=True):
-            _, lead = plan_slab(geometry, int(block["slot_size"]))
+            _, lead = plan_slab(geometry.slab_size, int(block["slot_size"]))
             addr = int(block["slab"]) * geometry.slab_size + (lead + int(block["slot"])) * int(block["slot_size"])
             batch.append(Transfer(*geometry.locate(addr), bytearray(size)))
         came = await self._read(batch)
@@ -191,7 +191,7 @@ class BlockCheck:
         """Which do not have the names of which their fingerprints are made."""
         names = list[bytes]()
         for block in blocks:
-            count, _ = plan_slab(self.check.geometry, int(block["slot_size"]))
+            count, _ = plan_slab(self.check.geometry.slab_size, int(block["slot_size"]))
             part = int(block["slab"]), name_offset(count, int(block["slot"])), int(block["name_length"])
             try:
                 names += await self.tables.read([part])

@@ -60,7 +60,7 @@ def parse_heads(geometry: Geometry, slab: int, table: bytes, token: int | None) 
     is_ours = first["state"] == forms.SLAB_HEAD and token in (None, found)
     if not is_ours or slot_size % PAGE_SIZE or not 0 < slot_size <= geometry.slab_size:
         return SlabHeads(slab)
-    count, _ = plan_slab(geometry, slot_size)
+    count, _ = plan_slab(geometry.slab_size, slot_size)
     rows = rows[1 : count + 1]
     of_this_use = (rows["magic"] == forms.HEAD_MAGIC) & (rows["incarnation"] == first["incarnation"])
     live, damaged, torn = list[int](), list[int](), list[int]()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, count
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,13 +167,15 @@ async def collect(
 
 
 async def _find_superblock(error: VolumeError, segments: SegmentStore) -> Superblock:
-    """From the copy in a segment's header; ``error`` says what is wrong with the volume's own."""
+    """From the newest copy in a segment's header; ``error`` says what is wrong with the volume's own."""
+    copies = []
     for info in await segments.list():
         if info.size >= layout.SUPERBLOCK_SIZE:
             with suppress(VolumeError, MediumError):
-                found = await formatting.read_header(segments, info.segment)
-                return dataclasses.replace(found, segment=layout.NO_SEGMENT)
-    raise VolumeError(f"{error}; and no segment has a copy of it")
+                copies.append(await formatting.read_header(segments, info.segment))
+    if not copies:
+        raise VolumeError(f"{error}; and no segment has a copy of it")
+    return dataclasses.replace(max(copies, key=attrgetter("resizes")), segment=layout.NO_SEGMENT)
 
 
 def _move_aside(folder: Path) -> str:

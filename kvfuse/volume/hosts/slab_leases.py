@@ -51,7 +51,7 @@ class SlabLeases:
         """``free_later``: called with inodes that this client is to free now."""
         self.core = core
         self.journal = journal
-        self.view = SlabView(core.records, core.geometry, self._noticed)
+        self.view = SlabView(core.records, core.geometry, self._noticed, core.take_superblock)
         self.freed = FreedSlots(core, journal)
         self.inheritance = Inheritance(core, journal, self.view, self.heir, free_later)
         self.shares = Shares(core, self.view)

@@ -17,12 +17,12 @@ import trio
 from kvfuse.errors import EngineError, VolumeError
 from kvfuse.remote.records.api import ABSENT, Change, RecordStore
 from kvfuse.slab.image import LENT, TOKEN_SIZE, SlabState, durable_slots
-from kvfuse.slab.layout import Geometry
+from kvfuse.slab.layout import Geometry, Superblock, parse_superblock
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.schema import NOBODY, Counts, SlabHolder
 from kvfuse.volume.store.sealed import ScanPages, get_page
 
-KINDS = (b"m", b"l", b"s", b"f", b"q", schema.COUNTER_FILES)
+KINDS = (b"m", b"l", b"s", b"f", b"q", schema.COUNTER_FILES, schema.SUPERBLOCK)
 """prefixes of the records that are followed"""
 SCAN_ROWS = 1000
 RETRY_SECONDS = 0.5
@@ -50,11 +50,16 @@ UNUSED = SlabUse(0, 0)
 
 @dataclass
 class SlabView:
-    """Slabs and clients as the store has them; one membership's parts own it. ``changed``: called after each change."""
+    """Slabs and clients as the store has them; one membership's parts own it. ``changed``: called after each change.
+
+    ``resized``: gets the superblock that somebody stored. Records of slabs may be known before it, which are beyond
+    the volume as it was.
+    """
 
     records: RecordStore
     geometry: Geometry
     changed: Callable[[Change], object] = lambda change: None
+    resized: Callable[[Superblock], object] = lambda superblock: None
 
     def __post_init__(self) -> None:
         self.members: set[int] = set()
@@ -116,7 +121,7 @@ class SlabView:
     @property
     def unheld_count(self) -> int:
         """Slabs that nobody holds."""
-        return self.geometry.slab_count - self.held_counts.total()
+        return max(0, self.geometry.slab_count - self.held_counts.total())
 
     @property
     def unheld_free_bytes(self) -> int:
@@ -152,8 +157,9 @@ class SlabView:
         return Counts(common.inodes + self._total.inodes - own.inodes, size)
 
     def held_by(self, client: int) -> list[int]:
-        """Its slabs, ascending; looks at all that anybody holds."""
-        return sorted([slab for slab, seen in self.holders.items() if seen.holder.client == client])
+        """Its slabs, ascending, as far as the volume is known; looks at all that anybody holds."""
+        count = self.geometry.slab_count
+        return sorted([slab for slab, seen in self.holders.items() if seen.holder.client == client and slab < count])
 
     # -- following -----------------------------------------------------------------------------------
 
@@ -260,8 +266,6 @@ class SlabView:
 
     def _apply_holder(self, key: bytes, value: bytes | None, version: int) -> None:
         slab = schema.key_slab(key)
-        if slab >= self.geometry.slab_count:
-            raise ValueError(f"the volume has {self.geometry.slab_count} slabs")
         seen = Seen(schema.decode_holder(value), version) if value is not None else NEVER_HELD
         before = self.seen(slab).holder.client
         self.holders[slab] = seen
@@ -289,7 +293,7 @@ class SlabView:
         self.abandoned.discard(slab)
         if value is not None:
             state = SlabState(slab, *schema.decode_slab(value))
-            if state.slot_size == LENT and len(state.bitmap) == TOKEN_SIZE and slab < self.geometry.slab_count:
+            if state.slot_size == LENT and len(state.bitmap) == TOKEN_SIZE:
                 use = SlabUse(self.geometry.slab_size, 1)  # its heads alone say how much of it is used
                 self.lent[slab] = state.bitmap
             elif state.slot_size:
@@ -316,6 +320,10 @@ class SlabView:
             self._note_client(client)
 
     def _apply_counter(self, key: bytes, value: bytes | None, version: int) -> None:
+        if key == schema.SUPERBLOCK:
+            if value is not None:
+                self.resized(parse_superblock(value))
+            return
         self.counted = schema.decode_counts(value) if value is not None else Counts(0, None)
 
     _APPLY = {

@@ -66,4 +66,7 @@ class BlockStoreView(Protocol):
     def readers_change(self, directories: Sequence[int] | None) -> None:
         """Before other people may use these directories (None: any) than until now."""
 
+    def volume_resized(self) -> None:
+        """The volume has more slabs, or fewer: nothing was in those."""
+
     def statistics(self) -> dict[str, Any]: ...

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import trio
 
+from kvfuse.errors import InvalidArgument
 from kvfuse.kept.log import KeptLog
 from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import RecordStore
@@ -29,7 +30,7 @@ from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.kept_unstored import KeptUnstored
 from kvfuse.volume.inodes.kernel_link import KernelLink
 from kvfuse.volume.inodes.known_inodes import KnownInodes
-from kvfuse.volume.inodes.metadata_budget import Metadata
+from kvfuse.volume.inodes.metadata_budget import Metadata, bound_store, default_size
 from kvfuse.volume.inodes.node import Node, Nodes
 from kvfuse.volume.inodes.sharing import Alone, Shared
 from kvfuse.volume.measures.demand import Demand
@@ -43,6 +44,7 @@ from kvfuse.volume.views.health import Health
 from kvfuse.volume.views.neighbours import Neighbours
 
 PATH_DEPTH_MAX = 256
+ChangeSuperblock: TypeAlias = Callable[[Callable[[Superblock], Superblock]], Awaitable[Superblock]]
 
 
 class ReadEpochs:
@@ -194,8 +196,10 @@ class Core:
     made_segments: set[int] = field(default_factory=set, init=False)
     blocks: BlockStoreView | None = field(default=None, init=False)
     """the block store; None: this volume has none"""
-    store_superblock: Callable[[Superblock], Awaitable[None]] | None = None
+    change_superblock: ChangeSuperblock | None = None
     """see `HeldVolume`"""
+    has_own_budget: bool = True
+    """the budget of metadata does not follow from the capacity"""
 
     def __post_init__(self) -> None:
         self.dentries = Dentries(max(NAMES_MAX, self.nodes.count_max))
@@ -207,8 +211,10 @@ class Core:
         self.shared = self.records.limits.shared
         """other hosts write the same records and segments"""
         self.sharing = (Shared if self.shared else Alone)(self.slabs, self.geometry)
-        self._segment_data_size = self.geometry.segment_slabs * self.geometry.slab_size
-        self._data_starts = [self.geometry.data_start(segment) for segment in range(self.geometry.segment_count)]
+        self.locate = self.geometry.locate
+        """(segment, file offset) of a volume address"""
+        self.resized = trio.Event()
+        """set when the volume has another capacity, or is to have one; who waits for it puts another in its place"""
         self.unnamed: dict[int, Node] = {}
         """inode -> file without names or handles that the kernel still knows, and may be about to open"""
         self.dead: list[Extent] = []
@@ -233,11 +239,6 @@ class Core:
 
     # -- places in the segments ----------------------------------------------------------------------
 
-    def locate(self, addr: int) -> tuple[int, int]:
-        """(segment, file offset) of a volume address; a faster `Geometry.locate`, for reads."""
-        segment, offset = divmod(addr, self._segment_data_size)
-        return segment, self._data_starts[segment] + offset
-
     async def make_segments(self, segments: set[int]) -> None:
         """Make those of these segments that do not exist yet, preallocated. EngineError.
 
@@ -260,10 +261,52 @@ class Core:
         Before anything is stored that needs it.
         """
         if not self.superblock.features & feature:
-            wanted = dataclasses.replace(self.superblock, features=self.superblock.features | feature)
-            if self.store_superblock is not None:
-                await self.store_superblock(wanted)
-            self.superblock = wanted
+            await self.change_superblock_by(lambda found: dataclasses.replace(found, features=found.features | feature))
+
+    async def resize(self, capacity: int, freeing: int = 0) -> None:
+        """Have room for ``capacity`` bytes from now on, and for good; or begin to empty the segments beyond (`Drain`).
+
+        ``freeing``: bytes of slots that the next commit frees. InvalidArgument, with the reason; EngineError. Who is
+        killed here leaves a volume with the former capacity, or with the new one: nothing is in the slabs that it has
+        more, and their segments are made when they are needed.
+        """
+        most, lent_size = self.segments.limits.segment_count_max, len(self.slabs.lent) * self.geometry.slab_size
+        size = self.slabs.used_bytes - lent_size - self.slabs.pending_bytes - freeing
+
+        def resized(found: Superblock) -> Superblock:
+            wanted = found.resized(capacity, most, may_shrink=not self.shared and most is None)
+            kept = wanted.kept_slab_count
+            if kept is not None and kept * self.geometry.slab_size < size:
+                raise ValueError(
+                    f"files have {size} bytes in slots, and {kept} slabs of {self.geometry.slab_size} stay"
+                )
+            return wanted
+
+        try:
+            await self.change_superblock_by(resized)
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from None
+        limit = self.metadata.limit if self.has_own_budget else default_size(self.geometry.capacity)
+        if not self.shared:
+            self.metadata.limit = await bound_store(self.records, limit, self.geometry.data_size)
+
+    async def change_superblock_by(self, change: Callable[[Superblock], Superblock]) -> None:
+        """Durably. EngineError, VolumeError, and what ``change`` raises."""
+        changed = change(self.superblock)
+        self.take_superblock(await self.change_superblock(change) if self.change_superblock is not None else changed)
+
+    def take_superblock(self, stored: Superblock) -> None:
+        """It is stored: other hosts may have changed it, too. A copy that came late changes nothing."""
+        if stored.volume_id != self.superblock.volume_id or stored.resizes < self.superblock.resizes:
+            return
+        features = self.superblock.features | stored.features
+        if self.geometry.become(stored.geometry):
+            if self.shared and not self.has_own_budget:
+                self.metadata.limit = default_size(self.geometry.capacity, is_shared=True)
+            if self.blocks is not None:
+                self.blocks.volume_resized()
+        self.superblock = dataclasses.replace(stored, geometry=self.geometry, features=features)
+        self.resized.set()
 
     def discard(self, node: Node, extent: Extent) -> None:
         """Give up an extent of ``node``: its slot is free when neither a record nor a header refers to it."""

@@ -61,9 +61,10 @@ INODE_WEIGHT = 136
 """An inode weighs what its numbers may take, so that none of them is refused to grow; where data is is not counted."""
 
 
-def default_size(capacity: int) -> int:
+def default_size(capacity: int, *, is_shared: bool = False) -> int:
     """The budget of a volume that has none of its own. Bytes."""
-    return max(capacity // SHARE, SIZE_MIN)
+    size = max(capacity // SHARE, SIZE_MIN)
+    return min(size, SHARED_SIZE_MAX) if is_shared else size
 
 
 def own_size(options: Options) -> int | None:
@@ -82,6 +83,13 @@ def store_size(limit: int, data_size: int) -> int:
 def affordable_limit(size: int, data_size: int) -> int:
     """The budget with which a store takes ``size`` bytes at most; see `store_size`."""
     return max(0, size // SPREAD - data_size // 4096 * SLOT_SIZE)
+
+
+async def bound_store(records: RecordStore, limit: int, data_size: int) -> int:
+    """Have a store take no more of its medium than a budget of ``limit`` needs. The budget: less where a process may
+    not map as much. EngineError."""
+    bound = await records.bound(store_size(limit, data_size))
+    return min(limit, affordable_limit(bound, data_size)) if bound else limit
 
 
 def size_in(records: RecordStore) -> int:

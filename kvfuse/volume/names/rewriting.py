@@ -1,4 +1,5 @@
-"""Rewrites, to other slots, bytes that no sync vouches for since one failed (`inodes.doubt`).
+"""Rewrites bytes to other slots: those that no sync vouches for since one failed (`inodes.doubt`), and those in slabs
+that are given up.
 
 It reads the bytes back and verifies them: the kernel's cache of them is right, whether they are on the disk or not. It
 stages them as if a writer had written the file anew, so they get other slots, and the next commit frees the former
@@ -11,7 +12,7 @@ failed has had it.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -56,24 +57,58 @@ class Rewriter:
         async with locked(node):
             await self.reader.chunks.load_all(node)
             for index in list(node.chunks):
-                await self._rewrite_chunk(node, index)
+                try:
+                    await self._rewrite_chunk(node, index, self._has_doubtful)
+                except (errors.Corrupt, errors.MediumError) as error:
+                    if (chunk := node.chunks.get(index)) is not None:
+                        doubt.lost.update([extent.generation for extent in chunk.extents])
+                    doubt.lose(node, errors.MediumError(str(error)))
             doubt.renewed(node.ino)
 
-    async def _rewrite_chunk(self, node: Node, index: int) -> None:
-        """Rewrite a chunk; the caller has the node's lock. At each await writers may stage, cut or drop its bytes."""
+    def _has_doubtful(self, node: Node, chunk: Chunk) -> bool:
+        """The loss of some was found before, and reported."""
+        is_lost = any(extent.generation in self.core.doubt.lost for extent in chunk.extents)
+        return self.core.doubt.covers(node.ino, [chunk]) and not is_lost
+
+    async def move_all(self, first: int) -> None:
+        """Move bytes of files with names, and of open ones, out of all slots at or behind an address. EngineError,
+        NoSpace; Corrupt, MediumError: bytes of a file are damaged."""
+
+        def has_going(node: Node, chunk: Chunk) -> bool:
+            return any(extent.addr >= first for extent in chunk.extents)
+
+        async def move(node: Node | None) -> None:
+            if node is None or not node.is_file or node.nlink == 0:
+                return
+            async with locked(node):
+                await self.reader.chunks.load_all(node)
+                for index in list(node.chunks):
+                    await self._rewrite_chunk(node, index, has_going)
+
+        def is_wanted(record: schema.InodeRecord) -> bool:
+            addrs = [row.addr for chunk in record.chunks for row in chunk]
+            return bool(record.flags & schema.FLAG_CHUNK_RECORDS) or max(addrs, default=-1) >= first
+
+        async with aclosing(self._find_names(is_wanted)) as names:
+            async for parent, name in names:
+                await move((await self.lookup.find_name(parent, name)).node)
+        for node in list(self.core.nodes):
+            await move(node)
+        await self.journal.sync()
+
+    async def _rewrite_chunk(self, node: Node, index: int, is_wanted: Callable[[Node, Chunk], bool]) -> None:
+        """Rewrite a chunk; the caller has the node's lock. At each await writers may stage, cut or drop its bytes.
+
+        Corrupt, MediumError: they cannot be read back.
+        """
         wait: RoomWait | None = None
         while (chunk := node.chunks.get(index)) is not None and chunk.staged is None:
             extents = chunk.extents
-            if not self.core.doubt.covers(node.ino, [chunk]) or self._is_lost(extents):
+            if not is_wanted(node, chunk):
                 return
             buffer = np.empty(chunk.length, np.uint8).data
             await self.journal.flusher.wait_for_memory(node.namespace, len(buffer))
-            try:
-                await self._read_back(node, index, chunk, buffer)
-            except (errors.Corrupt, errors.MediumError) as error:
-                self.core.doubt.lost.update([extent.generation for extent in extents])
-                self.core.doubt.lose(node, errors.MediumError(str(error)))
-                return
+            await self._read_back(node, index, chunk, buffer)
             if chunk.staged is not None or chunk.extents is not extents or node.chunks.get(index) is not chunk:
                 continue
             try:
@@ -83,10 +118,6 @@ class Rewriter:
                 if wait is None:
                     raise
 
-    def _is_lost(self, extents: Sequence[Extent]) -> bool:
-        """The loss was found before, and reported."""
-        return any(extent.generation in self.core.doubt.lost for extent in extents)
-
     async def _read_back(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
         for extent in chunk.extents:
             extent.verified = 0
@@ -94,11 +125,11 @@ class Rewriter:
 
     def _stage_copy(self, node: Node, index: int, chunk: Chunk, buffer: memoryview) -> None:
         """Stage the bytes that were read back. NoSpace."""
-        is_sealed = all(extent.checksums for extent in chunk.extents)
+        is_lost = self.core.doubt.covers(node.ino, [chunk]) and not all(extent.checksums for extent in chunk.extents)
         node.changing(index)
         self.staging.stage_copy(node, chunk, buffer)
         self.journal.pending.touch(node, forced=True)
-        if not is_sealed:  # no checksum says whether these bytes were written last
+        if is_lost:  # no checksum says whether these bytes were written last
             error = errors.MediumError(f"inode {node.ino}: a sync failed, bytes written in place may be lost")
             self.core.doubt.lose(node, error)
 
@@ -134,7 +165,7 @@ class Rewriter:
             return is_wanted
 
         await self._rewrite_headers()
-        async with aclosing(self._find_doubtful_names()) as names:
+        async with aclosing(self._find_names(self._is_doubtful)) as names:
             async for parent, name in names:
                 inodes += await rewrite((await self.lookup.find_name(parent, name)).node)
         for node in list(self.core.nodes):
@@ -153,8 +184,10 @@ class Rewriter:
         self.core.made_segments -= made
         await self.core.make_segments(made)
 
-    async def _find_doubtful_names(self) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Yield (directory, name) of stored files that may have bytes in doubt."""
+    async def _find_names(
+        self, is_wanted: Callable[[schema.InodeRecord], bool]
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
+        """Yield (directory, name) of stored files that are wanted."""
         references: dict[int, tuple[int, bytes]] = {}
         async for rows, _ in ScanPages(self.core.records, b"d"):
             for row in rows:
@@ -162,12 +195,12 @@ class Rewriter:
                 entry = schema.decode_entry(row.value)
                 if isinstance(entry, int):
                     references[entry] = parent, name
-                elif self._is_doubtful(entry):
+                elif is_wanted(entry):
                     yield parent, name
         async for rows, _ in ScanPages(self.core.records, b"i"):
             for row in rows:
                 record = schema.decode_inode(row.value)
-                if record.ino in references and self._is_doubtful(record):
+                if record.ino in references and is_wanted(record):
                     yield references[record.ino]
 
     def _is_doubtful(self, record: schema.InodeRecord) -> bool:

@@ -13,7 +13,6 @@ record under a lease (``member.py``).
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import json
@@ -24,7 +23,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -326,25 +325,30 @@ def write_superblock(path: Path, superblock: Superblock) -> None:
     sync_directory(path)
 
 
-async def store_superblock(path: Path, superblock: Superblock) -> None:
-    """Of the volume in folder ``path``, in place of its former one. EngineError."""
-    try:
-        await trio.to_thread.run_sync(write_superblock, path, superblock)
-    except OSError as error:
-        raise EngineError(f"the superblock of {path} cannot be written: {error.strerror}") from error
+async def change_superblock(path: Path, turn: trio.Lock, change: Callable[[Superblock], Superblock]) -> Superblock:
+    """Of the volume in folder ``path``, which this process holds; the new one. EngineError, VolumeError."""
+    async with turn:
+        present = read_superblock(path)
+        wanted = change(present)
+        if wanted != present:
+            try:
+                await trio.to_thread.run_sync(write_superblock, path, wanted)
+            except OSError as error:
+                raise EngineError(f"the superblock of {path} cannot be written: {error.strerror}") from error
+        return wanted
 
 
-async def store_shared_features(records: RecordStore, superblock: Superblock) -> None:
-    """Add the features of ``superblock`` to those that clients of a shared volume added. EngineError, VolumeError."""
+async def change_shared_superblock(records: RecordStore, change: Callable[[Superblock], Superblock]) -> Superblock:
+    """Of a shared volume, which other clients may change, too; the new one. EngineError, VolumeError."""
     while True:
         (found,) = await records.get([schema.SUPERBLOCK])
         if found is None:
             raise EngineError("the volume has no superblock any more")
         present = layout.parse_superblock(found.value)
-        wanted = dataclasses.replace(present, features=present.features | superblock.features)
+        wanted = change(present)
         puts = {schema.SUPERBLOCK: layout.pack_superblock(wanted)}
         if wanted == present or await records.commit(puts, (), {schema.SUPERBLOCK: found.version}, durable=True):
-            return
+            return wanted
 
 
 def _check_folder(path: Path, replace: bool) -> None:

@@ -41,11 +41,9 @@ async def convert_caches(
     if not caches or (goes_on and not any(settings.epoch for settings in caches.values())):
         return held, None
     begun = {number: settings if settings.epoch else settings.begun() for number, settings in caches.items()}
-    if held.store_superblock is not None and not held.superblock.features & FEATURE_LENT:
-        features = held.superblock.features | FEATURE_LENT
-        held = held._replace(superblock=replace(held.superblock, features=features))
-        assert held.store_superblock is not None
-        await held.store_superblock(held.superblock)
+    if held.change_superblock is not None and not held.superblock.features & FEATURE_LENT:
+        superblock = await held.change_superblock(lambda found: replace(found, features=found.features | FEATURE_LENT))
+        held = held._replace(superblock=superblock)
     records = {schema.namespace_key(number): encode_settings(settings) for number, settings in begun.items()}
     await held.records.commit(records, durable=True)
     return held, await Conversion(held.superblock, held.records, held.segments, begun).run()

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import trio
+
 from kvfuse.errors import EngineError, VolumeError
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.mounttable import top_mount
@@ -18,6 +20,7 @@ from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.slab.layout import Superblock
+from kvfuse.volume.inodes.core import ChangeSuperblock
 from kvfuse.volume.inodes.metadata_budget import meter_of
 from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.store import schema, sealed
@@ -39,8 +42,9 @@ class HeldVolume(NamedTuple):
     """this client, where others may have the volume, too"""
     again: Callable[[], Awaitable[HeldVolume]] | None = None
     """has it as another client, when ``member`` lost its lease. EngineError, VolumeError where that cannot be yet"""
-    store_superblock: Callable[[Superblock], Awaitable[None]] | None = None
-    """makes a superblock with more features durable. EngineError. None: nobody needs to know"""
+    change_superblock: ChangeSuperblock | None = None
+    """changes the superblock durably, as it is then, and returns it. EngineError, VolumeError, and what the change
+    raises. None: nobody needs to know"""
     block_index: BlockIndex | None = None
     """of the blocks of a shared volume"""
 
@@ -89,8 +93,8 @@ async def _hold_folder(options: Options, mountpoint: str, read_only: bool, keepe
         segments = await stack.enter_async_context(
             engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id)
         )
-        store = partial(formatting.store_superblock, path)
-        yield HeldVolume(superblock, sealed.as_formatted(records, superblock), segments, store_superblock=store)
+        change = partial(formatting.change_superblock, path, trio.Lock())
+        yield HeldVolume(superblock, sealed.as_formatted(records, superblock), segments, change_superblock=change)
 
 
 @asynccontextmanager
@@ -116,10 +120,10 @@ async def _hold_shared(
                 async def held(member: Member) -> HeldVolume:
                     superblock = await formatting.read_shared_superblock(records, options.title)
                     fenced = FencedRecords(records, member), FencedSegments(segments, member)
-                    store = partial(formatting.store_shared_features, fenced[0])
+                    change = partial(formatting.change_shared_superblock, fenced[0])
                     if alone:
-                        return HeldVolume(superblock, *fenced, store_superblock=store, block_index=index)
-                    return HeldVolume(superblock, *fenced, member, again, store, index)
+                        return HeldVolume(superblock, *fenced, change_superblock=change, block_index=index)
+                    return HeldVolume(superblock, *fenced, member, again, change, index)
 
                 async def again() -> HeldVolume:
                     await segments.renew()  # the others may have cut off the client that this one was

@@ -27,7 +27,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.doubt import Doubt, kept_page
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.known_inodes import KnownInodes
-from kvfuse.volume.inodes.metadata_budget import Metadata, affordable_limit, default_size, size_in, store_size
+from kvfuse.volume.inodes.metadata_budget import Metadata, bound_store, default_size, size_in
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.inodes.regime import regime_of
 from kvfuse.volume.namespaces.namespace_registry import Namespaces
@@ -71,9 +71,8 @@ async def load_core(
             raise errors.VolumeError(
                 f"{options.title}: the record store is damaged (no counters): 'kvfuse fsck --rebuild' recovers blocks"
             )
-        capacity = held.superblock.geometry.capacity
-        limit = schema.decode_u64(budget.value) if budget is not None else default_size(capacity)
-        core = await _load_values(options, held, values, limit, keeper, handover or Handover())
+        own_budget = schema.decode_u64(budget.value) if budget is not None else None
+        core = await _load_values(options, held, values, own_budget, keeper, handover or Handover())
     except errors.InvalidArgument as error:
         raise errors.ConfigError(f"the root's namespace, stored settings with this mount's options: {error}") from None
     except DamagedRecords as error:
@@ -111,11 +110,12 @@ async def _shared(core: Core, member: Member) -> Core:
 
 
 async def _load_values(
-    options: Options, held: HeldVolume, values: list[bytes], metadata_limit: int, keeper: Keeper, handover: Handover
+    options: Options, held: HeldVolume, values: list[bytes], own_budget: int | None, keeper: Keeper, handover: Handover
 ) -> Core:
-    """``values``: of the counters, the root directory, the exact sizes."""
-    superblock, records, segments, member, _, store_superblock, index = held
-    geometry, is_alone = superblock.geometry, member is None
+    """``values``: of the counters, the root directory, the exact sizes. ``own_budget``: see `own_size`."""
+    superblock, records, segments, member, _, change_superblock, index = held
+    geometry, is_alone = dataclasses.replace(superblock.geometry), member is None
+    limit = own_budget if own_budget is not None else default_size(geometry.capacity, is_shared=options.is_shared)
     inode, generation = [schema.decode_u64(value) for value in values[:2]]
     sizes = {*schema.decode_u64s(values[4]), *options.volume.exact_sizes}
     exact_sizes = {-(-size // PAGE_SIZE) * PAGE_SIZE for size in sizes if size <= geometry.slab_size}
@@ -147,8 +147,8 @@ async def _load_values(
     generations = NumberRange(schema.COUNTER_GENERATION, generation, given[1:2])
     return Core(
         unstored_log=KeptLog(kept_size) if kept_size else None,
-        superblock=superblock,
-        store_superblock=store_superblock,
+        superblock=dataclasses.replace(superblock, geometry=geometry),
+        change_superblock=change_superblock,
         geometry=geometry,
         records=records,
         segments=segments,
@@ -164,7 +164,8 @@ async def _load_values(
         inodes=NumberRange(schema.COUNTER_INODE, inode, given[:1]),
         generations=generations,
         doubt=Doubt(generations, keeper if is_alone else NO_KEEPER, superblock.volume_id),
-        metadata=_bounded(records, metadata_limit, geometry.data_size),
+        metadata=Metadata(await bound_store(records, limit, geometry.data_size), partial(size_in, records)),
+        has_own_budget=own_budget is not None,
         file_count=records.usage.items if records.usage is not None else schema.decode_counts(values[2]).inodes,
         namespaces=namespaces,
     )
@@ -243,14 +244,6 @@ async def _read_settings(records: RecordStore) -> dict[int, Settings]:
                 "the settings of namespace %d are damaged: 'kvfuse fsck --repair' removes them", schema.key_inode(key)
             )
     return settings
-
-
-def _bounded(records: RecordStore, limit: int, data_size: int) -> Metadata:
-    """The metadata budget, and a store that can hold it. A process that may not map as much has a smaller one."""
-    bound = records.bound(store_size(limit, data_size))
-    if bound:
-        limit = min(limit, affordable_limit(bound, data_size))
-    return Metadata(limit, partial(size_in, records))
 
 
 async def _check_segments(title: str, superblock: Superblock, segments: SegmentStore, used: set[int]) -> None:

@@ -5,13 +5,14 @@ Changes of attributes of an open file without names stay in memory, because its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvfuse import errors
 from kvfuse.slab.layout import PAGE_SIZE
-from kvfuse.volume.api import Caller
+from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, Stored, weight
@@ -93,6 +94,10 @@ SETTINGS = {
 """``publish``: "strict" or "relaxed". ``chunk_size``: bytes that one chunk covers, of files made later."""
 
 
+CAPACITY = b"user.kvfuse.capacity"
+"""of the root: bytes that the volume may have in its segments; root, and who mounted it, give it more. Never listed."""
+
+
 def check_name(name: bytes) -> None:
     """Unsupported for a name outside the namespaces, InvalidArgument for a namespace without a name."""
     namespace, dot, rest = name.partition(b".")
@@ -105,7 +110,7 @@ def check_name(name: bytes) -> None:
 def check_settable(name: bytes) -> None:
     """Unsupported, InvalidArgument; NotPermitted: only directories have it."""
     check_name(name)
-    if name in SETTINGS or is_about_namespaces(name):
+    if name in SETTINGS or name == CAPACITY or is_about_namespaces(name):
         raise errors.NotPermitted(f"{name!r} is a setting of directories")
 
 
@@ -127,6 +132,8 @@ class Xattrs:
             found = setting.get(self.core, node) if node.is_directory else None
         elif is_about_namespaces(name):
             found = self.namespaces.get(node, name)
+        elif name == CAPACITY:
+            found = b"%d" % self.core.geometry.capacity if ino == ROOT_INODE else None
         else:
             found, _ = await self._look(node, name)
         if found is None:
@@ -162,6 +169,9 @@ class Xattrs:
         if is_about_namespaces(name):
             await self.namespaces.set(node, name, value, caller)
             return node
+        if name == CAPACITY:
+            await self._set_capacity(node, value, caller)
+            return node
         key = schema.xattr_key(ino, name)
         growth, stored = await self._growth(node, key, value)
         self._put(node, key, value, stored)
@@ -173,6 +183,14 @@ class Xattrs:
             node.xattr_names |= {name}
             self.core.metadata.reserve(node, growth)
         return node
+
+    async def _set_capacity(self, node: Node, value: bytes, caller: Caller | None) -> None:
+        """InvalidArgument: not by whole segments. NotPermitted, EngineError."""
+        if node.ino != ROOT_INODE or (caller is not None and caller.uid not in (0, os.geteuid())):
+            raise errors.NotPermitted("only root, and who mounted a volume, may give it another capacity")
+        if not value.isdigit():
+            raise errors.InvalidArgument(f"a capacity is a number of bytes, not {value!r}")
+        await self.core.resize(int(value), self.journal.freeing_bytes)
 
     async def _growth(self, node: Node, key: bytes, value: bytes) -> tuple[int, Stored]:
         """(bytes that the attribute may add to the records, its stored record). NoSpace.
@@ -216,6 +234,8 @@ class Xattrs:
             await self.get(ino, name)
             node = await self.lookups.find_node(ino)
             SETTINGS[name].clear(self.core, node)
+        elif name == CAPACITY:
+            raise errors.NotPermitted("a volume keeps its capacity, or is given another one")
         elif is_about_namespaces(name):
             node = await self.lookups.find_current(ino)
             await self.namespaces.remove(node, name, caller)

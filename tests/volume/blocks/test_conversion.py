@@ -100,7 +100,7 @@ async def convert(disk: Disk, options: Options, fuse: Fuse | None = None) -> Con
     chaos = Chaos(random.Random(0))
     records, segments = Records(disk, chaos), Segments(disk, chaos)
     records.fuse = segments.fuse = fuse or Fuse()
-    held = HeldVolume(disk.superblock, records, segments, store_superblock=disk.store_superblock)
+    held = HeldVolume(disk.superblock, records, segments, change_superblock=disk.change_superblock)
     return (await convert_caches(options, held))[1]
 
 
@@ -336,7 +336,7 @@ async def test_a_mount_that_goes_on_keeps_its_files(options: Options, rng: rando
     records = dict(former.disk.records)
     chaos = Chaos(random.Random(0))
     store, segments = MemoryRecords(former.disk, chaos), MemorySegments(former.disk, chaos)
-    held = HeldVolume(former.disk.superblock, store, segments, store_superblock=former.disk.store_superblock)
+    held = HeldVolume(former.disk.superblock, store, segments, change_superblock=former.disk.change_superblock)
     cached = msgspec.structs.replace(options, namespace=KIND)
     _, converted = await convert_caches(cached, held, goes_on=True)
     assert converted is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -94,7 +95,9 @@ async def test_features_of_a_shared_superblock_add_up(tmp_path: Path) -> None:
         other = layout.Superblock(bytes(16), geometry, 1, features=layout.FEATURE_PACKED)
         await records.commit({schema.SUPERBLOCK: layout.pack_superblock(other)})
         for _ in range(2):
-            await formatting.store_shared_features(records, mine)
+            await formatting.change_shared_superblock(
+                records, lambda found: dataclasses.replace(found, features=found.features | mine.features)
+            )
             (found,) = await records.get([schema.SUPERBLOCK])
             assert found is not None
             assert layout.parse_superblock(found.value).features == mine.features | other.features

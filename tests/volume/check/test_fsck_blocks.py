@@ -59,7 +59,7 @@ def with_free_neighbour(tree: BlockTree) -> tuple[Spot, np.void]:
     taken = {(spot.slab, spot.index) for spot, _ in found}
 
     def has_one(spot: Spot, row: np.void) -> bool:
-        count, _ = plan_slab(tree.geometry, int(row["slot_size"]))
+        count, _ = plan_slab(tree.geometry.slab_size, int(row["slot_size"]))
         return (spot.slab, spot.index + 1) not in taken and spot.index < count
 
     return tree.rng.choice([one for one in found if has_one(*one)])

@@ -91,6 +91,7 @@ class LmdbRecords(RecordStore):
         self._path = path
         self._read_only = read_only
         self._take(environment)
+        self._map_size_max = self._medium.size
         self._meter = meter
         self._usage = self._reading(lambda transaction: recorded_usage(transaction, meter)) if meter else None
         self._writer = _Writer()
@@ -152,17 +153,19 @@ class LmdbRecords(RecordStore):
     def usage(self) -> Usage | None:
         return self._usage
 
-    def bound(self, size: int) -> int:
-        """Called while nobody commits. Never more than was mapped at first, nor less than the file has."""
-        map_size = int(self._environment.info()["map_size"])
-        if size < map_size:
-            try:
-                self._environment.set_mapsize(size)
-            except lmdb.Error as error:
-                raise _translated(error, self._path) from error
-            self._mapped = MappedFile(self._path / DATA_FILE)
-            self._medium = Medium(self._path, size)
-        return min(size, map_size)
+    async def bound(self, size: int) -> int:
+        """Never more than was mapped at first, nor less than the file has."""
+        size = min(size, self._map_size_max)
+        async with self._turn():  # no transaction is open: those for reading end where they began
+            if size != self._medium.size:
+                try:
+                    self._environment.set_mapsize(size)
+                except lmdb.Error as error:
+                    raise _translated(error, self._path) from error
+                self._medium.close()
+                self._mapped = MappedFile(self._path / DATA_FILE)
+                self._medium = Medium(self._path, size)
+        return size
 
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
         self.counters.gets += 1

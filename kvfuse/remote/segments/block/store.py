@@ -46,9 +46,14 @@ class BlockSegments(SegmentStore):
         self, devices: Sequence[SetDevice], deadline: float, quarantine: float, *, read_only: bool = False
     ) -> None:
         """``devices``: all of one set, in the order of their labels."""
-        super().__init__(SegmentLimits(mappable=False, durable=True, deadline=deadline, quarantine=quarantine))
-        self._devices = devices
         self._set: DeviceSet = devices[0].label.set
+        super().__init__(
+            SegmentLimits(
+                mappable=False, durable=True, deadline=deadline, quarantine=quarantine,
+                segment_count_max=self._set.segment_count,
+            )
+        )  # fmt: skip
+        self._devices = devices
         self._table = PageTable(devices, self._set)
         self._key = b""
         self._read_only = read_only

@@ -1,0 +1,119 @@
+"""Empties the last segments of a volume that is to have a smaller capacity, while it is in use, and removes them.
+
+The superblock says how far (`Superblock.target`); who is killed goes on where he was:
+
+1. From then on nothing is put into slabs of these segments. Files that have bytes there get other slots, as if they
+   were written anew; blocks there are dropped.
+2. Once all these slabs are free, in records that are durable, the superblock has the smaller capacity.
+3. The segments are removed, and then the target.
+
+Of volumes of one host alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import trio
+
+from kvfuse.errors import KvfuseError, NoSpace
+from kvfuse.slab.layout import Superblock
+from kvfuse.volume.blocks.block_engine import BlockEngine
+from kvfuse.volume.commit.journal import Journal
+from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.names.rewriting import Rewriter
+
+PAUSE_MIN, PAUSE_MAX = 0.05, 10.0
+"""Seconds between two rounds: after one that moved something, and at most."""
+
+GRACE_SECONDS = 1.0
+"""before segments are removed: who looked up a place there before finds the file, and then that it is another's"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Drain:
+    """One per membership. Event loop only."""
+
+    core: Core
+    journal: Journal
+    rewriter: Rewriter
+    engine: BlockEngine | None
+    failure: str = ""
+    """why the last round did not move all"""
+    _slab_count: int = 0
+
+    def statistics(self) -> dict[str, object]:
+        """``slabs``: those that were in use when this began; ``left`` of them."""
+        target = self.core.superblock.target
+        left = len(self.core.slabs.going) if target else 0
+        return {"target": target, "slabs": max(self._slab_count, left), "left": left, "failure": self.failure}
+
+    async def run(self) -> None:
+        """Empty what is to go, whenever something is, until cancelled."""
+        while True:
+            self.core.resized = trio.Event()
+            kept = self.core.superblock.kept_slab_count
+            await self._keep_to(kept)
+            if kept is None:
+                await self.core.resized.wait()
+                continue
+            pause = PAUSE_MIN
+            while not self.core.resized.is_set():
+                left = len(self.core.slabs.going)
+                self._slab_count = max(self._slab_count, left)
+                with self._noting():
+                    if await self._step(kept):
+                        break
+                pause = PAUSE_MIN if len(self.core.slabs.going) < left else min(2 * pause, PAUSE_MAX)
+                with trio.move_on_after(pause):
+                    await self.core.resized.wait()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        failure = ""
+        try:
+            yield
+        except NoSpace as error:
+            failure = f"files do not fit: {error}"
+        except KvfuseError as error:
+            failure = str(error)
+        if failure and failure != self.failure:
+            log.warning("the volume does not get smaller yet: %s", failure)
+        self.failure = failure
+
+    async def _keep_to(self, slab_count: int | None) -> None:
+        self.core.slabs.keep_to(slab_count)
+        self._slab_count = len(self.core.slabs.going)
+        if self.engine is not None:
+            with self._noting():
+                await self.engine.keep_to(slab_count)
+
+    async def _step(self, kept: int) -> bool:
+        """Move what can be moved. True: the volume has the smaller capacity, and no other segments."""
+        if self.engine is not None and self.core.slabs.going & self.core.slabs.lent.keys():
+            await self.engine.keep_to(kept)
+        if self.core.slabs.going - self.core.slabs.lent.keys():
+            await self.rewriter.move_all(kept * self.core.geometry.slab_size)
+        await self.journal.sync()  # no record names a slot there
+        if not self.core.slabs.has_given_up:
+            return False
+        await self.core.change_superblock_by(Superblock.emptied)
+        await self.core.reads.passed()
+        await trio.sleep(GRACE_SECONDS)
+        await self._remove_segments()
+        log.warning("the volume has a capacity of %d bytes now", self.core.geometry.capacity)
+        return True
+
+    async def _remove_segments(self) -> None:
+        """Remove segments that the volume does not have any more. EngineError."""
+        core = self.core
+        for info in await core.segments.list():
+            if info.segment >= core.geometry.segment_count:
+                await core.segments.remove(info.segment)
+                core.made_segments.discard(info.segment)
+        await core.change_superblock_by(Superblock.settled)
