@@ -106,10 +106,11 @@ class Reports:
         return counts
 
     def may_give(self, giver: int, asker: int) -> int:
-        """Slabs that one client gives another one at most: half of those that it has more, all to one without any."""
+        """Slabs that one client gives another one at most: half of those that it has more. To one without any it gives
+        its last one."""
         counts = self.lent_counts()
         own, asked = counts.get(asker, 0), counts.get(giver, 0)
-        return max(0, (asked - own) // 2) if own else asked
+        return max(0, (asked - own + (not own)) // 2)
 
     # -- lacking room ----------------------------------------------------------------------------------
 
