@@ -140,7 +140,7 @@ class Listener:
         self._note_ended(self.blocks.reap())
         counts, bytes_of = Counter(asdict(self.counters)), Counter(self.served)
         counts.update(self.blocks.statistics())
-        bytes_of.update({client: size for client, (size, _) in self.blocks.callers().items()})
+        bytes_of.update({client: size for client, (size, _) in self.blocks.callers().items() if size})
         served = {f"{client:016x}": count for client, count in bytes_of.most_common(64)}
         return {**counts, "load_bytes": self.load, "callers": len(self._callers), "served": served}
 
