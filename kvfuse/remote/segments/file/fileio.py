@@ -309,7 +309,7 @@ def _turn_in(folder: Path) -> Iterator[None]:
         deadline = time.monotonic() + TURN_SECONDS
         with contextlib.suppress(OSError):
             while not _has_locked(fd) and time.monotonic() < deadline:
-                time.sleep(TURN_PAUSE)
+                time.sleep(TURN_PAUSE)  # in a thread of the engine: a wait for a lock of a file has no deadline
         yield
     finally:
         os.close(fd)
