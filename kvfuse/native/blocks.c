@@ -110,6 +110,19 @@ static void release_all(Py_buffer *columns, int count)
 
 /* -- making ------------------------------------------------------------------------------------------------------- */
 
+/* Memory for slabs: those that there are not yet take none of it, which `calloc` does not promise. NULL: there is none. */
+static void *map_zeros(size_t count, size_t size)
+{
+    void *memory = mmap(NULL, (count + 1) * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+static void unmap(void *memory, size_t count, size_t size)
+{
+    if (memory)
+        munmap(memory, (count + 1) * size);
+}
+
 static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
 {
     unsigned long long states, slab_size, head_size;
@@ -131,9 +144,9 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *words)
     else if ((self = (CoreObject *)type->tp_alloc(type, 0)) && (self->held = PyDict_New()) && (core = self->core = calloc(1, sizeof *core))) {
         core->states = (SlabState *)(uintptr_t)states;
         core->slab_count = slab_count, core->free_room = slab_room, core->kept_slabs = UINT32_MAX, core->slab_size = slab_size, core->head_size = head_size;
-        core->slabs = calloc(slab_room + 1, sizeof *core->slabs); /* pages of slabs that there are not take no memory */
-        core->free_slabs = calloc(slab_room + 1, sizeof *core->free_slabs);
-        core->foreign = calloc(slab_room + 1, sizeof *core->foreign);
+        core->slabs = map_zeros(slab_room, sizeof *core->slabs);
+        core->free_slabs = map_zeros(slab_room, sizeof *core->free_slabs);
+        core->foreign = map_zeros(slab_room, sizeof *core->foreign);
         core->foreign_max = FOREIGN_ROWS_MAX;
         core->size_count = (uint32_t)count;
         memcpy(core->sizes, sizes.buf, (size_t)count * 4);
@@ -167,8 +180,10 @@ static void core_free(CoreObject *self)
             free(core->classes[i].slabs);
         for (int i = 0; i < TABLES; i++)
             free(core->tables[i].free_rows);
-        free(core->slabs), free(core->free_slabs), free(core->foreign), free(core->queue.entries), free(core->unsynced.entries), free(core->removed);
-        free(core->gone);
+        unmap(core->slabs, core->free_room, sizeof *core->slabs);
+        unmap(core->free_slabs, core->free_room, sizeof *core->free_slabs);
+        unmap(core->foreign, core->free_room, sizeof *core->foreign);
+        free(core->queue.entries), free(core->unsynced.entries), free(core->removed), free(core->gone);
         pthread_mutex_destroy(&core->lock), pthread_cond_destroy(&core->has_landed);
         free(core);
     }

@@ -17,6 +17,7 @@ from blocks_threads import Threads
 from kvfuse.native import _blocks
 from kvfuse.native import blockforms as blocks
 from kvfuse.native.blockforms import HEAD, PAGE
+from kvfuse.slab.layout import SLAB_COUNT_MAX
 
 
 def test_as_the_model(seed: int) -> None:
@@ -57,6 +58,22 @@ def test_memory_stays_as_long_as_a_batch() -> None:
     circle.append(circle)
     del states, table, arena, core, memory, circle
     gc.collect()
+
+
+def test_slabs_that_there_are_not_yet_take_no_memory() -> None:
+    """Whatever `malloc` has learned of sizes: it takes what is small to it from what it had before, and fills it."""
+    program = f"""if True:
+        import ctypes, gc, pathlib
+        import numpy as np
+        from kvfuse.native import _blocks
+        assert ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        resident = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * {PAGE}
+        states, sizes, before = np.zeros(16, np.uint8), np.array({SIZES}, np.uint32), resident()
+        for _ in range(100):
+            core = _blocks.Core(states.ctypes.data, 1, {SLAB}, {HEAD_TABLE}, sizes, {SLAB_COUNT_MAX})
+            assert resident() - before < {1 << 20}
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_table_has_room_for_its_rows(rng: random.Random) -> None:
