@@ -303,9 +303,9 @@ def log_record(mount: int, number: int) -> bytes:
 
 
 def heal(etcd: EtcdServers, ceph: CephServers | None) -> None:
-    """All members and OSDs run and answer again."""
-    osds = [] if ceph is None else ceph.osds
-    for server in [*etcd.members, *osds]:
+    """All members, OSDs and the monitor run and answer again."""
+    osds, monitors = ([], []) if ceph is None else (ceph.osds, [ceph.monitor])
+    for server in [*etcd.members, *osds, *monitors]:
         server.kill(signal.SIGCONT)
     for index, member in enumerate(etcd.members):
         if not member.pid:

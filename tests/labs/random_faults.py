@@ -1,4 +1,5 @@
-"""What is broken when, drawn from a seed: daemons, members of etcd and OSDs are killed or stopped, also two at once.
+"""What is broken when, drawn from a seed: daemons, members of etcd and OSDs are killed or stopped, the monitor is
+stopped, a daemon is cut from etcd; also two at once.
 
 Never more than may be survived: one OSD at a time, and the next one only when every object is on its replicas again;
 etcd has no majority for a bounded time only. Where bytes are on a device the first host loses it instead of an OSD.
@@ -24,6 +25,7 @@ PAUSES = (2.0, 7.0)
 SECONDS = {
     "kill daemon": (0.2, 1.5 * LEASE),
     "stop daemon": (0.5, 3 * LEASE),
+    "cut daemon": (0.5, 3 * LEASE),
     "kill leader": (0.5, 5.0),
     "stop leader": (0.5, 2 * LEASE),
     "kill follower": (0.5, 5.0),
@@ -31,6 +33,7 @@ SECONDS = {
     "stop majority": (0.5, 2 * LEASE),
     "kill osd": (0.5, 6.0),
     "stop osd": (0.5, 8.0),
+    "stop monitor": (0.5, 8.0),
     "lose device": (0.5, 8.0),
 }
 """what may happen -> for how long, at least and at most"""
@@ -52,6 +55,8 @@ class Fault(NamedTuple):
     def kind(self) -> str:
         """Servers of one kind are not broken two at a time, but daemons."""
         victim = self.what.split(" ")[1]
+        if victim == "monitor":  # without it nobody learns that an OSD is down
+            return "osd"
         return victim if victim in ("daemon", "osd", "device") else "etcd"
 
 
@@ -68,7 +73,7 @@ class Step(NamedTuple):
 
 def draw(seed: int, seconds: float, mounts: int, *, devices: bool = False) -> list[Step]:
     """A schedule that takes about that long. ``devices``: bytes are there, and not in OSDs."""
-    unknown = "osd" if devices else "device"
+    unknown = ("osd", "monitor") if devices else ("device",)
     kinds = [what for what in SECONDS if not what.endswith(unknown)]
     rng = random.Random(f"faults {seed}")
     steps: list[Step] = []
@@ -141,6 +146,8 @@ class Faults:
             return self._break_daemon(verb, fault.index)
         if victim == "osd":
             return self._break_osd(verb, fault.index)
+        if victim == "monitor":
+            return self._stop_monitor()
         if victim == "device":
             device = self.lab.devices[0]
             set_limit(device, 4096)
@@ -152,6 +159,9 @@ class Faults:
         if verb == "kill":
             lab.kill_daemon(index)
             return lambda: lab.mount_again(index)
+        if verb == "cut":
+            lab.links[index].cut()
+            return lab.links[index].mend
         pid, began = lab.mounts[index].pid, time.monotonic()
         os.kill(pid, signal.SIGSTOP)
 
@@ -169,6 +179,12 @@ class Faults:
             return lambda: ceph.restart(index)
         ceph.kill(index, signal.SIGSTOP)
         return lambda: ceph.kill(index, signal.SIGCONT)
+
+    def _stop_monitor(self) -> Callable[[], None]:
+        ceph = self.lab.ceph
+        assert ceph is not None
+        ceph.monitor.kill(signal.SIGSTOP)
+        return lambda: ceph.monitor.kill(signal.SIGCONT)
 
     def _break_members(self, verb: str, victim: str, index: int) -> Callable[[], None]:
         etcd = self.lab.etcd

@@ -18,6 +18,7 @@ from typing import Any
 import schedule_client
 import schedule_content as content
 import trio
+from cut_links import Links
 from mounting import PATIENCE_S, KvfuseMount, conf_elsewhere, mount_rows, shared_conf, wait_until
 from records_audit import Audit
 from schedule_history import History, Span
@@ -105,6 +106,12 @@ class Lab:
         self.conf = shared_conf(folder, etcd, ceph, device=devices[0] if devices else None)
         confs = [conf_elsewhere(self.conf, devices[0], device) for device in devices[1:]]
         confs = [self.conf, *confs, *[self.conf] * MOUNTS][:MOUNTS]
+        self.links = [Links(etcd.endpoints) for _ in range(MOUNTS)]
+        """of each mount to the members of etcd"""
+        confs = [
+            self._linked(conf, links, number)
+            for number, (conf, links) in enumerate(zip(confs, self.links, strict=True))
+        ]
         words = f"records.deadline={DEADLINE}", f"segments.deadline={DEADLINE}", f"client.lease={LEASE}"
         bases = [folder / f"host-{number}" for number in range(MOUNTS)]
         for base in bases:
@@ -124,6 +131,15 @@ class Lab:
         self._log_sizes = [0] * MOUNTS
 
     # -- mounts --------------------------------------------------------------------------------------
+
+    def _linked(self, conf: Path, links: Links, number: int) -> Path:
+        """The mount.conf of a host that reaches etcd by these links."""
+        theirs = conf.with_name(f"linked-{number}.conf")
+        text = conf.read_text()
+        endpoints = json.dumps(list(self.etcd.endpoints))
+        assert endpoints in text
+        theirs.write_text(text.replace(endpoints, json.dumps(links.endpoints)))
+        return theirs
 
     def prepare(self) -> None:
         """Folders and the files that are changed in place."""

@@ -63,9 +63,13 @@ def lab(request: pytest.FixtureRequest, own_etcd: EtcdServers, seed: int) -> Ite
             devices = [device, *[memory / "image"] * 2]  # a second loop device would be found in place of the first
         stack.callback(heal, own_etcd, ceph)
         made = Lab(own_etcd, ceph, Path(folder), seed, devices)
+        for links in made.links:
+            stack.callback(links.close)
         for mount in made.mounts:
             stack.callback(mount.remove)
             mount.mount()
+        for links in made.links:
+            stack.callback(links.mend)
         stack.callback(lambda: print(*[f"{mount.point}\n{mount.log.read_text()}" for mount in made.mounts]))
         yield made
 
