@@ -421,7 +421,7 @@ class BlockEngine:
         now = trio.current_time()
         if self.core.more_slabs is None or now < self._no_slabs_until:
             return False
-        if await self.core.more_slabs():
+        if await self.core.more_slabs(1):
             return True
         self._no_slabs_until = now + NO_SLABS_SECONDS
         return False

@@ -244,11 +244,11 @@ class SlabLeases:
                 return True
         return self.inheritance.is_behind and await self.inheritance.settle()
 
-    async def take_empty_slabs(self) -> bool:
-        """Take free slabs of nobody that need no grace: whether there were any. EngineError."""
+    async def take_empty_slabs(self, count: int) -> bool:
+        """Take free slabs of nobody that need no grace, about ``count``: whether there were any. EngineError."""
         grants = self.held.grant_count
         async with self._turn:
-            await self.supply.take_more()
+            await self.supply.take_more(count)
             await self.held.ripen()
         return self.held.grant_count > grants
 

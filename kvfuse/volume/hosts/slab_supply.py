@@ -92,10 +92,10 @@ class SlabSupply:
         if self._is_short:
             await self._take_empty(self._target - self.core.slabs.free_slab_count)
 
-    async def take_more(self) -> None:
+    async def take_more(self, count: int = 1) -> None:
         """Take free slabs of nobody, else such in use with free slots, else what clients held that are gone."""
         self._ahead = min(2 * max(self._ahead, self._ahead_used), AHEAD_GROWTH * self._ahead_used)
-        wanted = max(self._target - self.core.slabs.free_slab_count, 1)
+        wanted = max(self._target - self.core.slabs.free_slab_count, count)
         if not await self._take_empty(wanted) and not await self.held.take(self._partly_used()):
             for client in self.view.gone():
                 await self.held.take(self.view.held_by(client))

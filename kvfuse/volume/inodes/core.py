@@ -181,8 +181,8 @@ class Core:
     """clients that have the volume, this one included, as far as it has heard"""
     shared_part: Callable[[], CacheShare] | None = None
     """of a shared volume: see `part`"""
-    more_slabs: Callable[[], Awaitable[bool]] | None = None
-    """takes slabs of a shared volume that nobody holds: whether there are any. EngineError"""
+    more_slabs: Callable[[int], Awaitable[bool]] | None = None
+    """takes slabs of a shared volume that nobody holds, about so many: whether there are any. EngineError"""
     places: KnownInodes = field(default_factory=KnownInodes)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)

@@ -55,20 +55,20 @@ class Elsewhere:
 
     async def move(self, items: Sequence[Item]) -> None:
         """Exchange slots whose servers do not answer, as far as there are others. EngineError."""
-        for _ in range(ROUNDS_MAX):
+        for number in range(ROUNDS_MAX):
             left = [item.staged for item in items if not self._is_well(item.staged)]
             unknown = self._exchange(left) if left else []
             for staged in left:
                 staged.unsure = staged.unsure and not self._is_well(staged)  # what answers has done what came before
             if unknown:
                 await self.core.segments.servers.probe(unknown)
-            elif all(map(self._is_well, left)) or not await self._has_more_slabs():
+            elif all(map(self._is_well, left)) or not await self._has_more_slabs(1 << number):
                 return
 
-    async def _has_more_slabs(self) -> bool:
-        """This host has slabs now that nobody had, in segments that are there. EngineError."""
+    async def _has_more_slabs(self, count: int) -> bool:
+        """This host has up to so many more slabs now that nobody had, in segments that are there. EngineError."""
         with trio.move_on_after(SLABS_SECONDS):
-            if self.core.more_slabs is not None and await self.core.more_slabs():
+            if self.core.more_slabs is not None and await self.core.more_slabs(count):
                 await self._make_segments()
                 return True
         return False

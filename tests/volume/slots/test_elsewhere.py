@@ -59,6 +59,19 @@ def figures(volume: Volume) -> tuple[int, int, int]:
     return found["moved_slots"], found["resting_slots"], found["owed_heads"]
 
 
+async def test_more_slabs_are_taken_at_once_the_fewer_servers_answer(
+    rng: random.Random, servers: Servers, autojump_clock: trio.testing.MockClock
+) -> None:
+    """One store finds the part of a segment whose server answers, behind 56 whose servers do not."""
+    async with hosts(rng, 1, [Chaos(rng)], capacity=64 * MIB) as (volume,):
+        await store(volume, b"first", b"1" * 4096)
+        await trio.sleep(2 * elsewhere.LOOK_SECONDS)
+        servers.is_stopped = lambda _, part: part < 56
+        assert await store(volume, b"second", b"2" * 300_000) < DEADLINE
+        servers.go_on()
+        await trio.sleep(elsewhere.LOOK_SECONDS + 2)
+
+
 @pytest.mark.parametrize("number", range(4))
 async def test_stores_go_to_slots_whose_servers_answer(
     seed: int, number: int, servers: Servers, autojump_clock: trio.testing.MockClock
