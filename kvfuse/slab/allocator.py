@@ -196,8 +196,11 @@ class Allocator:
             slab.pool.pending_count -= 1
             self._free(slab, index, owner)
 
-    def recall(self, committed: Iterable[Slot], released: Iterable[Slot]) -> None:
-        """No record has the changes that `commit` and `release` announced: the slots are as they were before."""
+    def recall(self, committed: Iterable[Slot], released: Iterable[Slot], images: Iterable[int]) -> None:
+        """No record has the changes that `commit` and `release` announced: the slots are as they were before.
+
+        ``images``: slabs whose images were taken for that, also of those that were lent, or came back. All are due again.
+        """
         for slab, index, _ in self._checked(committed, DURABLE):
             slab.states[index] = ALLOCATED
             self._dirty.add(slab.index)
@@ -205,6 +208,7 @@ class Allocator:
             slab.states[index] = DURABLE
             slab.pool.pending_count -= 1
             self._dirty.add(slab.index)
+        self._dirty.update([slab for slab in images if self.holds(slab)])
 
     # -- slabs that are lent -------------------------------------------------------------------------
 
@@ -322,6 +326,21 @@ class Allocator:
             return False
         held = self._slabs.get(slab)
         return held is None or not (ALLOCATED in held.states or PENDING in held.states)
+
+    def part_with(self, slab: int) -> None:
+        """Decide no longer for a slab that is lent: the block store has ended, and its blocks stay.
+
+        ValueError for one that is not lent, or of which `take_dirty` has not given the image.
+        """
+        if slab not in self._granted or slab not in self.lent or slab in self._dirty:
+            raise ValueError(f"slab {slab} is {'not recorded' if slab in self._dirty else 'not lent'}")
+        del self.lent[slab]
+        self._used_bytes -= self.geometry.slab_size
+        self._granted.remove(slab)
+
+    def may_part_with(self, slab: int) -> bool:
+        """`part_with` takes the slab."""
+        return slab in self.lent and slab in self._granted and slab not in self._dirty
 
     @property
     def slab_count(self) -> int:

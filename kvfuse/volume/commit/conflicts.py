@@ -76,7 +76,8 @@ class Conflicts:
         committed: list[Extent] = []
         for taken in batch.taken:
             self._recall_node(taken, committed)
-        self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed])
+        images = [schema.key_slab(key) for key in (*batch.puts, *batch.deletes) if key[:1] == b"s"]
+        self.core.slabs.recall([extent.slot for extent in committed], [extent.slot for extent in batch.freed], images)
         for change in draft.names:
             change.sent = False
             current = self.core.dentries.get(change.parent, change.name).change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 
@@ -10,14 +11,16 @@ import pytest
 import trio
 import trio.testing
 from block_hosts import BlockHost, block_hosts
-from shared_lab import check_disk, eventually, joined, volumes
-from volume_lab import MIB, Chaos, Disk, lab_options
+from shared_lab import check_disk, eventually, get, joined, put, quiet, volumes, write_at
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
 from kvfuse.options.config import Options
+from kvfuse.slab.allocator import Allocator
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.blocks.block_engine import SHARED_PARTS
 from kvfuse.volume.hosts import slab_supply
+from kvfuse.volume.store import schema
 
 
 @pytest.fixture
@@ -413,3 +416,34 @@ async def test_hosts_that_store_share_what_is_free_ahead_of_need(
         await trio.sleep(60)
         lent = sum(len(inside.slabs(volume).lent) for volume in mounted)
     assert lent <= 4 * len(hosts) + disk.superblock.geometry.slab_count // SHARED_PARTS * 4
+
+
+async def test_a_loan_whose_commit_was_refused_is_in_the_next_one(
+    disk: Disk,
+    options: Options,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Else the slab's next holder finds it free, with blocks in it."""
+    chaos = Chaos(rng)
+    async with joined(disk, options, 1, Chaos(rng)) as other, joined(disk, options, 2, chaos) as volume:
+        host, _ = await block_hosts([volume, other])
+        await put(other, b"name", bytes(4096))
+        await quiet(other, volume)
+        assert await get(volume, b"name") == bytes(4096)
+        recalled = list[object]()
+        slabs = inside.slabs(volume)
+        monkeypatch.setattr(slabs, "recall", lambda *of: (recalled.append(of), Allocator.recall(slabs, *of)))
+        node = await volume.tree.lookup(ROOT_INODE, b"name")
+        handle = await volume.files.open(node.ino, os.O_RDWR, CALLER)
+        chaos.deaf = trio.Event()
+        await write_at(other, b"name", 0, b"1" * 4096)
+        await volume.files.write(handle, 4096, b"2" * 4096)
+        await volume.files.release(handle)
+        await host.engine.slabs.lend(host.engine.native.statistics()["free_slabs"] + 1)
+        chaos.deaf.set()
+        assert recalled, "the commit was refused"
+        assert not [slab for slab in slabs.lent if schema.slab_key(slab) not in disk.records]
+        assert await get(volume, b"name") == b"1" * 4096 + b"2" * 4096
+    await check_disk(disk)
