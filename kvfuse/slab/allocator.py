@@ -199,7 +199,7 @@ class Allocator:
     def recall(self, committed: Iterable[Slot], released: Iterable[Slot], images: Iterable[int]) -> None:
         """No record has the changes that `commit` and `release` announced: the slots are as they were before.
 
-        ``images``: slabs whose images were taken for that, also of those that were lent, or came back. All are due again.
+        ``images``: slabs whose images were taken for that, lent ones and their returns, too. All are due again.
         """
         for slab, index, _ in self._checked(committed, DURABLE):
             slab.states[index] = ALLOCATED

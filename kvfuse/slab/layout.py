@@ -180,6 +180,13 @@ class Geometry:
     def slab_of(self, addr: int) -> int:
         return addr // self.slab_size
 
+    def slabs_at(self, segment: int, offset: int, length: int) -> range:
+        """Slabs whose heads, or whose data, have some of these bytes of a segment; none of its superblock."""
+        data_start = self.data_start(segment)
+        start, size = (data_start, self.slab_size) if offset >= data_start else (PAGE_SIZE, self.head_size)
+        first, last = (offset - start) // size, (offset + length - 1 - start) // size
+        return self.slabs_of(segment)[max(first, 0) : max(last + 1, 0)]
+
     def slots_per_slab(self, slot_size: int) -> int:
         return self.slab_size // slot_size
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import trio
@@ -59,9 +60,9 @@ from kvfuse.volume.namespaces.namespace_registry import Namespace
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
 from kvfuse.volume.slots.space import RoomFinder, RoomSource
-from kvfuse.volume.store import schema
 from kvfuse.volume.store.joined_reads import SharedRecords
 from kvfuse.volume.store.member import Member
+from kvfuse.volume.store.noted_segments import NotedSegments
 from kvfuse.volume.store.schema import Counts
 from kvfuse.volume.tenancy.granting import Granting
 from kvfuse.volume.tenancy.namespace_attributes import NamespaceAttributes
@@ -72,6 +73,8 @@ from kvfuse.volume.tenancy.xattrs import Xattrs
 
 HEADS_SECONDS = 30.0
 """limit of an end's wait for slot heads whose servers are late: longer than a cluster takes to name others"""
+LAST_COMMIT_SECONDS = 5.0
+"""the same for what ended parts did last: slabs whose images are not stored by then are left as by who dies"""
 HEADS_HANDED_OVER_SECONDS = 1.0
 """the same while callers wait for the next daemon"""
 
@@ -187,6 +190,12 @@ class Parts:
         self.drain = Drain(core, self.journal, self.rewriter, self.engine) if member is None else None
         """of a volume of one host"""
         self.life = Lifetime()
+        self._writing, self._has_written = trio.CancelScope(), trio.Event()
+
+    def _late_slabs(self) -> set[int]:
+        """Slabs to which something may still be written that this host has begun, or owes."""
+        segments, owed = self.core.segments, self.journal.flusher.headers.owed_slabs
+        return owed | segments.noted.slabs() if isinstance(segments, NotedSegments) else owed
 
     def _is_caller_coming(self) -> bool:
         """A caller is on its way that may soon wait for a commit: on a shared volume it pays to wait for it."""
@@ -211,7 +220,7 @@ class Parts:
         core, journal = self.core, self.journal
         nameless = SharedNameless(core, journal, refresher.chunks)
         orphans = nameless.orphans
-        self.leases = leases = SlabLeases(core, journal, journal.refusals.to_free.add)
+        self.leases = leases = SlabLeases(core, journal, journal.refusals.to_free.add, self._late_slabs)
         sources: list[RoomSource] = [
             leases.take_unheld_slabs,
             nameless.free_unnamed_files,
@@ -256,13 +265,8 @@ class Parts:
         await self.life.run(self._start_tasks, task_status)
 
     async def _start_tasks(self, nursery: trio.Nursery) -> None:
-        nursery.start_soon(failing.vital_task, self.journal.flusher.run)
-        nursery.start_soon(failing.service, "slots elsewhere", self.journal.flusher.elsewhere.run)
-        nursery.start_soon(failing.vital_task, self.journal.flusher.headers.run)
+        nursery.start_soon(self._write)
         nursery.start_soon(failing.vital_task, self.journal.run)
-        nursery.start_soon(failing.service, "removals", self.names.nameless.run)
-        if self.engine is not None:
-            nursery.start_soon(failing.vital_task, self.engine.run)
         if self.coherence is None or self.leases is None:
             nursery.start_soon(failing.service, "access times", self.mapper.access.run)
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
@@ -278,19 +282,43 @@ class Parts:
                 nursery.start_soon(failing.service, "letters about blocks", self.letters.run)
             await nursery.start(self.leases.run)
 
+    async def _write(self) -> None:
+        """Run what begins writes to slots, but for the journal, until `_end_writes`, or until `life` ends."""
+        try:
+            with self._writing:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(failing.vital_task, self.journal.flusher.run)
+                    nursery.start_soon(failing.service, "slots elsewhere", self.journal.flusher.elsewhere.run)
+                    nursery.start_soon(failing.vital_task, self.journal.flusher.headers.run)
+                    nursery.start_soon(failing.service, "removals", self.names.nameless.run)
+                    if self.engine is not None:
+                        nursery.start_soon(failing.vital_task, self.engine.run)
+        finally:
+            self._has_written.set()
+
+    async def _end_writes(self) -> None:
+        """Nothing is written to slots from here on, and what is committed is: a slab may then be another host's."""
+        self._writing.cancel()
+        await self._has_written.wait()
+        self.journal.flusher.give_up()
+        with trio.move_on_after(LAST_COMMIT_SECONDS), suppress(EngineError):
+            await self.journal.sync()  # with what these parts did last
+
     async def leave(self) -> None:
-        """End after everything was stored, and leave nothing that other hosts would have to clean up."""
+        """End after everything was stored, and leave little that other hosts would have to clean up."""
         if self.leases is None or self.coherence is None:
             return
         self.coherence.granting.stop()
+        self.coherence.member.begin_to_leave()
         await self.journal.flusher.headers.settle(HEADS_SECONDS)
-        has_given_all = await self.leases.close()
+        await self._end_writes()
+        may_be_taken = await self.leases.close()
         await self.life.end()
-        if not has_given_all:
+        if not may_be_taken:
             self.coherence.member.let_run_out()
             return
         try:
-            await self.core.records.commit({}, [schema.sequence_key(self.core.client)])
+            await self.core.records.commit(*self.leases.held.last_words())
         except EngineError as error:
             log.info("others take away this client's sequence record: %s", error)
 

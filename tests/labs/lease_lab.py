@@ -80,7 +80,7 @@ class Pieces:
     work: trio.Event = field(default_factory=trio.Event)
     is_over: bool = False
     """the lease was lost, with what was not committed by then"""
-    is_committing: bool = False
+    is_sending: bool = False
 
     def put(self, key: bytes, value: bytes | None) -> None:
         self.extra[key] = value
@@ -103,7 +103,7 @@ class Pieces:
         born = self.born
         try:
             await self._commit_batch()
-            self.is_committing = False
+            self.is_sending = False
         except EngineError:
             self.is_over = True
         for _, event in born.values():
@@ -112,7 +112,7 @@ class Pieces:
     async def _commit_batch(self) -> None:
         """Build, send, settle."""
         async with self.committer.turn:
-            self.is_committing = True
+            self.is_sending = True
             slabs = self.core.slabs
             born, self.born = self.born, {}
             removed, self.removed = self.removed, {}

@@ -33,7 +33,8 @@ class Servers:
     def __post_init__(self) -> None:
         self._silent: set[tuple[int, int]] = set()
         self._answering: set[tuple[int, int]] = set()
-        self._stores: list[MemorySegments] = []
+        self._writers: list[MemorySegments] = []
+        """of `late`"""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Into all stores that are opened from now on."""
@@ -43,27 +44,32 @@ class Servers:
             made(store, *arguments)  # type: ignore[arg-type]
             store.limits = replace(store.limits, part_size=self.part_size)
             store.servers = StoppedServers(store, self)
-            self._stores.append(store)
 
         async def write(store: MemorySegments, batch: Sequence[Transfer]) -> None:
             late = servers._late(batch)
             await plain(store, [one for index, one in enumerate(batch) if index not in late])
             if late:
-                servers._keep([batch[index] for index in sorted(late)])
+                servers._keep(store, [batch[index] for index in sorted(late)])
                 await servers._wait(DEADLINE)
                 raise EngineTimeout(f"injected: a server stands still, no answer within {DEADLINE} s")
 
         monkeypatch.setattr(MemorySegments, "__init__", init)
         monkeypatch.setattr(MemorySegments, "write", write)
 
-    def go_on(self) -> None:
-        """All servers answer, and do what they were asked, in that order."""
+    def answer(self) -> None:
+        """All servers answer from now on; what is late stays on its way."""
         self.is_stopped = lambda segment, part: False
-        for segment, offset, data in self.late:
-            self._stores[-1]._range(segment, offset, len(data))[:] = data
-        self.late.clear()
         self._silent.clear()
         self._answering.clear()
+
+    def go_on(self) -> None:
+        """All servers answer, and do what they were asked, in that order; but for clients that were cut off."""
+        self.answer()
+        for store, (segment, offset, data) in zip(self._writers, self.late, strict=True):
+            if store.identity() not in store.disk.fenced:
+                store._range(segment, offset, len(data))[:] = data
+        self.late.clear()
+        self._writers.clear()
 
     def _parts(self, segment: int, offset: int, buffer: object) -> set[tuple[int, int]]:
         end = offset + len(buffer)  # type: ignore[arg-type]
@@ -76,7 +82,8 @@ class Servers:
             if any(self.is_stopped(*part) for part in self._parts(one.segment, one.offset, one.buffer))
         }
 
-    def _keep(self, batch: Sequence[Transfer]) -> None:
+    def _keep(self, store: MemorySegments, batch: Sequence[Transfer]) -> None:
+        self._writers += [store] * len(batch)
         self.late += [(segment, offset, bytes(buffer)) for segment, offset, buffer in batch]
 
     async def _wait(self, seconds: float) -> None:
@@ -102,7 +109,7 @@ class StoppedServers(api.Servers):
         silent = servers._silent
         new = [batch[index] for index in sorted(late) if not silent.issuperset(servers._parts(*batch[index]))]
         if new:
-            servers._keep(new)
+            servers._keep(self.store, new)  # type: ignore[arg-type]
             await servers._wait(PATIENCE)
         servers._learn([(one.segment, one.offset, len(one.buffer)) for one in batch])
         return late

@@ -454,9 +454,9 @@ class MemorySegments(SegmentStore):
         await self.chaos.hold_up()
         if self.chaos.fails(self.chaos.fence_error):
             raise EngineError("injected: a client is not cut off")
-        if self.disk.fences:
+        if self.disk.fences and identity:
             self.disk.fenced.add(identity)
-        return self.disk.fences
+        return self.disk.fences and bool(identity)
 
     async def renew(self) -> None:
         self._identity = random.randbytes(8)

@@ -250,6 +250,11 @@ class Journal:
         """A commit was built and did not free its slots yet."""
         return self.settling.batch is not None
 
+    @property
+    def is_sending(self) -> bool:
+        """A batch was built, with images of slabs, and it is not known yet that these are in the store."""
+        return self._sent is not None
+
     async def sync(self) -> None:
         """Return when all changes before the call are durable, also those of open files. EngineError."""
         await self.commit(*self.pending.dirty, *self.pending.aside.nodes, durable=True)

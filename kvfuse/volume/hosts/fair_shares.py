@@ -48,11 +48,10 @@ class Shares:
     def to_give(self) -> list[int]:
         """Slabs to be withdrawn now, while no commit is under way. Asked again and again while there is a surplus."""
         before, self._partly_free = self._partly_free, self.core.slabs.partly_free()
-        freeing = {self.core.geometry.slab_of(extent.addr) for extent in self.core.dead}
         given = []
         left = self.surplus
         for slab, free in sorted(self._partly_free.items(), key=lambda item: item[1], reverse=True):
-            if free <= left and free >= before.get(slab, free + 1) and slab not in freeing:
+            if free <= left and free >= before.get(slab, free + 1):
                 given.append(slab)
                 left -= free
         return given

@@ -34,7 +34,7 @@ class JournalPart(Protocol):
     """The part of a `Journal` that this module calls."""
 
     @property
-    def is_committing(self) -> bool:
+    def is_sending(self) -> bool:
         """A batch was built, with images of slabs, and it is not known yet that these are in the store."""
 
     def put(self, key: bytes, value: bytes | None) -> None:

@@ -12,14 +12,18 @@
   Meanwhile slots in them are freed as those of other holders are, and bytes go to slabs that were nobody's.
   The engine was told before to cut off that daemon, where it can. A client that ends before its slabs have rested
   keeps them, so that others take them only when its lease has run out. One that was handed over (`unsettled`) says
-  which slabs have to rest: those with slots that are neither free nor named by a record.
+  which slabs have to rest: those with slots that are neither free nor named by a record, or with late writes.
+* A slab becomes nobody's only when nothing of this client can happen in it any more (`may_give`): who takes it writes
+  at once. A client that leaves keeps the others (`leave`), and says what is under way in them (`last_words`): its
+  heirs have it cut off. What it freed lately others may be reading, so slabs that it kept also rest for a grace since
+  their images changed. A client that saw no change, as it joined later, leaves that to checksums.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -59,6 +63,8 @@ class HeldSlabs:
     wake: Callable[[], object]
     """slabs were taken, and are to be granted when they are ripe"""
     granted: Callable[[], object]
+    late: Callable[[], set[int]] = set
+    """slabs in which writes of this client may still happen, or are owed"""
 
     def __post_init__(self) -> None:
         self.slabs: dict[int, Seen] = {}
@@ -93,7 +99,40 @@ class HeldSlabs:
         """Slabs with slots of which the allocator alone knows what may still happen in them, and those that rest."""
         slabs = self.core.slabs
         held = [slab for slab in self.slabs if slabs.holds(slab) and not slabs.may_withdraw(slab)]
-        return sorted({*held, *self.resting})
+        return sorted({*held, *self.resting, *(self.late() & self.slabs.keys())})
+
+    def may_give(self, slabs: Iterable[int]) -> list[int]:
+        """Those that may be withdrawn and given to others: nothing is under way in them, nor their images.
+
+        Nor is a slot of theirs about to leave its image: its f record goes with that.
+        """
+        found = [slab for slab in slabs if self.core.slabs.may_withdraw(slab)]
+        if not found or self.journal.is_sending:
+            return []
+        late = self.late().union([self.core.geometry.slab_of(extent.addr) for extent in self.core.dead])
+        return [slab for slab in found if slab not in late]
+
+    def leave(self) -> list[int]:
+        """Decide no longer for all that may be given, at the end; those, to be given back. No await: no image follows.
+
+        Slabs that were taken, but not granted yet, are as they were found, unless they have to rest.
+        """
+        slabs, late, resting = self.core.slabs, self.late(), self.resting
+        for slab in self.may_give(self.slabs):
+            slabs.withdraw(slab)
+        for slab in self.slabs if not self.journal.is_sending else ():
+            if slab not in late and slabs.may_part_with(slab):
+                slabs.part_with(slab)
+        return sorted(slab for slab in self.slabs if not slabs.holds(slab) and slab not in resting)
+
+    def last_words(self) -> tuple[dict[bytes, bytes], list[bytes]]:
+        """(puts, deletes) of the sequence record, at the very end: heirs learn from it whether to have it cut off."""
+        key = schema.sequence_key(self.core.client)
+        if not self.slabs:
+            return {}, [key]
+        if self.late() & self.slabs.keys():
+            return {}, []
+        return {key: schema.NOT_CUT_OFF if self.resting else schema.NOBODY_TO_CUT_OFF}, []
 
     def _pieces(self, slabs: Sequence[int]) -> Iterator[list[int]]:
         for start in range(0, len(slabs), self._bulk):
@@ -128,6 +167,7 @@ class HeldSlabs:
         grace = 0.0
         if not are_cut_off:
             grace = max(min(self.core.grace.seconds, ADOPTION_GRACE_MAX), self.core.segments.limits.quarantine)
+        until = {slab: self._readers_until(slab) for slab, seen in found.items() if seen.holder.client != NOBODY}
         for slab, (holder, version) in found.items():
             expect[schema.holder_key(slab)] = version
             puts[schema.holder_key(slab)] = schema.encode_holder(SlabHolder(self.core.client, holder.epoch + 1))
@@ -139,10 +179,14 @@ class HeldSlabs:
                 self.view.apply(Change(key, value, version))
                 slab = schema.key_slab(key)
                 self.slabs[slab] = self.view.seen(slab)
-                self._coming[slab] = trio.current_time() + grace
+                self._coming[slab] = max(trio.current_time() + grace, until.get(slab, 0.0))
             self.wake()
 
         return await self.journal.transact(Transaction(expect, puts, applied=taken))
+
+    def _readers_until(self, slab: int) -> float:
+        """Until when others may be reading slots that its last holder freed, as far as this client saw that."""
+        return self.view.imaged.get(slab, -math.inf) + self.core.grace.seconds
 
     async def ripen(self) -> None:
         """Grant the slabs that have waited long enough, as their records say."""

@@ -47,8 +47,9 @@ class SlabLeases:
         core: Core,
         journal: JournalPart,
         free_later: Callable[[int], None] = lambda ino: None,
+        late: Callable[[], set[int]] = set,
     ) -> None:
-        """``free_later``: called with inodes that this client is to free now."""
+        """``free_later``: called with inodes that this client is to free now. ``late``: see `HeldSlabs`."""
         self.core = core
         self.journal = journal
         self.view = SlabView(core.records, core.geometry, self._noticed, core.take_superblock)
@@ -56,9 +57,11 @@ class SlabLeases:
         self.inheritance = Inheritance(core, journal, self.view, self.heir, free_later)
         self.shares = Shares(core, self.view)
         fence = self.inheritance.fence
-        self.held = HeldSlabs(core, journal, self.view, self.freed, fence, self._wake, self.shares.note_slabs)
+        self.held = HeldSlabs(core, journal, self.view, self.freed, fence, self._wake, self.shares.note_slabs, late)
         self.supply = SlabSupply(core, self.view, self.held, self.shares)
         self._gone_since: dict[int, float] = {}
+        self._is_over = False
+        """nothing is taken any more"""
         self._turn = trio.Lock()
         self._work = trio.Event()
         core.slabs.slab_opened = self._slab_opened
@@ -184,6 +187,8 @@ class SlabLeases:
         if self.core.client not in gone:  # nobody cuts off himself
             await self.inheritance.fence_all([client for client in gone if client in self.view.held_counts])
         async with self._turn:
+            if self._is_over:
+                return
             await self._adopt()
             await self.supply.take_ahead()
             await self.supply.take_used(self.heir)
@@ -202,7 +207,7 @@ class SlabLeases:
     async def give(self, slabs: Iterable[int]) -> int:
         """Give slabs back now, as far as they may be withdrawn; how many. EngineError: they will be."""
         async with self._turn:
-            given = [slab for slab in slabs if self.core.slabs.may_withdraw(slab)]
+            given = self.held.may_give(slabs)
             for slab in given:
                 self.core.slabs.withdraw(slab)
             self.shares.given.update(given)
@@ -210,20 +215,21 @@ class SlabLeases:
         return len(given)
 
     async def close(self) -> bool:
-        """Give everything back, after the last commit and the last write: others need no grace then.
+        """Give back all in which nothing of this client can happen any more, when its parts have ended that write.
 
-        False: but for slabs of a client that went on, which have not rested yet.
+        Others find the rest as of a client that is gone. False: they may not for a while, as slabs of a client that
+        went on have not rested yet.
         """
         async with self._turn:
-            resting = self.held.resting if self.core.left.is_resumed else set[int]()
+            self._is_over = True
             try:
-                await self.held.give_back(sorted(self.held.slabs.keys() - resting))
+                await self.held.give_back(self.held.leave())
                 await self.inheritance.take_over_counts(self.core.client)
                 spaces = self.core.namespaces.accounts.records.spaces()
                 await self.inheritance.take_over_uses(self.core.client, spaces)
             except EngineError as error:
                 log.warning("slabs were not given back, others take them when the lease has ended: %s", error)
-        return not resting
+        return not (self.core.left.is_resumed and self.held.resting)
 
     # -- having enough -------------------------------------------------------------------------------
 
@@ -238,8 +244,7 @@ class SlabLeases:
             async with self._turn:
                 if self.held.grant_count > grants:
                     return True  # they came while it was another's turn
-                await self.supply.take_more()
-                await self.held.ripen()
+                await self._take_more()
             if self.held.grant_count > grants or await self._wait_for_grace():
                 return True
         return self.inheritance.is_behind and await self.inheritance.settle()
@@ -248,9 +253,13 @@ class SlabLeases:
         """Take free slabs of nobody that need no grace, about ``count``: whether there were any. EngineError."""
         grants = self.held.grant_count
         async with self._turn:
+            await self._take_more(count)
+        return self.held.grant_count > grants
+
+    async def _take_more(self, count: int = 1) -> None:
+        if not self._is_over:
             await self.supply.take_more(count)
             await self.held.ripen()
-        return self.held.grant_count > grants
 
     async def _wait_for_grace(self) -> bool:
         """Until a slab or some slots have waited long enough. False: none is waiting."""
@@ -260,7 +269,8 @@ class SlabLeases:
         with trio.CancelScope(deadline=ripe_at):
             await self.core.grace.passed.wait()
         async with self._turn:
-            await self.held.ripen()
+            if not self._is_over:
+                await self.held.ripen()
         return True
 
     # -- clients that are gone -----------------------------------------------------------------------

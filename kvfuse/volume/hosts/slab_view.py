@@ -94,6 +94,8 @@ class SlabView:
         """client -> slabs that it holds"""
         self.given: dict[int, float] = {}
         """slab of nobody -> when its holder gave it back, in trio's time, if that was seen; who follows keeps this"""
+        self.imaged: dict[int, float] = {}
+        """slab with slots of files -> when its image last changed, in trio's time, if that was seen"""
         self._unheld_start = 0
         """slabs below are held"""
         self._unheld_used = 0
@@ -289,7 +291,7 @@ class SlabView:
     def _apply_slab(self, key: bytes, value: bytes | None, version: int) -> None:
         slab = schema.key_slab(key)
         use = UNUSED
-        self.lent.pop(slab, None)
+        was_lent = self.lent.pop(slab, None) is not None
         self.abandoned.discard(slab)
         if value is not None:
             state = SlabState(slab, *schema.decode_slab(value))
@@ -307,6 +309,8 @@ class SlabView:
             self.uses[slab] = use
         if slab in self.lent:
             self._note_lent(slab)
+        elif not was_lent and self.ready.is_set():
+            self.imaged[slab] = trio.current_time()
 
     def _apply_counts(self, key: bytes, value: bytes | None, version: int) -> None:
         client = schema.key_client(key)

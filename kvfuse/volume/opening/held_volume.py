@@ -143,7 +143,7 @@ async def has_cut_off(member: Member, records: RecordStore, segments: SegmentSto
     try:
         keys = schema.sequence_key(member.client), schema.files_key(member.client)
         sequence, _ = await records.get(keys)  # both are needed undamaged
-        if sequence is not None:
+        if sequence is not None and sequence.value != schema.NOBODY_TO_CUT_OFF:
             await segments.fence(sequence.value)
     except EngineError as error:
         log.warning("the daemon before this one could not be cut off, this one joins as another client: %s", error)

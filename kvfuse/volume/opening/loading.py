@@ -38,6 +38,7 @@ from kvfuse.volume.opening.held_volume import HeldVolume
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.kept_membership import NOTHING, read_left, read_own_uses
 from kvfuse.volume.store.member import Member
+from kvfuse.volume.store.noted_segments import NotedSegments
 from kvfuse.volume.store.numbers import NumberRange, SharedNumberRange
 from kvfuse.volume.store.sealed import DamagedRecords, ScanPages, describe, get_sound
 from kvfuse.volume.tier.arena_pool import NO_REGIME
@@ -90,15 +91,15 @@ async def _shared(core: Core, member: Member) -> Core:
     for account in core.namespaces.accounts.all.values():
         account.bound = NO_USE  # until its grants were read
     grace = max(REUSE_SECONDS_MIN, 2 * core.records.limits.deadline, 2 * core.segments.limits.deadline)
-    left = NOTHING
+    left, rest = NOTHING, max(grace, core.segments.limits.quarantine)
     if member.before is not None:
-        rest = max(grace, core.segments.limits.quarantine)
         left = await read_left(core.records, member.client, member.version, rest, member.before.resting)
         for number, counts in (await read_own_uses(core.records, member.client)).items():
             core.namespaces.accounts.load(number, counts)
     generations = SharedNumberRange(schema.COUNTER_GENERATION)
     return dataclasses.replace(
         core,
+        segments=NotedSegments(core.segments, core.geometry, rest),
         inodes=SharedNumberRange(schema.COUNTER_INODE),
         generations=generations,
         doubt=Doubt(generations),

@@ -179,6 +179,11 @@ class HeaderWriter:
         return len(self._owed)
 
     @property
+    def owed_slabs(self) -> set[int]:
+        """Slabs that have them: they stay this host's until then."""
+        return {self.core.geometry.slab_of(addr) for addr in self._owed}
+
+    @property
     def owes_much(self) -> bool:
         """From now on heads are waited for."""
         return len(self._owed) >= OWED_MAX

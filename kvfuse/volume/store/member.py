@@ -264,6 +264,10 @@ class Member:
         if self.goes_on and len(resting) <= RESTING_MAX:
             Standing(self.client, self.lease.identity, tuple(resting)).keep(self._keeper)
 
+    def begin_to_leave(self) -> None:
+        """Before slabs are given back: the next daemon, which would take them for its own, is another client."""
+        self._keeper.drop(KEPT)
+
     def let_run_out(self) -> None:
         """Slabs are left in which a write of the daemon before this one may still happen: nobody gets them soon."""
         self._rests = True

@@ -25,7 +25,8 @@ f     slab u32, addr u64, generation u64       "rested", or nothing, and the nam
                                                nobody can be reading it any more
 g     namespace u64                            its quotas, and what each client may have of them (`namespaces.grants`)
 h     inode u64, client u64                    nothing: the client has the removed file open (under its lease)
-k     client u64                               who it is to the segment engine; the version counts its commits
+k     client u64                               who it is to the segment engine; the version counts its commits. Of one
+                                               that left with slabs: `NOBODY_TO_CUT_OFF`, `NOT_CUT_OFF` (see there)
 a     client u64                               blocks of other hosts that the client used lately, and how much room it
                                                lacks, or its caches could give up (under its lease)
 w     client u64                               where it answers other hosts (under its lease), see `peer_records`
@@ -261,6 +262,10 @@ open_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"h")
 """of inode, client"""
 member_key: Key = partial(_KEY.pack, b"m")
 sequence_key: Key = partial(_KEY.pack, b"k")
+NOBODY_TO_CUT_OFF = b"nobody"
+"""in place of an identity: the client left in order, and nothing of it is under way in the slabs that it held"""
+NOT_CUT_OFF = b""
+"""likewise, but slabs were to rest, as others wrote there before: an identity that no engine cuts off"""
 """of a record that every commit of the client moves"""
 files_key: Key = partial(_KEY.pack, b"q")
 """of the counts of one client"""
