@@ -11,7 +11,7 @@ import pytest
 
 from kvfuse.errors import NoSpace, VolumeError
 from kvfuse.slab.allocator import PIECES_MAX, Allocator, Slot
-from kvfuse.slab.image import SlabState
+from kvfuse.slab.image import LENT, SlabState
 from kvfuse.slab.layout import Geometry
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -410,3 +410,33 @@ def test_slabs_that_are_given_up_are_emptied_and_no_slot_in_them_is_taken() -> N
         assert not slabs.going
         slabs.keep_to(None)
         assert (slabs.used_bytes, slabs.free_slab_count) == (0, geometry.slab_count)
+
+
+def test_a_lent_slab_goes_with_its_loan_once_that_is_recorded() -> None:
+    """As its holder ends: the next one finds it lent."""
+    allocator = Allocator(small().geometry, granted=False)
+    allocator.grant(SlabState(3, 0, b""))
+    (slab,) = allocator.lend(1, b"four")
+    assert not allocator.may_part_with(slab)
+    with pytest.raises(ValueError, match="not recorded"):
+        allocator.part_with(slab)
+    assert allocator.take_dirty() == [SlabState(slab, LENT, b"four")]
+    assert allocator.may_part_with(slab)
+    allocator.part_with(slab)
+    assert not allocator.holds(slab)
+    assert not allocator.lent
+    assert (allocator.used_bytes, allocator.slab_count, allocator.free_slab_count) == (0, 0, 0)
+    assert allocator.take_dirty() == []
+    with pytest.raises(ValueError, match="not lent"):
+        allocator.part_with(slab)
+
+
+def test_images_of_a_commit_that_did_not_happen_are_due_again() -> None:
+    """Also of slabs that were lent, no slot of which was committed."""
+    allocator = small()
+    (slab,) = allocator.lend(1, b"four")
+    slots = allocator.allocate(4096)
+    allocator.commit(slots)
+    images = allocator.take_dirty()
+    allocator.recall(slots, [], [state.slab for state in images])
+    assert allocator.take_dirty() == [SlabState(slab, LENT, b"four"), SlabState(slots[0].addr // MIB, 0, b"")]

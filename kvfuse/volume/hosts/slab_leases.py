@@ -136,7 +136,7 @@ class SlabLeases:
     # -- the task ------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Tend to the slabs for ever; started when there are some, where there are any, and numbers to give.
+        """Tend to the slabs until `close`; started when there are some, where there are any, and numbers to give.
 
         EngineError before it is started, if the store does not answer.
         """
@@ -150,7 +150,7 @@ class SlabLeases:
                 await self._tend_always()
 
     async def _tend_always(self) -> None:
-        while True:
+        while not self._is_over:
             with trio.move_on_after(self._pause()):
                 await self._work.wait()
             self._work = trio.Event()
@@ -264,7 +264,7 @@ class SlabLeases:
     async def _wait_for_grace(self) -> bool:
         """Until a slab or some slots have waited long enough. False: none is waiting."""
         ripe_at = self.held.ripe_at
-        if ripe_at == math.inf and self.core.grace.is_empty:
+        if self._is_over or (ripe_at == math.inf and self.core.grace.is_empty):
             return False
         with trio.CancelScope(deadline=ripe_at):
             await self.core.grace.passed.wait()

@@ -226,6 +226,28 @@ async def test_a_slab_that_rests_is_not_given_back(
     await check_disk(disk)
 
 
+async def test_who_gave_its_slabs_back_takes_none(
+    disk: Disk, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Nor one that it adopted, and that has rested by then."""
+    disk.fences, disk.quarantine = False, LEASE
+    chaos, leaver_chaos = Chaos(rng), Chaos(rng)
+    async with joined(disk, OPTIONS, 1, chaos) as dead:
+        slab = await Stored(disk).store(dead, b"name", b"1" * SMALL) // MIB
+        chaos.killed = True
+    async with joined(disk, OPTIONS, 2, leaver_chaos) as leaver:
+        client, leases = inside.client(leaver), inside.leases(leaver)
+        await until(lambda: holders(disk)[slab] == client)
+        await leases.close()
+        commits, left = leaver_chaos.commits, {slab for slab, holder in holders(disk).items() if holder == client}
+        assert slab in left
+        assert not await leases.take_unheld_slabs()
+        await trio.sleep(3 * LEASE)
+        assert leaver_chaos.commits == commits
+        assert not any(map(inside.slabs(leaver).holds, left))
+    await check_disk(disk)
+
+
 class Images:
     """What clients commit of a slab, in order: who gives it back, and whose commits have its image."""
 
