@@ -80,7 +80,10 @@ class Pieces:
     work: trio.Event = field(default_factory=trio.Event)
     is_over: bool = False
     """the lease was lost, with what was not committed by then"""
-    is_sending: bool = False
+    has_sent: bool = False
+
+    def is_sending(self, slab: int) -> bool:
+        return self.has_sent
 
     def put(self, key: bytes, value: bytes | None) -> None:
         self.extra[key] = value
@@ -103,7 +106,7 @@ class Pieces:
         born = self.born
         try:
             await self._commit_batch()
-            self.is_sending = False
+            self.has_sent = False
         except EngineError:
             self.is_over = True
         for _, event in born.values():
@@ -112,7 +115,7 @@ class Pieces:
     async def _commit_batch(self) -> None:
         """Build, send, settle."""
         async with self.committer.turn:
-            self.is_sending = True
+            self.has_sent = True
             slabs = self.core.slabs
             born, self.born = self.born, {}
             removed, self.removed = self.removed, {}

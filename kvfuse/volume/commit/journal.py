@@ -28,6 +28,7 @@ from kvfuse.volume.commit.committer import Committer, UseRecords
 from kvfuse.volume.commit.late import Late, is_held, settlers
 from kvfuse.volume.commit.pending import Pending
 from kvfuse.volume.inodes.node import Node, check_remembered
+from kvfuse.volume.store import schema
 from kvfuse.volume.views.health import COMMIT, SYNC, WRITE
 
 if TYPE_CHECKING:
@@ -250,10 +251,10 @@ class Journal:
         """A commit was built and did not free its slots yet."""
         return self.settling.batch is not None
 
-    @property
-    def is_sending(self) -> bool:
-        """A batch was built, with images of slabs, and it is not known yet that these are in the store."""
-        return self._sent is not None
+    def is_sending(self, slab: int) -> bool:
+        """A batch was built with the slab's image, and it is not known yet that this is in the store."""
+        batch, key = self._sent, schema.slab_key(slab)
+        return batch is not None and (key in batch.puts or key in batch.deletes)
 
     async def sync(self) -> None:
         """Return when all changes before the call are durable, also those of open files. EngineError."""

@@ -46,7 +46,7 @@ class Shares:
         return self.core.slabs.free_bytes - share if self.view.unheld_free_bytes < share else 0
 
     def to_give(self) -> list[int]:
-        """Slabs to be withdrawn now, while no commit is under way. Asked again and again while there is a surplus."""
+        """Slabs to be withdrawn now. Asked again and again while there is a surplus."""
         before, self._partly_free = self._partly_free, self.core.slabs.partly_free()
         given = []
         left = self.surplus

@@ -33,9 +33,8 @@ SEEN_GRACES = 2
 class JournalPart(Protocol):
     """The part of a `Journal` that this module calls."""
 
-    @property
-    def is_sending(self) -> bool:
-        """A batch was built, with images of slabs, and it is not known yet that these are in the store."""
+    def is_sending(self, slab: int) -> bool:
+        """A batch was built with the slab's image, and it is not known yet that this is in the store."""
 
     def put(self, key: bytes, value: bytes | None) -> None:
         """Have a record changed by the next batch, and with it the images of slabs that changed by then."""

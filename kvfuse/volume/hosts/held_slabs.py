@@ -106,11 +106,11 @@ class HeldSlabs:
 
         Nor is a slot of theirs about to leave its image: its f record goes with that.
         """
-        found = [slab for slab in slabs if self.core.slabs.may_withdraw(slab)]
-        if not found or self.journal.is_sending:
-            return []
-        late = self.late().union([self.core.geometry.slab_of(extent.addr) for extent in self.core.dead])
-        return [slab for slab in found if slab not in late]
+        is_sending, may_withdraw = self.journal.is_sending, self.core.slabs.may_withdraw
+        found = [slab for slab in slabs if may_withdraw(slab) and not is_sending(slab)]
+        late = self.late() if found else set()
+        busy = late.union([self.core.geometry.slab_of(extent.addr) for extent in self.core.dead])
+        return [slab for slab in found if slab not in busy]
 
     def leave(self) -> list[int]:
         """Decide no longer for all that may be given, at the end; those, to be given back. No await: no image follows.
@@ -120,8 +120,8 @@ class HeldSlabs:
         slabs, late, resting = self.core.slabs, self.late(), self.resting
         for slab in self.may_give(self.slabs):
             slabs.withdraw(slab)
-        for slab in self.slabs if not self.journal.is_sending else ():
-            if slab not in late and slabs.may_part_with(slab):
+        for slab in self.slabs.keys() - late:
+            if slabs.may_part_with(slab) and not self.journal.is_sending(slab):
                 slabs.part_with(slab)
         return sorted(slab for slab in self.slabs if not slabs.holds(slab) and slab not in resting)
 

@@ -153,7 +153,7 @@ class SlabSupply:
             self._ahead = min(self._ahead, self._ahead_used)
         self._looked, self._opened, self._idle = trio.current_time(), 0, set(free)
         given = idle[len(idle) - max(surplus, 0) :]
-        if has_surplus and not self.held.journal.is_sending:
+        if has_surplus:
             given += self.shares.to_give()
         for slab in self.held.may_give(given):
             self.core.slabs.withdraw(slab)
