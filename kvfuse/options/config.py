@@ -101,6 +101,7 @@ UNSET: dict[str, str] = {
     "segments.keyring": "as ceph.conf says",
     "segments.devices": "must be set",
     "segments.weights": "as the devices have room",
+    "segments.domains": "each device fails alone",
     "index.url": "must be set",
     "index.user": "the server's default",
     "index.password_file": "none",
@@ -455,11 +456,12 @@ def _check_devices(options: Options) -> None:
         raise ConfigError("segments.devices is not set: name the block devices that the hosts of the volume share")
     if len(set(segments.devices)) < len(segments.devices):
         raise ConfigError("segments.devices names a device twice")
-    if segments.weights and len(segments.weights) != len(segments.devices):
-        raise ConfigError(
-            f"segments.weights has {len(segments.weights)} numbers, segments.devices {len(segments.devices)} paths:"
-            " give one for each, or none"
-        )
+    for key, values in (("weights", segments.weights), ("domains", segments.domains)):
+        if values and len(values) != len(segments.devices):
+            raise ConfigError(
+                f"segments.{key} has {len(values)} items, segments.devices {len(segments.devices)} paths:"
+                " give one for each, or none"
+            )
 
 
 def _check_index(options: Options) -> None:

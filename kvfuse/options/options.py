@@ -96,6 +96,9 @@ PeerAddress = Annotated[
 DevicePath = Annotated[
     str, Meta(pattern=r"^/[^\0]+$", description='absolute paths such as "/dev/disk/by-id/nvme-uuid.0"')
 ]
+DeviceDomain = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9._-]{1,36}$", description='1 to 36 letters, digits, ".", "_" and "-"')
+]
 DeviceWeight = Annotated[int, Meta(ge=1, le=1_000_000, description="whole numbers from 1 to 1000000")]
 KernelFlag = Literal["dev", "nodev", "suid", "nosuid", "exec", "noexec", "sync", "dirsync"]
 
@@ -219,6 +222,8 @@ class BlockOptions(_Engine, frozen=True, tag="block"):
     """all devices, partitions or files of the volume, in any order"""
     weights: tuple[DeviceWeight, ...] = ()
     """one for each device, when the volume is made: their parts of its segments; (): as they have room"""
+    domains: tuple[DeviceDomain, ...] = ()
+    """one for each device, when the volume is made: what fails together; (): each device fails alone"""
     deadline: DeadlineSeconds = 5.0
     """seconds for a call"""
     quarantine: Seconds = 120.0

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Set
-from heapq import heapify, heappop, heappush, nsmallest
 from typing import NamedTuple
 
 import numpy as np
 
 from kvfuse.errors import NoSpace, VolumeError
 from kvfuse.slab.classes import LEARNED_MAX, SizeClasses
+from kvfuse.slab.free_slabs import FreeSlabs, Spread
 from kvfuse.slab.image import LENT, TOKEN_SIZE, SlabState, durable_slots
 from kvfuse.slab.layout import Geometry
 from kvfuse.slab.ledger import Ledger
@@ -71,10 +71,7 @@ class Allocator:
         self.lent: dict[int, bytes] = {}
         """slab -> token of its loan"""
         self._pools: dict[int, Pool] = {}
-        self._returned: list[int] = []
-        """heap of free slabs below ``_unused_start``"""
-        self._unused_start = 0 if granted else sys.maxsize
-        """this slab and all after it are free: never used, or not since the start"""
+        self._free_slabs = FreeSlabs(0 if granted else sys.maxsize)
         self._used_bytes = 0
         self._tail_bytes = 0
         self._dirty: set[int] = set()
@@ -210,19 +207,22 @@ class Allocator:
             self._dirty.add(slab.index)
         self._dirty.update([slab for slab in images if self.holds(slab)])
 
+    def spread_by(self, spread: Spread) -> None:
+        """Take free slabs of all devices in turn."""
+        self._free_slabs.spread = spread
+        self._free_slabs.replace(list(self._free_slabs))
+
     # -- slabs that are lent -------------------------------------------------------------------------
 
     def next_free(self, count: int) -> list[int]:
         """The slabs that `lend` of so many would lend now."""
-        returned = nsmallest(count, self._returned)
-        unused = min(count, self.free_slab_count) - len(returned)
-        return [*returned, *range(self._unused_start, self._unused_start + unused)]
+        return self._free_slabs.next(count, self._kept_end)
 
     def lend(self, count: int, token: bytes) -> list[int]:
         """Lend up to ``count`` free slabs. Their images are `LENT`, with the token, from the next commit on."""
         found: list[int] = []
         while len(found) < count and self.free_slab_count:
-            found.append(self._pop_free())
+            found.append(self._free_slabs.take(self._kept_end))
             self._note_lent(found[-1], token)
             self._dirty.add(found[-1])
             self.slab_opened()
@@ -252,11 +252,12 @@ class Allocator:
         for index in self._going & self._slabs.keys():
             slab = self._slabs[index]
             self._used_bytes -= slab.pool.offer(slab) * slab.slot_size
-        if self._kept_count < self._unused_start:
-            given_up = range(self._kept_count, min(self._unused_start, self.geometry.slab_count))
-            self._returned += [slab for slab in given_up if slab not in self._slabs and slab not in self.lent]
+        free, unused_start = list(self._free_slabs), self._free_slabs.unused_start
+        if self._kept_count < unused_start:
+            given_up = range(self._kept_count, min(unused_start, self.geometry.slab_count))
+            free += [slab for slab in given_up if slab not in self._slabs and slab not in self.lent]
         self._kept_count = slab_count if slab_count is not None else sys.maxsize
-        self._returned = sorted(slab for slab in self._returned if slab < self._kept_count)
+        self._free_slabs.replace(slab for slab in free if slab < self._kept_count)
         self._going = {slab for slab in (*self._slabs, *self.lent) if slab >= self._kept_count}
         for index in self._going & self._slabs.keys():
             slab = self._slabs[index]
@@ -275,7 +276,7 @@ class Allocator:
     def _return_slab(self, index: int) -> None:
         """A slab is free."""
         if index < self._kept_count:
-            heappush(self._returned, index)
+            self._free_slabs.add(index)
         else:
             self._going.discard(index)
 
@@ -295,7 +296,7 @@ class Allocator:
         if state.slab in self.lent:
             self.lent_granted(state.slab)
         if state.slab not in self._slabs and state.slab not in self.lent:
-            heappush(self._returned, state.slab)
+            self._free_slabs.add(state.slab)
 
     def withdraw(self, slab: int) -> SlabState:
         """Decide for this slab no longer: its durable image.
@@ -309,8 +310,7 @@ class Allocator:
         state = self._image(slab)
         held = self._slabs.get(slab)
         if held is None:
-            self._returned.remove(slab)
-            heapify(self._returned)
+            self._free_slabs.remove(slab)
         elif ALLOCATED in held.states or PENDING in held.states:
             raise ValueError(f"slab {slab} has slots that are allocated or pending")
         else:
@@ -354,11 +354,11 @@ class Allocator:
     @property
     def free_slab_count(self) -> int:
         """Granted slabs that have no slot size."""
-        return len(self._returned) + max(0, self._kept_end - self._unused_start)
+        return self._free_slabs.count(self._kept_end)
 
     def free_slabs(self) -> list[int]:
         """Free slabs that were granted one by one, and may be withdrawn; ascending."""
-        return sorted(set(self._returned) - self._dirty)
+        return [slab for slab in self._free_slabs if slab not in self._dirty]
 
     def partly_free(self) -> dict[int, int]:
         """Slabs in use that were granted one by one, have free slots and may be withdrawn -> free bytes in them.
@@ -389,14 +389,14 @@ class Allocator:
 
     def restore(self, states: Iterable[SlabState]) -> None:
         """Begin, on an allocator nobody used yet, with the recorded images. VolumeError naming a slab that is wrong."""
-        if self._unused_start:
+        if self._free_slabs.unused_start:
             raise ValueError("restore is for a fresh allocator")
         for state in states:
             if state.slot_size:
                 self._restore_slab(state)
         if used := self._slabs.keys() | self.lent.keys():
-            self._unused_start = max(used) + 1
-            self._returned = [slab for slab in range(self._unused_start) if slab not in used]  # a heap: sorted
+            self._free_slabs.unused_start = max(used) + 1
+            self._free_slabs.replace(slab for slab in range(max(used) + 1) if slab not in used)
 
     def claim(self, slot: Slot) -> None:
         """Allocate this very slot. ValueError where it is not free, or in a slab that was not granted."""
@@ -421,16 +421,12 @@ class Allocator:
     def free_slots(self, slot_size: int) -> Iterator[int]:
         """Addresses of free slots of this size: in slabs that have it, then those that free slabs would have."""
         yield from self._pool(slot_size).free_slots()
-        for slab in [*self._returned, *range(self._unused_start, self._kept_end)]:
+        for slab in [*self._free_slabs, *range(self._free_slabs.unused_start, self._kept_end)]:
             yield from range(slab << self._slab_shift, (slab + 1 << self._slab_shift) - slot_size + 1, slot_size)
 
     def _begin_slab(self, index: int, slot_size: int) -> Slab:
         """Give this free slab to a slot size."""
-        while self._unused_start <= index:
-            heappush(self._returned, self._unused_start)
-            self._unused_start += 1
-        self._returned.remove(index)
-        heapify(self._returned)
+        self._free_slabs.remove(index)
         slab = self._new_slab(index, slot_size)
         slab.pool.add(slab)
         self.slab_opened()
@@ -504,20 +500,13 @@ class Allocator:
         self._tail_bytes -= self._slab_tail(slab.pool)
 
     def _open_slab(self, slot_size: int) -> Pool | None:
-        """Give the lowest free slab to ``slot_size``: the size's pool, or None where no slab is free."""
+        """Give the next free slab to ``slot_size``: the size's pool, or None where no slab is free."""
         if not self.free_slab_count:
             return None
-        slab = self._new_slab(self._pop_free(), slot_size)
+        slab = self._new_slab(self._free_slabs.take(self._kept_end), slot_size)
         slab.pool.add(slab)
         self.slab_opened()
         return slab.pool
-
-    def _pop_free(self) -> int:
-        """The lowest free slab; there is one."""
-        if self._returned:
-            return heappop(self._returned)
-        self._unused_start += 1
-        return self._unused_start - 1
 
     def _new_slab(self, index: int, slot_size: int) -> Slab:
         pool = self._pool(slot_size)

@@ -108,9 +108,14 @@ class Geometry:
         slab_count = whole * segment_slabs + _slabs_within(rest, slab_size, alignment)
         return cls(capacity, slab_size, segment_slabs, slab_count)
 
+    @property
+    def step(self) -> int:
+        """Bytes by which it grows."""
+        return self._data_starts[0] + self._segment_data_size
+
     def grown(self, capacity: int) -> Geometry:
         """The same with the most whole segments more that ``capacity`` has room for. ValueError, with the minimum."""
-        step = self._data_starts[0] + self._segment_data_size
+        step = self.step
         count = (capacity - self.size) // step
         if count < 1:
             raise ValueError(
@@ -160,6 +165,10 @@ class Geometry:
         short = self._short_segment >= 0
         starts = (self.segment_count - short) * self._data_starts[0] + short * self._data_starts[1]
         return starts + self.data_size
+
+    def size_of(self, segment_count: int) -> int:
+        """Bytes of the first segment files."""
+        return sum(self.segment_size(segment) for segment in range(segment_count))
 
     def slabs_of(self, segment: int) -> range:
         """The slabs in a segment. ValueError if the volume has no such segment."""
@@ -255,10 +264,10 @@ NO_SEGMENT = 0xFFFFFFFF
 """The segment number in the volume's own superblock file."""
 
 # Magic, version, flags and the checksum at the end stay where they are in every version to come.
-_SUPERBLOCK = struct.Struct("<8s I I 16s Q Q Q I I I I I 16s Q I Q")
+_SUPERBLOCK = struct.Struct("<8s I I 16s Q Q Q I I I I I 16s Q I Q I I")
 _CHECKSUM = struct.Struct("<I")
 _SUPERBLOCK_PADDING = SUPERBLOCK_SIZE - _SUPERBLOCK.size - _CHECKSUM.size
-assert _SUPERBLOCK.size == 112
+assert _SUPERBLOCK.size == 120
 assert _SUPERBLOCK.size + _SUPERBLOCK_PADDING + _CHECKSUM.size == SUPERBLOCK_SIZE
 
 FEATURE_SEALED_RECORDS = 1
@@ -269,9 +278,11 @@ FEATURE_LENT = 4
 """Slabs may be lent to the block store: programs of before take the records of these for damaged ones."""
 FEATURE_RESIZED = 8
 """The volume has another capacity than it was formatted with: programs of before look for slabs in wrong places."""
+FEATURE_MAPPED = 16
+"""Its devices have a map of segments, which the superblock names: programs of before look for it in their labels."""
 NEW_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
 """Of new volumes. They get FEATURE_LENT before the first slab is lent: without blocks, older programs may use them."""
-KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED
+KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED
 """Incompatible features this program knows, one bit each in the superblock's flags."""
 
 
@@ -294,6 +305,8 @@ class _SuperblockFields(NamedTuple):
     first_slab_count: int
     resizes: int
     target: int
+    map_number: int
+    map_checksum: int
 
 
 @dataclass(frozen=True)
@@ -313,41 +326,54 @@ class Superblock:
 
     target: int = 0
     """bytes of capacity that the volume is to have, once its last segments are empty; 0: it has what it is to have"""
+    segment_map: tuple[int, int] = (0, 0)
+    """number and checksum of the map that its devices have of its segments; (0, 0): none was stored, or no devices"""
 
     @property
     def kept_slab_count(self) -> int | None:
         """Slabs that stay. None: all."""
         return self.geometry.cut(self.target).slab_count if self.target else None
 
-    def resized(self, capacity: int, segment_count_max: int | None = None, *, may_shrink: bool = True) -> Superblock:
+    @property
+    def kept_segment_count(self) -> int:
+        """Segments that stay."""
+        return (self.geometry.cut(self.target) if self.target else self.geometry).segment_count
+
+    def resized(self, capacity: int, room: int | None = None, *, may_shrink: bool = True) -> Superblock:
         """Of the same volume, which has ``capacity``, or is to have it; the same, if so it is already. ValueError.
 
-        ``segment_count_max``: segments that the medium has places for; None: any number.
+        ``room``: segments that the medium has places for; None: any number.
         """
         if capacity == (self.target or self.geometry.capacity):
             return self
         if capacity < self.geometry.size and not may_shrink:
-            raise ValueError("a volume that hosts share, or on devices, does not shrink")
+            raise ValueError("a volume that hosts share does not shrink")
         if capacity <= self.geometry.capacity:
             self.geometry.cut(capacity)
-            return self._changed(target=capacity if capacity < self.geometry.capacity else 0)
+            return self.changed(target=capacity if capacity < self.geometry.capacity else 0)
         if self.target:
             raise ValueError(f"it is about to have {self.target} bytes: have it keep {self.geometry.capacity} before")
         geometry = self.geometry.grown(capacity)
-        if segment_count_max is not None and geometry.segment_count > segment_count_max:
-            raise ValueError(f"its devices have places for {segment_count_max} segments, and get no more")
-        return self._changed(geometry=geometry)
+        if room is not None and geometry.segment_count > room:
+            raise ValueError(f"its devices have places for {room} segments, and it would have {geometry.segment_count}")
+        return self.changed(geometry=geometry)
 
     def emptied(self) -> Superblock:
         """Nothing is in the last segments any more: the volume has its target, and they are to be removed."""
-        return self._changed(geometry=self.geometry.cut(self.target)) if self.target else self
+        return self.changed(geometry=self.geometry.cut(self.target)) if self.target else self
 
     def settled(self) -> Superblock:
         """They are removed."""
-        return self._changed(target=0)
+        return self.changed(target=0)
 
-    def _changed(self, **changes: Any) -> Superblock:
-        return replace(self, features=self.features | FEATURE_RESIZED, resizes=self.resizes + 1, **changes)
+    def mapped(self, segment_map: tuple[int, int]) -> Superblock:
+        """The devices have another map, or their first one."""
+        return self.changed(segment_map=segment_map, features=self.features | FEATURE_MAPPED)
+
+    def changed(self, **changes: Any) -> Superblock:
+        """A newer one, which differs in these fields."""
+        features = changes.pop("features", self.features) | FEATURE_RESIZED
+        return replace(self, features=features, resizes=self.resizes + 1, **changes)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
@@ -370,6 +396,8 @@ def pack_superblock(superblock: Superblock) -> bytes:
         first_slab_count=geometry.first_slab_count if superblock.resizes else 0,
         resizes=superblock.resizes,
         target=superblock.target,
+        map_number=superblock.segment_map[0],
+        map_checksum=superblock.segment_map[1],
     )
     body = _SUPERBLOCK.pack(*fields)
     body += bytes(_SUPERBLOCK_PADDING)
@@ -399,8 +427,16 @@ def parse_superblock(image: Buffer) -> Superblock:
         geometry = Geometry(*shape)
     except ValueError as error:
         raise VolumeError(f"the superblock is damaged: {error}") from error
+    named = fields.map_number, fields.map_checksum
     return Superblock(
-        fields.volume_id, geometry, fields.created_ns, fields.segment, fields.flags, fields.resizes, fields.target
+        fields.volume_id,
+        geometry,
+        fields.created_ns,
+        fields.segment,
+        fields.flags,
+        fields.resizes,
+        fields.target,
+        named,
     )
 
 

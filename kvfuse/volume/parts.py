@@ -48,6 +48,7 @@ from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.device_changes import DeviceChanges
 from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
@@ -159,8 +160,10 @@ class Parts:
         self.blocks = Blocks(
             core, self.journal, flusher, self.space, self.lookups, self.names, self.reader, self.mapper
         )
+        devices = core.segments.devices
+        self.devices = DeviceChanges(core, devices, member, member is None) if devices is not None else None
         editor = NamespaceEditor(self.names, namespaces)
-        self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(editor))
+        self.xattrs = Xattrs(core, self.journal, self.space, self.lookups, NamespaceAttributes(editor), self.devices)
         view = self.leases.view if self.leases is not None else None
         self.engine: BlockEngine | None = BlockEngine(
             core, keeper, self.journal.commit, self.journal.sync, options.publish.interval,
@@ -187,7 +190,7 @@ class Parts:
                 )  # fmt: skip
                 giving.connect(room)
             self.space.connect(room.make_room)
-        self.drain = Drain(core, self.journal, self.rewriter, self.engine) if member is None else None
+        self.drain = Drain(core, self.journal, self.rewriter, self.engine, self.devices) if member is None else None
         """of a volume of one host"""
         self.life = Lifetime()
         self._writing, self._has_written = trio.CancelScope(), trio.Event()

@@ -100,13 +100,15 @@ def test_a_volume_on_two_devices_is_mounted_and_another_ones_are_refused(tmp_pat
         mount.remove()
     rows = {row["name"]: row for row in json.loads(kvfuse("doctor", conf, "--json").stdout)}
     assert [rows[str(path)]["state"] for path in devices] == ["ok", "ok"]
-    assert "device 1 of 2 of the volume" in rows[str(devices[0])]["detail"]
+    assert "a device of the volume" in rows[str(devices[0])]["detail"]
     (tmp_path / "other").mkdir()
     other = device(tmp_path / "other" / "device")
     kvfuse("format", conf_of(tmp_path / "other", other))
     theirs = conf_of(tmp_path, other)
-    assert_fails(kvfuse("mount", theirs, mount.point), 3, f"{other} is device 1 of 1 of the volume")
-    assert_fails(kvfuse("mount", conf_of(tmp_path, devices[1]), mount.point), 3, "number 1 is not among")
+    assert_fails(kvfuse("mount", theirs, mount.point), 3, f"{other} is a device of the volume")
+    devices[0].rename(tmp_path / "moved")
+    missing = rf"has 2 devices, and device \w+ \({devices[0]}\) is not among"
+    assert_fails(kvfuse("mount", conf_of(tmp_path, devices[1]), mount.point), 3, missing)
 
 
 def test_connections_that_hold_up_calls_are_named(tmp_path: Path) -> None:

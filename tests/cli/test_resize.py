@@ -102,7 +102,9 @@ def test_a_volume_gets_smaller_mounted_or_not(made: Place, rng: random.Random) -
     assert "160MiB -> 100MiB" in grow(made.point, "100MiB")
     verify(made.point, contents)
     assert size_of(made.point) <= 100 * MIB
-    assert_fails(kvfuse("resize", made.point, "--capacity", "24MiB"), 1, "keeps its capacity: its files do not fit")
+    assert_fails(
+        kvfuse("resize", made.point, "--capacity", "24MiB"), 1, "the volume stays as it is: its files do not fit"
+    )
     assert kvfuse("umount", made.point).returncode == 0
     assert_clean(made.volume)
     assert "100MiB -> 60MiB" in grow(made.volume, "60MiB")

@@ -119,8 +119,8 @@ def test_a_newer_format_is_refused_naming_both_versions() -> None:
 
 def test_an_unknown_incompatible_feature_is_refused() -> None:
     image = bytearray(layout.pack_superblock(SUPERBLOCK))
-    image[12:16] = struct.pack("<I", 0x10)
-    with pytest.raises(VolumeError, match=r"version 1 with features 0x10, .* knows version 1 with features 0xf"):
+    image[12:16] = struct.pack("<I", 0x20)
+    with pytest.raises(VolumeError, match=r"version 1 with features 0x20, .* knows version 1 with features 0x1f"):
         layout.parse_superblock(sealed(image))
 
 
@@ -316,7 +316,7 @@ def test_a_volume_keeps_its_capacity_where_it_cannot_grow() -> None:
     with pytest.raises(ValueError, match="slabs of 1048576 bytes grows to 4398046511104 bytes at most"):
         small.resized(5 << 40)
     with pytest.raises(ValueError, match="places for 3 segments"):
-        small.resized(100 * MIB, segment_count_max=3)
+        small.resized(100 * MIB, room=3)
     grown = small.resized(100 * MIB)
     assert (grown.resizes, grown.features) == (1, layout.FEATURE_RESIZED)
     assert small.geometry.become(grown.geometry)

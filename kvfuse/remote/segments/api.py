@@ -22,17 +22,20 @@ This file is the whole contract; every engine and decorator passes the one confo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.remote.mapguard import GuardedMap
+from kvfuse.remote.segments.block.segment_map import DeviceRow, MapName, SegmentMap
 
+Plan: TypeAlias = Callable[[SegmentMap], SegmentMap]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """C-contiguous bytes; numpy arrays are passed as ``memoryview(array)``."""
 
@@ -81,8 +84,6 @@ class SegmentLimits:
     quarantine: float = 0.0
     """seconds for which a write of a client that is gone, and that was not cut off, may still happen; 0: the volume's
     own grace is enough"""
-    segment_count_max: int | None = None
-    """segments that it has places for; None: any number, as long as the medium has room"""
     part_size: int = 0
     """bytes of a segment that one set of servers has, from each multiple on; 0: nothing is known of servers"""
 
@@ -136,6 +137,50 @@ class Servers:
         """Find out for `answers` of (segment, offset, length), without waiting for late servers. EngineError."""
 
 
+class DeviceControl(ABC):
+    """The devices of a store that has some, for who changes the set.
+
+    A changed map is *prepared*: all devices get it, beside the one that counts. Then the volume's superblock names it,
+    and it is *adopted*. Who prepares makes sure that nobody else does meanwhile, and that whatever was named before is
+    adopted. EngineError: a device did not answer; nothing has changed then.
+    """
+
+    @property
+    @abstractmethod
+    def map(self) -> SegmentMap:
+        """That counts, as far as this store knows."""
+
+    @abstractmethod
+    def expect(self, name: MapName) -> None:
+        """The superblock names this map now: it is read when a segment is needed that the one in use does not have."""
+
+    @abstractmethod
+    async def follow(self) -> None:
+        """Use the map that was expected last. EngineError: no device has it, or one of its devices is not there."""
+
+    @abstractmethod
+    async def examine(self, path: Path, weight: int, domain: str) -> DeviceRow:
+        """A device that was labelled to join. VolumeError: it was not, or it is a member; EngineError.
+
+        ``weight`` 0: as much for each place as the others have.
+        """
+
+    @abstractmethod
+    async def prepare(self, plan: Plan, check: Callable[[], None]) -> MapName:
+        """Store the next map. ``check`` raises where writing is not allowed any more. ValueError of the plan."""
+
+    @abstractmethod
+    async def adopt(self, name: MapName) -> None:
+        """Use the map that was prepared last: the superblock names it. Devices that it does not have are let go."""
+
+    @abstractmethod
+    async def move(self, segment: int, check: Callable[[], None], commit: Callable[[MapName], Awaitable[None]]) -> None:
+        """Bring a segment to another device while it is in use, and adopt the map that says so.
+
+        ``commit`` has the superblock name it; it returns when that is so, and raises only where it will never be.
+        """
+
+
 @dataclass
 class SegmentStore(ABC):
     """Interface of all segment engines and their decorators."""
@@ -144,6 +189,7 @@ class SegmentStore(ABC):
     counters: SegmentCounters = field(default_factory=SegmentCounters, init=False)
     servers = cached_property(Servers)
     """what is known of those; an engine that has servers, and a decorator, put their own in its place"""
+    devices: DeviceControl | None = field(default=None, init=False)
 
     @abstractmethod
     async def create(self, segment: int, size: int) -> None:

@@ -22,6 +22,7 @@ class SegmentDecorator(SegmentStore):
         self.inner = inner
         self.counters = inner.counters
         self.servers = inner.servers
+        self.devices = inner.devices
 
     async def create(self, segment: int, size: int) -> None:
         await self.inner.create(segment, size)

@@ -34,3 +34,7 @@ class UsedSegment(Users):
         super().__init__()
         self.size = size
         self.removed = False
+        self.gate: trio.Event | None = None
+        """while it is set to one, new calls wait for that"""
+        self.changed: set[int] | None = None
+        """of a segment that is copied: numbers of its chunks that were written since they were"""

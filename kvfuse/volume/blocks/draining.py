@@ -1,4 +1,5 @@
-"""Empties the last segments of a volume that is to have a smaller capacity, while it is in use, and removes them.
+"""Empties the last segments of a volume that is to have a smaller capacity, while it is in use, and removes them. Then
+segments of devices that are to leave move to others.
 
 The superblock says how far (`Superblock.target`); who is killed goes on where he was:
 
@@ -6,6 +7,7 @@ The superblock says how far (`Superblock.target`); who is killed goes on where h
    were written anew; blocks there are dropped.
 2. Once all these slabs are free, in records that are durable, the superblock has the smaller capacity.
 3. The segments are removed, and then the target.
+4. Each segment of a device that leaves moves to another one, as the map of segments says; then the device leaves.
 
 Of volumes of one host alone.
 """
@@ -24,6 +26,7 @@ from kvfuse.slab.layout import Superblock
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.device_changes import DeviceChanges
 from kvfuse.volume.names.rewriting import Rewriter
 
 PAUSE_MIN, PAUSE_MAX = 0.05, 10.0
@@ -43,15 +46,24 @@ class Drain:
     journal: Journal
     rewriter: Rewriter
     engine: BlockEngine | None
+    devices: DeviceChanges | None
+    """of a volume on devices"""
     failure: str = ""
     """why the last round did not move all"""
     _slab_count: int = 0
+    _segment_count: int = 0
 
     def statistics(self) -> dict[str, object]:
-        """``slabs``: those that were in use when this began; ``left`` of them."""
+        """``slabs``: those that were in use when this began, ``left`` of them; ``leaving``: devices; ``segments``:
+        those of devices that leave when this began, ``segments_left`` of them."""
         target = self.core.superblock.target
         left = len(self.core.slabs.going) if target else 0
-        return {"target": target, "slabs": max(self._slab_count, left), "left": left, "failure": self.failure}
+        segments = self.devices.left_count if self.devices is not None else 0
+        return {
+            "target": target, "slabs": max(self._slab_count, left), "left": left,
+            "leaving": self.devices.leaving_count if self.devices is not None else 0,
+            "segments": max(self._segment_count, segments), "segments_left": segments, "failure": self.failure,
+        }  # fmt: skip
 
     async def run(self) -> None:
         """Empty what is to go, whenever something is, until cancelled."""
@@ -59,19 +71,37 @@ class Drain:
             self.core.resized = trio.Event()
             kept = self.core.superblock.kept_slab_count
             await self._keep_to(kept)
-            if kept is None:
+            if kept is None and not self._are_leaving:
                 await self.core.resized.wait()
                 continue
-            pause = PAUSE_MIN
-            while not self.core.resized.is_set():
-                left = len(self.core.slabs.going)
-                self._slab_count = max(self._slab_count, left)
-                with self._noting():
-                    if await self._step(kept):
-                        break
-                pause = PAUSE_MIN if len(self.core.slabs.going) < left else min(2 * pause, PAUSE_MAX)
-                with trio.move_on_after(pause):
-                    await self.core.resized.wait()
+            await self._empty(kept)
+
+    @property
+    def _are_leaving(self) -> bool:
+        return self.devices is not None and self.devices.leaving_count > 0
+
+    async def _empty(self, kept: int | None) -> None:
+        """Until all is done, or something else is wanted."""
+        pause = PAUSE_MIN
+        while not self.core.resized.is_set():
+            left = len(self.core.slabs.going)
+            self._slab_count = max(self._slab_count, left)
+            with self._noting():
+                if await (self._step(kept) if kept is not None else self._move_off()):
+                    break
+            pause = PAUSE_MIN if len(self.core.slabs.going) < left else min(2 * pause, PAUSE_MAX)
+            with trio.move_on_after(pause):
+                await self.core.resized.wait()
+
+    async def _move_off(self) -> bool:
+        """Move what is on devices that leave, until another capacity is wanted. True: none leaves any more."""
+        assert self.devices is not None
+        self._segment_count = max(self._segment_count, self.devices.left_count)
+        while self.core.superblock.kept_slab_count is None:
+            if not await self.devices.move_off():
+                self._segment_count = 0
+                return True
+        return True
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

@@ -117,11 +117,14 @@ async def _rebuild_folder(options: Options, progress: Progress) -> RebuildReport
     if not path.is_dir():
         raise VolumeError(f"{path} is no folder")
     with formatting.locked(path):
-        async with engines.open_segments(options, read_only=True) as segments:
-            try:
-                superblock = formatting.read_superblock(path)
-            except VolumeError as error:
-                superblock = await _find_superblock(error, segments)
+        known: Superblock | VolumeError
+        try:
+            known = formatting.read_superblock(path)
+        except VolumeError as error:
+            known = error
+        named = None if isinstance(known, VolumeError) else known
+        async with engines.open_segments(options, read_only=True, superblock=named) as segments:
+            superblock = await _find_superblock(known, segments) if isinstance(known, VolumeError) else known
             work = await collect(superblock, segments, progress)
         superblock = work.with_features(superblock)
         work.report.records_kept = _move_aside(options.records_path)
@@ -207,8 +210,11 @@ class _Rebuild:
         self.blocks = RebuiltBlocks(geometry.slab_size)
 
     def with_features(self, superblock: Superblock) -> Superblock:
+        """The volume's: with the features that its content needs, and the map of its devices that was read."""
         features = superblock.features | (layout.FEATURE_LENT if self.blocks.lent else 0)
-        return dataclasses.replace(superblock, features=features)
+        superblock = dataclasses.replace(superblock, features=features)
+        devices = self.segments.devices
+        return superblock.mapped(devices.map.name) if devices is not None and devices.map.number else superblock
 
     # -- headers -------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import trio
 
 from kvfuse.errors import VolumeError
-from kvfuse.remote.segments.block.block_device import HEAD_SIZE, BlockDevice
-from kvfuse.remote.segments.block.places import OWNER_SIZE, DevicePlaces, place_size
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, BlockDevice, place_size
+from kvfuse.remote.segments.block.places import OWNER_SIZE, DevicePlaces
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.sizes import format_size
 from kvfuse.slab.layout import SEGMENT_SIZE, SUPERBLOCK_MAGIC, Geometry, Superblock, pack_superblock, parse_superblock

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 import trio
 
+from kvfuse.slab.free_slabs import Stripe, Turns
 from kvfuse.volume.hosts.fair_shares import Shares
 from kvfuse.volume.hosts.held_slabs import HeldSlabs
 from kvfuse.volume.hosts.slab_view import SlabView
@@ -70,6 +71,7 @@ class SlabSupply:
         """slabs of nobody that were in use at the last look for such"""
         self._looked_used = -USED_SECONDS
         self._random = random.Random(self.core.client)
+        self._turns = Turns()
 
     @property
     def _target(self) -> int:
@@ -107,12 +109,31 @@ class SlabSupply:
         taken, window_size = 0, WINDOW * count
         while not taken:
             empty = (slab for slab in self.view.unheld() if not self.view.use(slab).slots_used)
-            window = list(islice(empty, window_size))
+            window = self._window(empty, window_size)
             window_size *= 2
             if not window:
                 break
-            taken = await self.held.take(sorted(self._random.sample(window, min(count, len(window)))))
+            taken = await self.held.take(sorted(self._sample(window, count)))
         return taken
+
+    def _window(self, empty: Iterable[int], size: int) -> list[int]:
+        """The lowest ones; of each device, where there are several."""
+        return list(islice(empty, size)) if self.core.spread is None else self.core.spread.window_of(empty, size)
+
+    def _sample(self, window: list[int], count: int) -> list[int]:
+        """Of all devices in turn, else at random."""
+        if self.core.spread is None:
+            return self._random.sample(window, min(count, len(window)))
+        stripes: dict[Stripe, list[int]] = {}
+        for slab in self._random.sample(window, len(window)):
+            stripes.setdefault(self.core.spread.stripe(slab), []).append(slab)
+        chosen: list[int] = []
+        while stripes and len(chosen) < count:
+            stripe = self._turns.take(stripes)
+            chosen.append(stripes[stripe].pop())
+            if not stripes[stripe]:
+                del stripes[stripe]
+        return chosen
 
     def _given(self) -> list[int]:
         """Slabs whose holders gave them back lately, as somebody lacks room: they are about to be free."""

@@ -17,6 +17,7 @@ from kvfuse.kept.log import KeptLog
 from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import SegmentStore, Transfer
+from kvfuse.remote.segments.block.segment_map import MapName
 from kvfuse.slab import layout
 from kvfuse.slab.allocator import Allocator, Slot
 from kvfuse.slab.layout import Geometry, Superblock
@@ -25,6 +26,7 @@ from kvfuse.volume.disk.disk_tier import DiskTier
 from kvfuse.volume.inodes.block_store_view import BlockStoreView
 from kvfuse.volume.inodes.chunk import COMMITTED, DISCARDED, FRESH, Extent
 from kvfuse.volume.inodes.dentries import NAMES_MAX, Dentries
+from kvfuse.volume.inodes.device_spread import DeviceSpread
 from kvfuse.volume.inodes.doubt import Doubt
 from kvfuse.volume.inodes.grace import Grace
 from kvfuse.volume.inodes.kept_unstored import KeptUnstored
@@ -223,6 +225,12 @@ class Core:
         """inodes with extents in their ``dead``, and some that had"""
         self.unborn: list[Extent] = []
         """extents given up before any commit; their slots are free once their headers are marked"""
+        self.spread: DeviceSpread | None = None
+        """of slabs over devices; None: the volume has none"""
+        if self.segments.devices is not None:
+            self.segments.devices.expect(MapName(*self.superblock.segment_map))
+            self.spread = DeviceSpread(self.geometry, self.segments.devices)
+            self.slabs.spread_by(self.spread)
 
     def succeed(self, former: Core) -> None:
         """Take over what ``former``, whose membership is over, knows of the kernel and of clients."""
@@ -268,24 +276,24 @@ class Core:
 
         ``freeing``: bytes of slots that the next commit frees. InvalidArgument, with the reason; EngineError. Who is
         killed here leaves a volume with the former capacity, or with the new one: nothing is in the slabs that it has
-        more, and their segments are made when they are needed.
+        more, and their segments are made when they are needed. Of volumes without devices: see `DeviceChanges`.
         """
-        most, lent_size = self.segments.limits.segment_count_max, len(self.slabs.lent) * self.geometry.slab_size
+        with invalid_if_impossible():
+            await self.change_superblock_by(lambda found: self.resized_superblock(found, capacity, freeing))
+        await self.rebound()
+
+    def resized_superblock(self, found: Superblock, capacity: int, freeing: int, room: int | None = None) -> Superblock:
+        """ValueError: it cannot have that capacity, or files do not fit."""
+        lent_size = len(self.slabs.lent) * self.geometry.slab_size
         size = self.slabs.used_bytes - lent_size - self.slabs.pending_bytes - freeing
+        wanted = found.resized(capacity, room, may_shrink=not self.shared)
+        kept = wanted.kept_slab_count
+        if kept is not None and kept * self.geometry.slab_size < size:
+            raise ValueError(f"files have {size} bytes in slots, and {kept} slabs of {self.geometry.slab_size} stay")
+        return wanted
 
-        def resized(found: Superblock) -> Superblock:
-            wanted = found.resized(capacity, most, may_shrink=not self.shared and most is None)
-            kept = wanted.kept_slab_count
-            if kept is not None and kept * self.geometry.slab_size < size:
-                raise ValueError(
-                    f"files have {size} bytes in slots, and {kept} slabs of {self.geometry.slab_size} stay"
-                )
-            return wanted
-
-        try:
-            await self.change_superblock_by(resized)
-        except ValueError as error:
-            raise InvalidArgument(str(error)) from None
+    async def rebound(self) -> None:
+        """The budget of metadata follows from the capacity, unless it is given. EngineError."""
         limit = self.metadata.limit if self.has_own_budget else default_size(self.geometry.capacity)
         if not self.shared:
             self.metadata.limit = await bound_store(self.records, limit, self.geometry.data_size)
@@ -300,6 +308,8 @@ class Core:
         if stored.volume_id != self.superblock.volume_id or stored.resizes < self.superblock.resizes:
             return
         features = self.superblock.features | stored.features
+        if self.segments.devices is not None:
+            self.segments.devices.expect(MapName(*stored.segment_map))
         if self.geometry.become(stored.geometry):
             if self.shared and not self.has_own_budget:
                 self.metadata.limit = default_size(self.geometry.capacity, is_shared=True)
@@ -358,6 +368,15 @@ class Core:
             parts.append(here.name)
             here = self.nodes.get(here.parent)
         return b"/".join(reversed(parts))
+
+
+@contextmanager
+def invalid_if_impossible() -> Iterator[None]:
+    """InvalidArgument for what a plan refuses."""
+    try:
+        yield
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
 
 
 def put_directory(core: Core, node: Node, parent: int) -> None:

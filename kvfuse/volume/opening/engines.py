@@ -31,6 +31,7 @@ from kvfuse.remote.records.decorators import Delayed
 from kvfuse.remote.records.lmdb.store import LmdbRecords
 from kvfuse.remote.segments.api import SegmentStore
 from kvfuse.remote.segments.block import making
+from kvfuse.remote.segments.block.segment_map import MapName
 from kvfuse.remote.segments.block.store import BlockSegments
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.slab.layout import Geometry, Superblock
@@ -58,14 +59,14 @@ async def open_records(
 
 @asynccontextmanager
 async def open_segments(
-    options: Options, *, read_only: bool = False, direct: bool = False, volume_id: bytes | None = None
+    options: Options, *, read_only: bool = False, direct: bool = False, superblock: Superblock | None = None
 ) -> AsyncIterator[SegmentStore]:
     """The segment store, closed at the end. EngineError; VolumeError where devices are not this volume's.
 
-    ``direct``: past the page cache, whatever the options say. ``volume_id``: of the volume, where that is known.
+    ``direct``: past the page cache, whatever the options say. ``superblock``: of the volume, where that is known.
     """
     opener = SEGMENTS[type(options.segments)]
-    async with _closing(await opener(options, options.segments, read_only, direct, volume_id)) as store:
+    async with _closing(await opener(options, options.segments, read_only, direct, superblock)) as store:
         yield store
 
 
@@ -124,7 +125,7 @@ def _etcd_place(options: Options, records: EtcdOptions) -> EtcdPlace:
 
 
 async def _open_files(
-    options: Options, files: FileOptions, read_only: bool, direct: bool, volume_id: bytes | None
+    options: Options, files: FileOptions, read_only: bool, direct: bool, superblock: Superblock | None
 ) -> SegmentStore:
     return FileSegments.open(options.segments_path, direct=direct or files.direct, read_only=read_only)
 
@@ -147,11 +148,13 @@ def _pool_place(options: Options, rados: RadosOptions) -> PoolPlace:
 
 
 async def _open_devices(
-    options: Options, devices: BlockOptions, read_only: bool, direct: bool, volume_id: bytes | None
+    options: Options, devices: BlockOptions, read_only: bool, direct: bool, superblock: Superblock | None
 ) -> SegmentStore:
     return await BlockSegments.open(
         device_paths(devices),
-        volume_id,
+        superblock.volume_id if superblock is not None else None,
+        MapName(*superblock.segment_map) if superblock is not None else None,
+        alone=superblock is not None and not options.is_shared,
         deadline=devices.deadline,
         quarantine=devices.quarantine,
         read_only=read_only,
@@ -219,24 +222,26 @@ def _room(options: Options, sizes: Sequence[int]) -> int:
         segment_size = geometry.segment_size(0)  # whole slabs and their heads: a little less
 
 
-async def make_medium(options: Options, superblock: Superblock, *, replace: bool) -> None:
-    """What a volume's segments need before there are any: devices get labels.
+async def make_medium(options: Options, superblock: Superblock, *, replace: bool) -> Superblock:
+    """What a volume's segments need before there are any: devices get labels. The superblock that names their map.
 
     ConfigError where they are too small; VolumeError where something is on one that may not be replaced; EngineError.
     """
-    if isinstance(options.segments, BlockOptions):
-        geometry = superblock.geometry
-        call = partial(
-            making.make_set,
-            device_paths(options.segments),
-            superblock.volume_id,
-            geometry.segment_size(0),
-            geometry.data_start(0),  # nothing else is read before it is written
-            geometry.segment_count,
-            options.segments.weights,
-            replace=replace,
-        )
-        await trio.to_thread.run_sync(call)
+    if not isinstance(options.segments, BlockOptions):
+        return superblock
+    geometry = superblock.geometry
+    call = partial(
+        making.make_set,
+        device_paths(options.segments),
+        superblock.volume_id,
+        geometry.step,
+        geometry.data_start(0),  # nothing else is read before it is written
+        geometry.segment_count,
+        options.segments.weights,
+        options.segments.domains,
+        replace=replace,
+    )
+    return superblock.mapped((await trio.to_thread.run_sync(call)).name)
 
 
 RECORDS: dict[type, Callable[..., Awaitable[RecordStore]]] = {LmdbOptions: _open_lmdb, EtcdOptions: _open_etcd}

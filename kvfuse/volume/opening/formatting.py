@@ -211,14 +211,11 @@ async def format_volume(options: Options, *, replace: bool = False, overwrite: b
     except ValueError as error:
         raise VolumeError(f"{options.title} cannot be formatted: {error}") from None
     superblock = Superblock(uuid4().bytes, geometry, time.time_ns(), features=layout.NEW_FEATURES)
-    if options.is_shared:
-        await _format_shared(options, superblock, replace, overwrite)
-    else:
-        await _format_folder(options, superblock, replace, overwrite)
-    return superblock
+    make = _format_shared if options.is_shared else _format_folder
+    return await make(options, superblock, replace, overwrite)
 
 
-async def _format_folder(options: Options, superblock: Superblock, replace: bool, overwrite: bool) -> None:
+async def _format_folder(options: Options, superblock: Superblock, replace: bool, overwrite: bool) -> Superblock:
     path = options.volume_path
     _check_folder(path, replace)
     folders = [(options.records_path, RECORD_FILES)]
@@ -233,13 +230,14 @@ async def _format_folder(options: Options, superblock: Superblock, replace: bool
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
-        await engines.make_medium(options, superblock, replace=replace or overwrite)
+        superblock = await engines.make_medium(options, superblock, replace=replace or overwrite)
         async with engines.open_records(options) as records:
             await sealed.as_formatted(records, superblock).commit(first_records(options), durable=True)
         write_superblock(path, superblock)
+    return superblock
 
 
-async def _format_shared(options: Options, superblock: Superblock, replace: bool, overwrite: bool) -> None:
+async def _format_shared(options: Options, superblock: Superblock, replace: bool, overwrite: bool) -> Superblock:
     """The superblock goes first and comes last, so that one who dies in between leaves no volume."""
     title = options.title
     if options.has_segment_files:
@@ -262,13 +260,14 @@ async def _format_shared(options: Options, superblock: Superblock, replace: bool
                 " blocks, 'kvfuse format --force' drops them"
             )
         await records.commit({}, [schema.SUPERBLOCK], member.fence)
-        await engines.make_medium(options, superblock, replace=replace or overwrite)
+        superblock = await engines.make_medium(options, superblock, replace=replace or overwrite)
         await _drop_records(records, member)
         for info in present:
             assert segments is not None
             await segments.remove(info.segment)
         records = sealed.as_formatted(records, superblock)
         await write_shared_superblock(records, superblock, member, first_records(options))
+    return superblock
 
 
 async def _drop_records(records: RecordStore, member: Member) -> None:

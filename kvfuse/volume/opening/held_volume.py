@@ -91,7 +91,7 @@ async def _hold_folder(options: Options, mountpoint: str, read_only: bool, keepe
         except EngineError as error:
             raise VolumeError(f"{error}: 'kvfuse fsck --rebuild' recovers blocks") from error
         segments = await stack.enter_async_context(
-            engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id)
+            engines.open_segments(options, read_only=read_only, superblock=superblock)
         )
         change = partial(formatting.change_superblock, path, trio.Lock())
         yield HeldVolume(superblock, sealed.as_formatted(records, superblock), segments, change_superblock=change)
@@ -111,7 +111,7 @@ async def _hold_shared(
         ) as join:
             member = await join()
             async with (
-                engines.open_segments(options, read_only=read_only, volume_id=superblock.volume_id) as segments,
+                engines.open_segments(options, read_only=read_only, superblock=superblock) as segments,
                 engines.open_index(options, volume_id=superblock.volume_id) as index,
             ):
                 if member.before is not None and not await has_cut_off(member, records, segments):

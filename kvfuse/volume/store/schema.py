@@ -110,6 +110,9 @@ SUPERBLOCK = b"nsuperblock"
 MOUNTED = b"nmounted"
 """The client that holds a shared volume alone: encoded as an m record, and like it under that client's lease."""
 
+CHANGER = b"nchanger"
+"""The client that changes the devices of a shared volume: a u64. It stays when that client dies."""
+
 COUNTER_RANGE = 1 << 16
 """Numbers taken from a counter at once; what is left of a range at a restart is never used."""
 

@@ -5,6 +5,7 @@ Changes of attributes of an open file without names stay in memory, because its 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvfuse.slab.layout import PAGE_SIZE
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.inodes.device_changes import DeviceChanges
 from kvfuse.volume.inodes.metadata_budget import NOT_STORED, Stored, weight
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Lookup
@@ -94,8 +96,13 @@ SETTINGS = {
 """``publish``: "strict" or "relaxed". ``chunk_size``: bytes that one chunk covers, of files made later."""
 
 
+log = logging.getLogger(__name__)
+
 CAPACITY = b"user.kvfuse.capacity"
 """of the root: bytes that the volume may have in its segments; root, and who mounted it, give it more. Never listed."""
+
+DEVICES = b"user.kvfuse.devices"
+"""of the root of a volume on devices: JSON of them all, see `DeviceChanges`; set to what is to change. Never listed."""
 
 
 def check_name(name: bytes) -> None:
@@ -110,7 +117,7 @@ def check_name(name: bytes) -> None:
 def check_settable(name: bytes) -> None:
     """Unsupported, InvalidArgument; NotPermitted: only directories have it."""
     check_name(name)
-    if name in SETTINGS or name == CAPACITY or is_about_namespaces(name):
+    if name in SETTINGS or name in (CAPACITY, DEVICES) or is_about_namespaces(name):
         raise errors.NotPermitted(f"{name!r} is a setting of directories")
 
 
@@ -123,6 +130,8 @@ class Xattrs:
     space: RoomFinder
     lookups: Lookup
     namespaces: NamespaceAttributes
+    devices: DeviceChanges | None
+    """of a volume on devices"""
 
     async def get(self, ino: int, name: bytes) -> bytes:
         check_name(name)
@@ -134,6 +143,8 @@ class Xattrs:
             found = self.namespaces.get(node, name)
         elif name == CAPACITY:
             found = b"%d" % self.core.geometry.capacity if ino == ROOT_INODE else None
+        elif name == DEVICES:
+            found = self.devices.describe() if ino == ROOT_INODE and self.devices is not None else None
         else:
             found, _ = await self._look(node, name)
         if found is None:
@@ -169,8 +180,8 @@ class Xattrs:
         if is_about_namespaces(name):
             await self.namespaces.set(node, name, value, caller)
             return node
-        if name == CAPACITY:
-            await self._set_capacity(node, value, caller)
+        if name in (CAPACITY, DEVICES):
+            await self._resize(node, name, value, caller)
             return node
         key = schema.xattr_key(ino, name)
         growth, stored = await self._growth(node, key, value)
@@ -184,13 +195,28 @@ class Xattrs:
             self.core.metadata.reserve(node, growth)
         return node
 
-    async def _set_capacity(self, node: Node, value: bytes, caller: Caller | None) -> None:
-        """InvalidArgument: not by whole segments. NotPermitted, EngineError."""
+    async def _resize(self, node: Node, name: bytes, value: bytes, caller: Caller | None) -> None:
+        """InvalidArgument: that cannot be. NotPermitted, EngineError."""
         if node.ino != ROOT_INODE or (caller is not None and caller.uid not in (0, os.geteuid())):
-            raise errors.NotPermitted("only root, and who mounted a volume, may give it another capacity")
+            raise errors.NotPermitted("only root, and who mounted a volume, may give it another capacity, or devices")
+        try:
+            await (self._set_capacity if name == CAPACITY else self._change_devices)(value)
+        except errors.VolumeError as error:
+            raise errors.EngineError(str(error)) from error
+        except errors.InvalidArgument as error:
+            if caller is not None:  # the kernel does not tell it why
+                log.warning("the volume stays as it is: %s", error)
+            raise
+
+    async def _set_capacity(self, value: bytes) -> None:
         if not value.isdigit():
             raise errors.InvalidArgument(f"a capacity is a number of bytes, not {value!r}")
-        await self.core.resize(int(value), self.journal.freeing_bytes)
+        await (self.devices or self.core).resize(int(value), self.journal.freeing_bytes)
+
+    async def _change_devices(self, value: bytes) -> None:
+        if self.devices is None:
+            raise errors.InvalidArgument("the volume has no devices")
+        await self.devices.change(value, self.journal.freeing_bytes)
 
     async def _growth(self, node: Node, key: bytes, value: bytes) -> tuple[int, Stored]:
         """(bytes that the attribute may add to the records, its stored record). NoSpace.
@@ -234,8 +260,8 @@ class Xattrs:
             await self.get(ino, name)
             node = await self.lookups.find_node(ino)
             SETTINGS[name].clear(self.core, node)
-        elif name == CAPACITY:
-            raise errors.NotPermitted("a volume keeps its capacity, or is given another one")
+        elif name in (CAPACITY, DEVICES):
+            raise errors.NotPermitted("a volume keeps its capacity and devices, or is given others")
         elif is_about_namespaces(name):
             node = await self.lookups.find_current(ino)
             await self.namespaces.remove(node, name, caller)

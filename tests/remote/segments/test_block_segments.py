@@ -7,17 +7,29 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 from loop_lab import loop_device, loop_devices, resize
+from places import GOLDEN
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, VolumeError
 from kvfuse.remote.segments.api import SegmentInfo, Transfer
 from kvfuse.remote.segments.block import label, pieces, reservations
-from kvfuse.remote.segments.block.label import DeviceRow, DeviceSet
+from kvfuse.remote.segments.block.block_device import place_size
 from kvfuse.remote.segments.block.making import examine, make_set, place_count
+from kvfuse.remote.segments.block.segment_map import (
+    AREA_SIZE,
+    PLACES_MAX,
+    SEGMENTS_MAX,
+    DeviceRow,
+    SegmentMap,
+    parse_map,
+)
 from kvfuse.remote.segments.block.store import BlockSegments
 
 MIB = 1 << 20
@@ -52,26 +64,113 @@ async def read(store: BlockSegments, offset: int = 0, length: int = 4096, segmen
 # -- labels and places ----------------------------------------------------------------------------------
 
 
+def row(name: bytes, places: int, weight: int = 1, domain: str = "") -> DeviceRow:
+    return DeviceRow(name * 16, places, weight, domain)
+
+
+def chosen(count: int, *rows: DeviceRow) -> SegmentMap:
+    return SegmentMap.choose(VOLUME, SIZE, SIZE, count, rows)
+
+
+def devices_of(made: SegmentMap) -> list[int]:
+    return [made.place(segment).device for segment in range(len(made.places))]
+
+
 def test_segments_go_to_devices_by_weight_until_these_are_full() -> None:
-    rows = (DeviceRow(b"a" * 16, 100, 2), DeviceRow(b"b" * 16, 100, 1), DeviceRow(b"c" * 16, 3, 1))
-    places = DeviceSet(VOLUME, SIZE, SIZE, 203, rows).places
-    assert Counter(place.device for place in places[:12]) == {0: 6, 1: 3, 2: 3}
-    assert Counter(place.device for place in places) == {0: 100, 1: 100, 2: 3}
-    assert len(set(places)) == 203
-    fewer = DeviceSet(VOLUME, SIZE, SIZE, 20, rows).places
-    assert fewer == places[:20]
+    rows = row(b"a", 100, 2), row(b"b", 100), row(b"c", 3)
+    made = chosen(203, *rows)
+    assert Counter(devices_of(made)[:12]) == {0: 6, 1: 3, 2: 3}
+    assert Counter(devices_of(made)) == {0: 100, 1: 100, 2: 3}
+    assert len({made.place(segment) for segment in range(203)}) == 203
+    assert chosen(20, *rows).places == made.places[:20]
 
 
-def test_a_label_says_what_it_was_made_of_and_damage_is_found() -> None:
-    made = DeviceSet(VOLUME, SIZE, 4096, 7, (DeviceRow(b"a" * 16, 5, 2), DeviceRow(b"b" * 16, 9, 1)))
-    page = bytearray(made.pack(1))
-    assert label.parse(page) == (1, made)
-    page[100] ^= 1
+def test_segments_in_turn_are_in_several_domains() -> None:
+    rows = [row(bytes([65 + index]), 50, domain=f"rack{index % 3}") for index in range(7)]
+    found = devices_of(chosen(100, *rows))
+    domains = [rows[device].domain for device in found]
+    assert all(one != other for one, other in pairwise(domains[:70]))
+    assert set(found) == set(range(7))
+    uneven = [row(b"a", 50, domain="one"), row(b"b", 50, domain="one"), row(b"c", 50, domain="two")]
+    found = devices_of(chosen(60, *uneven))
+    assert Counter(found) == {0: 20, 1: 20, 2: 20}, "a domain of two devices has two turns"
+
+
+def test_a_label_of_version_1_means_what_it_meant() -> None:
+    page = (GOLDEN / "device_label_v1.bin").read_bytes()
+    found = label.parse(page)
+    assert found[:3] == (VOLUME, b"b" * 16, False)
+    made = found.first_map
+    assert made is not None
+    assert made.name == (0, 0)
+    assert (made.segment_size, made.head_size, made.rows[2]) == (MIB, 4096, DeviceRow(b"c" * 16, 3, 3))
+    places = [(2, 1), (0, 1), (2, 3), (2, 5), (0, 3), (1, 1), (0, 5), (0, 7), (1, 3)]
+    assert [made.place(segment) for segment in range(9)] == [(device, place * MIB) for device, place in places]
+    damaged = bytearray(page)
+    damaged[100] ^= 1
+    with pytest.raises(VolumeError, match="checksum"):
+        label.parse(damaged)
+
+
+def test_labels_and_maps_say_what_they_were_made_of_and_damage_is_found() -> None:
+    page = bytearray(label.pack_label(label.Label(VOLUME, b"d" * 16, has_left=True)))
+    assert label.parse(page) == (VOLUME, b"d" * 16, True, None)
+    page[40] ^= 1
     with pytest.raises(VolumeError, match="checksum"):
         label.parse(page)
-    page[8:12] = b"\2\0\0\0"
+    page[8:12] = b"\3\0\0\0"
     with pytest.raises(VolumeError, match="newer kvfuse"):
         label.parse(page)
+    made = chosen(7, row(b"a", 5, 2, "rack"), DeviceRow(b"b" * 16, 9, 1, path="/dev/disk/ä"))
+    made = made.leaving(b"a" * 16)
+    image = bytearray(made.image.ljust(AREA_SIZE, b"\0"))
+    assert parse_map(image) == made
+    image[300] ^= 1
+    with pytest.raises(VolumeError, match="checksum"):
+        parse_map(image)
+    with pytest.raises(ValueError, match="segments at most"):
+        chosen(SEGMENTS_MAX + 70 * 64, row(b"a", PLACES_MAX)).image  # noqa: B018
+
+
+def planned(kind: str, made: SegmentMap, number: int, data: st.DataObject) -> SegmentMap:
+    """A change of the map, or ValueError."""
+    count = len(made.places)
+    device_id = data.draw(st.sampled_from(made.rows)).device_id if made.rows else b""
+    if kind == "join":
+        return made.joined(row(bytes([100 + number]), data.draw(st.integers(1, 6)), 1 + number % 3))
+    if kind == "extend":
+        return made.extended(count + data.draw(st.integers(1, 5)))
+    if kind == "cut":
+        return made.cut(max(count - 1, 1))
+    if kind == "move":
+        return made.moved(data.draw(st.integers(0, count - 1)))
+    if kind == "drop":
+        return made.without(device_id)
+    return made.leaving(device_id, is_leaving=kind == "leave")
+
+
+def bytes_of(made: SegmentMap) -> list[tuple[bytes, int]]:
+    """Where each segment is, whatever the order of devices."""
+    places = map(made.place, range(len(made.places)))
+    return [(made.rows[place.device].device_id, place.offset) for place in places]
+
+
+@given(st.data())
+def test_plans_keep_what_they_do_not_move_and_give_no_place_twice(data: st.DataObject) -> None:
+    made = chosen(3, row(b"a", 4), row(b"b", 4, 2))
+    for number in range(data.draw(st.integers(1, 25))):
+        kind, former = data.draw(st.sampled_from(["join", "extend", "cut", "leave", "stay", "move", "drop"])), made
+        try:
+            made = planned(kind, former, number, data)
+        except ValueError:
+            continue
+        assert made.number == former.number + 1
+        assert len(set(made.places)) == len(made.places)
+        moved = sum(one != other for one, other in zip(bytes_of(made), bytes_of(former), strict=False))
+        assert moved == (kind == "move")
+        for place in map(made.place, range(len(made.places))):
+            assert place.offset + place_size(SIZE) <= made.size_min(place.device)
+        assert parse_map(made.image) == made
 
 
 async def test_foreign_incomplete_and_other_sets_are_refused(tmp_path: Path) -> None:
@@ -80,11 +179,9 @@ async def test_foreign_incomplete_and_other_sets_are_refused(tmp_path: Path) -> 
     made([other], OTHER)
     with pytest.raises(VolumeError, match=f"{empty}.*no segments of a kvfuse volume"):
         await BlockSegments.open([empty], VOLUME)
-    with pytest.raises(VolumeError, match=f"{other} is device 1 of 1 of the volume {OTHER.hex()}.*{VOLUME.hex()}"):
+    with pytest.raises(VolumeError, match=f"{other} is a device of the volume {OTHER.hex()}.*{VOLUME.hex()}"):
         await BlockSegments.open([other], VOLUME)
-    with pytest.raises(VolumeError, match="has 2 devices, and number 2 is not among"):
-        await BlockSegments.open([first], VOLUME)
-    with pytest.raises(VolumeError, match=r"device 1 of 1.*device 2 of 2"):
+    with pytest.raises(VolumeError, match=rf"device of the volume {OTHER.hex()}.*device of the volume {VOLUME.hex()}"):
         await BlockSegments.open([second, other], None)
     with pytest.raises(ConfigError, match="one and the same device"):
         await BlockSegments.open([first, first], VOLUME)
@@ -95,6 +192,13 @@ async def test_foreign_incomplete_and_other_sets_are_refused(tmp_path: Path) -> 
     with pytest.raises(EngineFull):
         await store.create(8, SIZE)
     await store.aclose()
+    store = await BlockSegments.open([first], VOLUME)  # the map says where the other one is
+    assert len(await store.list()) == 8
+    await store.aclose()
+    second.rename(tmp_path / "moved")
+    with pytest.raises(VolumeError, match=rf"has 2 devices, and device [0-9a-f]{{8}} \({second}\) is not among"):
+        await BlockSegments.open([first], VOLUME)
+    await (await BlockSegments.open([tmp_path / "moved", first], VOLUME)).aclose()
 
 
 async def test_a_set_is_not_made_over_data_or_where_there_is_no_room(image: Path) -> None:
@@ -103,7 +207,7 @@ async def test_a_set_is_not_made_over_data_or_where_there_is_no_room(image: Path
     assert place_count(DEVICE_SIZE, SIZE) == 15
     made([image])
     before = image.read_bytes()
-    with pytest.raises(VolumeError, match=f"is device 1 of 1 of the volume {VOLUME.hex()}"):
+    with pytest.raises(VolumeError, match=f"is a device of the volume {VOLUME.hex()}"):
         made([image], OTHER)
     assert image.read_bytes() == before
     store = await BlockSegments.open(made([image], OTHER, replace=True))

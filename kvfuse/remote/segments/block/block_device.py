@@ -14,6 +14,11 @@ HEAD_SIZE = 1 << 20
 _PROBE_SECONDS = 10.0
 
 
+def place_size(segment_size: int) -> int:
+    """Bytes of a place for segments of up to ``segment_size``."""
+    return HEAD_SIZE + -(-segment_size // HEAD_SIZE) * HEAD_SIZE
+
+
 def is_device(path: Path) -> bool:
     """A block device, or where one would be: whatever is made in /dev takes memory, not a disk."""
     absolute = Path(os.path.abspath(path))

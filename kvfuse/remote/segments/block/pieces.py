@@ -172,16 +172,26 @@ def cut(transfers: Sequence[Located]) -> list[BouncePiece]:
 
 def read_page(fd: int, offset: int) -> bytes:
     """One block. EOFError, OSError."""
-    with bounce_buffer() as bounce, bounce[:BLOCK_SIZE] as page:
-        read_fully(fd, page, offset)
-        return bytes(page)
+    return read_bytes(fd, offset, BLOCK_SIZE)
 
 
 def write_page(fd: int, offset: int, image: bytes) -> None:
     """One block, of which the rest is zeros. OSError."""
-    with bounce_buffer() as bounce, bounce[:BLOCK_SIZE] as page:
-        page[:] = image.ljust(BLOCK_SIZE, b"\0")
-        write_fully(fd, page, offset)
+    write_bytes(fd, offset, image.ljust(BLOCK_SIZE, b"\0"))
+
+
+def read_bytes(fd: int, offset: int, length: int) -> bytes:
+    """Whole blocks, up to a bounce buffer. EOFError, OSError."""
+    with bounce_buffer() as bounce, bounce[:length] as memory:
+        read_fully(fd, memory, offset)
+        return bytes(memory)
+
+
+def write_bytes(fd: int, offset: int, image: bytes) -> None:
+    """From a block's beginning, up to a bounce buffer; the rest of the last block is zeros. OSError."""
+    with bounce_buffer() as bounce, bounce[: -(-len(image) // BLOCK_SIZE) * BLOCK_SIZE] as memory:
+        memory[:] = image.ljust(memory.nbytes, b"\0")
+        write_fully(fd, memory, offset)
 
 
 def write_zeros(fd: int, offset: int, length: int) -> None:

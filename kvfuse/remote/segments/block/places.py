@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvfuse.checksum import Buffer, crc32c
 from kvfuse.errors import EngineFull
-from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE, place_size
 from kvfuse.remote.segments.file import fileio
 from kvfuse.remote.segments.file.fileio import SegmentFile
 from kvfuse.remote.segments.file.places import SegmentPlaces
@@ -32,11 +32,6 @@ MAGIC = b"\x89KVSEG1\n"
 _PAGE = struct.Struct("<8s 16s I 4x Q")
 _CHECKSUM = struct.Struct("<I")
 OWNER_SIZE = 16
-
-
-def place_size(segment_size: int) -> int:
-    """Bytes of a place for segments of up to ``segment_size``."""
-    return HEAD_SIZE + -(-segment_size // HEAD_SIZE) * HEAD_SIZE
 
 
 def pack_page(owner: bytes, segment: int, size: int) -> bytes:

@@ -26,7 +26,7 @@ import trio
 
 from kvfuse.errors import EngineError, EngineTimeout, MediumError
 from kvfuse.remote.segments.block import finding, reservations
-from kvfuse.remote.segments.block.label import Label
+from kvfuse.remote.segments.block.finding import Expected
 from kvfuse.remote.segments.block.pieces import Abandoned, BouncePiece, DeviceCall, PartialBlocks
 
 _T = TypeVar("_T")
@@ -58,9 +58,9 @@ class _Descriptor:
 class SetDevice:
     """A device of a set. Made with its descriptor; closed by ``close``. Any thread may use it."""
 
-    def __init__(self, path: Path, fd: int, label: Label, deadline: float, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, fd: int, expected: Expected, deadline: float, *, read_only: bool = False) -> None:
         self.path = path
-        self.label = label
+        self.expected = expected
         self.deadline = deadline
         self._read_only = read_only
         self._descriptor: _Descriptor | None = _Descriptor(fd)
@@ -93,6 +93,11 @@ class SetDevice:
     async def run(self, work: Callable[[int], _T]) -> _T:
         """``work`` with the device's descriptor, in a thread. It must not touch memory of others."""
         return await self._in_thread(DeviceCall(), lambda fd, call: work(fd))
+
+    @property
+    def has_late_writes(self) -> bool:
+        """Some that nobody waits for may still happen."""
+        return bool(self._late_writes)
 
     async def register(self, key: bytes) -> bool:
         """Be one of the clients that may write, from now on. False: the device has no reservations. EngineError."""
@@ -220,16 +225,16 @@ class SetDevice:
     def _open_again(self) -> None:
         now = time.monotonic()
         if now < self._retry_at:
-            raise EngineError(f"{self.path} is gone: {self.label.title} is looked for again and again")
+            raise EngineError(f"{self.path} is gone: {self.expected.title} is looked for again and again")
         try:
-            fd, path = finding.find(self.path, self.label, read_only=self._read_only)
+            fd, path = finding.find(self.path, self.expected, read_only=self._read_only)
             self._register_again(fd, path)
         except EngineError:
             self._retry_at = time.monotonic() + self._retry_pause
             self._retry_pause = min(2 * self._retry_pause, RETRY_SECONDS_MAX)
             raise
         self._retry_pause = RETRY_SECONDS
-        log.warning("%s was opened again: %s", path, self.label.title)
+        log.warning("%s was opened again: %s", path, self.expected.title)
         with self._lock:
             if self._is_closed:
                 os.close(fd)

@@ -1,21 +1,21 @@
 """Segments on block devices that all hosts of a volume see: NVMe-oF namespaces, a SAN, DRBD; partitions and files, too.
 
-* Each device begins with a page that says which device of which set it is (`label`); behind it are places, each with a
-  page of its own and room for one segment (`places`). Which segment is where is a function of the label alone.
+* Each device begins with a page that says whose it is (`label`), and a map of all segments (`segment_map`); behind are
+  places, each with a page of its own and room for one segment (`places`). Which segment is where the map alone says.
 * So hosts need not agree on a creation: each writes the same page. A place without one has zeros where a new segment
-  has to have them, since the set was made (`making`), or since its segment was removed.
+  has to have them, since the map has it (`making`, `changing`), or since its segment was removed.
 * All I/O bypasses the page cache, and is durable when it returns. A device promises other hosts to see it then, and
   that single blocks change as a whole; no more. Parts of blocks are read, changed and written, under a lock of this
   host: so bytes that two hosts write must not lie in one block of 4 KiB. (A volume's slots and tables of heads do not.)
 * A call ends within the deadline (`set_device`), whatever the device does. A write that was late, or failed, may still
   happen: for as long as ``quarantine`` says the slabs of a host that is gone are not written by another. Where devices
   have persistent reservations (`reservations`), they refuse further writes of that host besides.
+* Devices join and leave while the store is open (`changing`, `moving`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,42 +23,38 @@ from typing import Self, TypeAlias
 
 import trio
 
-from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout, ReadOnly, VolumeError
+from kvfuse.errors import EngineError, EngineFull, EngineTimeout, ReadOnly
 from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
-from kvfuse.remote.segments.block import finding
+from kvfuse.remote.segments.block import opening
 from kvfuse.remote.segments.block import reservations as reservations_of
-from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE
-from kvfuse.remote.segments.block.label import DeviceSet, Label
+from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE, place_size
+from kvfuse.remote.segments.block.changing import SetChanges
+from kvfuse.remote.segments.block.moving import CHUNK_SIZE
 from kvfuse.remote.segments.block.pieces import Located, cut
-from kvfuse.remote.segments.block.places import place_size
+from kvfuse.remote.segments.block.segment_map import MapName
 from kvfuse.remote.segments.block.set_device import SetDevice
-from kvfuse.remote.segments.block.table import PageTable
+from kvfuse.remote.segments.block.table import DeviceSet, PageTable
 from kvfuse.remote.segments.users import UsedSegment, Users
 
-Batches: TypeAlias = dict[int, list[Located]]
-"""number of a device -> transfers there"""
+Batches: TypeAlias = dict[SetDevice, list[Located]]
+"""device -> transfers there"""
 
 
 class BlockSegments(SegmentStore):
     """The segments on one set of devices. Made by ``open``; any number of hosts may have it open."""
 
-    def __init__(
-        self, devices: Sequence[SetDevice], deadline: float, quarantine: float, *, read_only: bool = False
-    ) -> None:
-        """``devices``: all of one set, in the order of their labels."""
-        self._set: DeviceSet = devices[0].label.set
-        super().__init__(
-            SegmentLimits(
-                mappable=False, durable=True, deadline=deadline, quarantine=quarantine,
-                segment_count_max=self._set.segment_count,
-            )
-        )  # fmt: skip
-        self._devices = devices
-        self._table = PageTable(devices, self._set)
+    def __init__(self, members: DeviceSet, deadline: float, quarantine: float, *, read_only: bool = False) -> None:
+        super().__init__(SegmentLimits(mappable=False, durable=True, deadline=deadline, quarantine=quarantine))
+        self._set = members
+        self._table = PageTable(members)
         self._key = b""
         self._read_only = read_only
         self._segments: dict[int, UsedSegment] = {}
         self._names_lock = trio.Lock()
+        self._changes = SetChanges(
+            members, deadline, self._names_lock, self._find, self._register_one, read_only=read_only
+        )
+        self.devices = self._changes
         self._closed = False
         self._calls = Users()
 
@@ -67,32 +63,38 @@ class BlockSegments(SegmentStore):
         cls,
         paths: Sequence[Path],
         volume_id: bytes | None = None,
+        wanted: MapName | None = None,
         *,
+        alone: bool = False,
         deadline: float = 5.0,
         quarantine: float = 0.0,
         read_only: bool = False,
         reservations: bool = False,
     ) -> Self:
-        """Open all devices of a set, named in any order. ``volume_id``: whose they have to be; None: anybody's.
+        """Open all devices of a set, some of which are named, in any order.
 
+        ``volume_id``: whose they have to be; None: anybody's. ``wanted``: the map that the superblock names; None: the
+        newest. ``alone``: nobody else changes the set, so a change that was not named is taken back.
         ConfigError, VolumeError: they are no such set; EngineError, EngineTimeout: one cannot be read.
         """
 
-        def open_all() -> list[SetDevice]:
-            return _open_all(paths, volume_id, deadline, read_only=read_only)
+        def open_all() -> DeviceSet:
+            return opening.open_set(paths, volume_id, wanted, deadline, read_only=read_only)
 
-        devices: list[SetDevice] = []
+        members: DeviceSet | None = None
         with trio.move_on_after(deadline):
-            devices = await trio.to_thread.run_sync(open_all, abandon_on_cancel=True)
-        if not devices:
+            members = await trio.to_thread.run_sync(open_all, abandon_on_cancel=True)
+        if members is None:
             raise EngineTimeout(f"segments.devices: {', '.join(map(str, paths))} did not answer within {deadline:g} s")
-        store = cls(devices, deadline, quarantine, read_only=read_only)
-        if reservations and not read_only:
-            try:
+        store = cls(members, deadline, quarantine, read_only=read_only)
+        try:
+            if reservations and not read_only:
                 await store._register()
-            except BaseException:
-                await store.aclose()
-                raise
+            if alone and not read_only:
+                await store._changes.take_back()
+        except BaseException:
+            await store.aclose()
+            raise
         return store
 
     async def create(self, segment: int, size: int) -> None:
@@ -104,7 +106,8 @@ class BlockSegments(SegmentStore):
                 if existing not in (None, size):
                     raise ValueError(f"segment {segment} exists with {existing} bytes, not {size}")
                 if existing is None:
-                    if segment >= len(self._set.places) or place_size(size) > place_size(self._set.segment_size):
+                    made = self._set.map
+                    if segment >= len(made.places) or place_size(size) > place_size(made.segment_size):
                         raise EngineFull(f"{self.title} have no room for segment {segment} of {size} bytes")
                     await self._table.add(segment, size)
                 self._segments.setdefault(segment, UsedSegment(size))
@@ -126,6 +129,7 @@ class BlockSegments(SegmentStore):
 
     async def list(self) -> list[SegmentInfo]:
         with self._working():
+            await self._changes.follow()
             sizes = await self._table.sizes()
             return [SegmentInfo(segment, sizes[segment]) for segment in sorted(sizes)]
 
@@ -144,7 +148,10 @@ class BlockSegments(SegmentStore):
             located = await self._use(batch, in_use)
             self.counters.writes += len(batch)
             self.counters.written_bytes += _byte_count(located)
-            await self._on_devices(located, are_writes=True)
+            try:
+                await self._on_devices(located, are_writes=True)
+            finally:
+                self._note_changed(batch)
 
     async def sync(self) -> None:
         """Nothing to wait for: a write that returned is durable."""
@@ -163,7 +170,7 @@ class BlockSegments(SegmentStore):
         """
         if identity and self._key:
             with self._working(writes=True):
-                for device in self._devices:
+                for device in self._set.in_order():
                     await device.run(partial(reservations_of.cut_off, key=self._key, other=identity))
         return False
 
@@ -175,8 +182,13 @@ class BlockSegments(SegmentStore):
     async def _register(self) -> None:
         """With a new key. EngineError; without reservations from then on, where a device has none."""
         key = reservations_of.new_key()
-        if all([await device.register(key) for device in self._devices]):
+        if all([await device.register(key) for device in self._set.in_order()]):
             self._key = key
+
+    async def _register_one(self, device: SetDevice) -> None:
+        """A device that joined. EngineError."""
+        if self._key:
+            await device.register(self._key)
 
     async def aclose(self) -> None:
         if self._closed:
@@ -184,13 +196,12 @@ class BlockSegments(SegmentStore):
         self._closed = True
         with trio.CancelScope(shield=True):
             await self._calls.idle.wait()
-        for device in self._devices:
-            device.close()
+        self._changes.close()
 
     @property
     def title(self) -> str:
         """In messages."""
-        return ", ".join(str(device.path) for device in self._devices)
+        return ", ".join(str(device.path) for device in self._set.in_order())
 
     @contextlib.contextmanager
     def _working(self, *, writes: bool = False) -> Iterator[None]:
@@ -209,7 +220,8 @@ class BlockSegments(SegmentStore):
         segments = {transfer.segment for transfer in batch}
         for segment in segments - self._segments.keys():
             await self._meet(segment)
-        # No await from here on: a removal waits for the users of its segment.
+        await self._pass_gates(segments)
+        # No await from here on: a removal, and a move, wait for the users of their segment.
         for segment in segments & self._segments.keys():
             in_use.enter_context(self._segments[segment])
         located: Batches = {}
@@ -217,22 +229,46 @@ class BlockSegments(SegmentStore):
             view = memoryview(buffer)
             self._check_range(segment, offset, view.nbytes)
             if view.nbytes:
-                device, start = self._set.places[segment]
+                device, start = self._set.at(segment)
                 located.setdefault(device, []).append(Located(start + HEAD_SIZE + offset, view.cast("B")))
         return located
+
+    async def _pass_gates(self, segments: set[int]) -> None:
+        """Return when none of the segments is in the last step of a move. EngineTimeout."""
+        with trio.move_on_after(self.limits.deadline) as scope:
+            while gates := [self._segments[segment].gate for segment in segments & self._segments.keys()]:
+                closed = next((gate for gate in gates if gate is not None), None)
+                if closed is None:
+                    return
+                await closed.wait()
+        if scope.cancelled_caught:
+            raise EngineTimeout(f"{self.title}: a segment moves to another device, and that did not end")
+
+    def _note_changed(self, batch: Sequence[Transfer]) -> None:
+        """A write has ended, whether it happened or not."""
+        for segment, offset, buffer in batch:
+            known = self._segments.get(segment)
+            if known is not None and known.changed is not None:
+                end = offset + memoryview(buffer).nbytes
+                known.changed.update(range(offset // CHUNK_SIZE, -(-end // CHUNK_SIZE)))
 
     async def _meet(self, segment: int) -> None:
         """Look up a segment that another host may have made."""
         async with self._names_lock:
-            size = await self._stored_size(segment)
-            if size is not None:
-                self._segments.setdefault(segment, UsedSegment(size))
+            await self._find(segment)
+
+    async def _find(self, segment: int) -> UsedSegment | None:
+        """The caller has the lock of names. None: there is no such segment."""
+        size = await self._stored_size(segment)
+        return None if size is None else self._segments.setdefault(segment, UsedSegment(size))
 
     async def _stored_size(self, segment: int) -> int | None:
         """None: no such segment."""
         known = self._segments.get(segment)
         if known is not None:
             return known.size
+        if segment >= len(self._set.map.places):
+            await self._changes.follow()
         return await self._table.size(segment)
 
     def _check_range(self, segment: int, offset: int, length: int) -> None:
@@ -247,8 +283,7 @@ class BlockSegments(SegmentStore):
         """All devices at once. The first error is raised when all of them have ended."""
         errors: list[EngineError] = []
 
-        async def move(index: int, transfers: Sequence[Located]) -> None:
-            device = self._devices[index]
+        async def move(device: SetDevice, transfers: Sequence[Located]) -> None:
             try:
                 await (device.write if are_writes else device.read)(cut(transfers))
             except EngineError as error:
@@ -268,52 +303,3 @@ class BlockSegments(SegmentStore):
 
 def _byte_count(located: Batches) -> int:
     return sum(view.nbytes for transfers in located.values() for _, view in transfers)
-
-
-def _open_all(paths: Sequence[Path], volume_id: bytes | None, deadline: float, *, read_only: bool) -> list[SetDevice]:
-    """ConfigError, VolumeError, EngineError; nothing stays open then."""
-    with contextlib.ExitStack() as on_failure:
-        devices: dict[int, SetDevice] = {}
-        for path in paths:
-            device = _open_one(path, deadline, read_only=read_only)
-            on_failure.callback(device.close)
-            _check_member(device, volume_id, devices)
-            devices[device.label.device] = device
-        rows = next(iter(devices.values())).label.set.rows
-        if len(devices) < len(rows):
-            missing = ", ".join(str(index + 1) for index in range(len(rows)) if index not in devices)
-            raise VolumeError(
-                f"segments.devices: the volume has {len(rows)} devices, and number {missing} is not among"
-                f" {', '.join(map(str, paths))}: name them all"
-            )
-        on_failure.pop_all()
-    return [devices[index] for index in range(len(rows))]
-
-
-def _open_one(path: Path, deadline: float, *, read_only: bool) -> SetDevice:
-    try:
-        fd = finding.open_direct(path, read_only=read_only)
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(os.close, fd)
-            found = finding.read_label(fd)
-            on_failure.pop_all()
-    except VolumeError as error:
-        raise VolumeError(f"segments.devices: {path}: {error}") from None
-    except OSError as error:
-        raise EngineError(f"segments.devices: {path} cannot be used: {error.strerror}") from error
-    return SetDevice(path, fd, found, deadline, read_only=read_only)
-
-
-def _check_member(device: SetDevice, volume_id: bytes | None, others: dict[int, SetDevice]) -> None:
-    """VolumeError unless it is one more of the same set."""
-    label: Label = device.label
-    if volume_id is not None and label.set.volume_id != volume_id:
-        raise VolumeError(f"segments.devices: {device.path} is {label.title}, and this is the volume {volume_id.hex()}")
-    twin = others.get(label.device)
-    if twin is not None:
-        raise ConfigError(f"segments.devices: {twin.path} and {device.path} are one and the same device")
-    for other in others.values():
-        if other.label.set != label.set:
-            raise VolumeError(
-                f"segments.devices: {device.path} is {label.title}, and {other.path} is {other.label.title}"
-            )
