@@ -237,7 +237,7 @@ class Parts:
         elsewhere: list[RoomSource] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
         self.space = RoomFinder(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
-        self.lookups = lookups = SharedLookup(core, journal, refresher, records, Synced(core))
+        self.lookups = lookups = SharedLookup(core, journal, refresher, records, Synced(core, records.followed))
         memory = ApplyFirst(core, journal, self.space, lookups, nameless)
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)

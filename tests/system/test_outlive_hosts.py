@@ -110,7 +110,7 @@ def test_neither_host_notices_kills(
 class Program:
     """Has looked at everything in a folder, and has files and folders of it open: whose host is killed."""
 
-    NAMES = "written", "replaced", "renamed", "removed", "cut", "moded", "linked", "grown"
+    NAMES = "written", "replaced", "renamed", "removed", "cut", "moded", "linked", "grown", "gone"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -166,6 +166,9 @@ def change_all(folder: Path) -> None:
     (folder / "empty").rmdir()
     (folder / "moved").rename(folder / "away")
     (folder / "away" / "more").write_bytes(NEW)
+    (folder / "gone").rename(folder / "away" / "here")
+    with (folder / "away" / "here").open("r+b") as file:
+        file.write(NEW)
 
 
 AFTER: dict[str, bytes | list[str]] = {
@@ -178,13 +181,14 @@ AFTER: dict[str, bytes | list[str]] = {
     "/linked": OLD,
     "/link": OLD,
     "/grown": OLD + NEW,
-    "/away": ["inside", "more"],
+    "/away": ["here", "inside", "more"],
+    "/away/here": NEW,
     "/away/inside": OLD,
     "/away/more": NEW,
 }
 BY_DESCRIPTOR = {
     "written": NEW, "replaced": OLD, "renamed": OLD, "removed": OLD, "cut": OLD[:10_000], "moded": OLD, "linked": OLD,
-    "grown": OLD + NEW,
+    "grown": OLD + NEW, "gone": NEW,
 }  # fmt: skip
 
 
@@ -200,7 +204,7 @@ def check_seen(program: Program) -> None:
         "what descriptors say of names",
     )
     assert os.fstat(program.descriptors["moded"]).st_mode & 0o777 == 0o600
-    assert sorted(os.listdir(program.directory)) == ["inside", "more"]
+    assert sorted(os.listdir(program.directory)) == ["here", "inside", "more"]
 
 
 @pytest.mark.timeout(600)

@@ -149,6 +149,15 @@ class Following(AsyncIterator[Change], ABC):
     def remove(self, prefix: bytes) -> None:
         """No longer. Changes of it that were not shown yet may still come."""
 
+    @property
+    def is_catching_up_dear(self) -> bool:
+        """Once somebody has caught up, the store hands this host the changes of all records, whatever it follows."""
+        return False
+
+    @abstractmethod
+    def newest(self) -> int:
+        """The newest version that an answer has told the store of; 0, where it shows no change that is older."""
+
     @abstractmethod
     async def catch_up(self) -> None:
         """Return when every change under the prefixes that was committed before this call has been handed to the

@@ -50,10 +50,6 @@ class BacklogFollowing(Following):
         return any(n < length_end and version >= self.since.get(key[:n], version + 1) for n in self._lengths)
 
     @abstractmethod
-    def newest(self) -> int:
-        """The newest version that an answer has told the store of; 0, where it offers nothing older."""
-
-    @abstractmethod
     async def wait(self) -> None:
         """Return when there may be news."""
 

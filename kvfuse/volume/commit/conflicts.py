@@ -305,12 +305,12 @@ class Conflicts:
         self.refusals.drop_changes(node)
 
     async def _search_names(self, node: Node) -> bool:
-        """Read all names of the volume to find an inode whose new place the watch did not report. EngineError.
+        """Read all names of its directory to find an inode whose new name the watch did not report. EngineError.
 
         This may take long, but otherwise its changes would be lost.
         """
-        log.warning("inode %d was renamed by another host to an unknown place: reading all names to find it", node.ino)
-        row = (await search_names(self.core.records, [node.ino])).get(node.ino)
+        log.warning("inode %d was renamed by another host: reading all names of its directory to find it", node.ino)
+        row = (await search_names(self.core.records, [node.parent], [node.ino])).get(node.ino)
         entry = schema.decode_entry(row.value) if row is not None else None
         if row is None or not isinstance(entry, schema.InodeRecord):
             return False

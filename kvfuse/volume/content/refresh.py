@@ -130,6 +130,7 @@ def _put_at(core: Core, node: Node, record: schema.InodeRecord, place: tuple[int
             node.name = name
     elif name:
         node.parent, node.name = place
+        core.nodes.note_place(node.ino, parent, name)
 
 
 def is_quiet(node: Node) -> bool:

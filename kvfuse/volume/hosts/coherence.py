@@ -1,13 +1,15 @@
-"""Follow what other hosts change, by one watch over the records of a shared volume.
+"""Follow what other hosts change, by one watch over the records of a shared volume that memory has something of.
 
-* The watch updates inodes in memory, corrects what is known of names, and invalidates the kernel's cache.
+* The watch has the records of namespaces, and of those names and inodes that this host has read (`store.followed`). It
+  updates inodes in memory, corrects what is known of names, and invalidates the kernel's cache.
 * An inode that lost its last name on another host and is open here gets a record that says so, under this client's
   lease: its bytes stay until the last handle is closed, or until the lease ends.
 * While the watch is broken the volume trusts nothing that it has not just read. After a reconnect everything cached may
   be stale: the watch drops it, and reads open files anew.
 
-The watch applies changes in the order of their commits, one record at a time: the newest version decides what a name
-means, so the order of the two names of a rename does not matter. It skips this client's own commits.
+The watch applies changes one record at a time, those of one directory or inode in the order of their commits: the
+newest version decides what a name means, so the order of the two names of a rename does not matter. Where a name no
+longer means an inode, that is looked for (`lost_names`). It skips this client's own commits.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.refresh import is_quiet
 from kvfuse.volume.hosts.giving import Giving
+from kvfuse.volume.hosts.lost_names import LostNames
+from kvfuse.volume.hosts.unfollowing import Unfollowing
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.handle import FileHandle
@@ -43,6 +47,8 @@ from kvfuse.volume.tenancy.namespace_news import NamespaceNews
 
 RETRY_SECONDS = 0.5
 """Longest pause before a watch that ended is begun anew."""
+UNKNOWN_VERSION = 1 << 63
+"""of a change that was missed: later than all"""
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +80,9 @@ class Coherence:
 
     def __post_init__(self) -> None:
         self.records, self.news = self.lookup.records, self.lookup.refresher.news
+        self.lost = LostNames(self.lookup.refresher, self._take_removed, self._drop_copies)
+        self.followed = self.records.followed
+        self.unfollowing = Unfollowing(self.lookup.refresher, self.followed)
         self._unsure_ends: WeakSet[Node] = WeakSet()
         """files that others may have changed: the kernel may have taken an older end for theirs"""
         self._held: dict[int, Node] = {}
@@ -86,6 +95,7 @@ class Coherence:
         return {
             **asdict(self.counters),
             "removed_open_count": len(self._held),
+            "followed_count": len(self.followed.topics),
             "is_watched": int(self.lookup.is_watched),
         }
 
@@ -95,6 +105,9 @@ class Coherence:
             nursery.start_soon(failing.vital_task, self.records.run)
             nursery.start_soon(failing.vital_task, self.news.run)
             nursery.start_soon(failing.vital_task, self._keep_holds)
+            nursery.start_soon(failing.vital_task, self.lost.run)
+            nursery.start_soon(failing.vital_task, self.unfollowing.run)
+            nursery.start_soon(failing.vital_task, self.lookup.synced.run)
             nursery.start_soon(failing.service, "room for others", self.giving.run)
             nursery.start_soon(failing.vital_task, self.fetcher.run)
             nursery.start_soon(failing.vital_task, self.namespaces.run)
@@ -109,13 +122,18 @@ class Coherence:
                 await trio.sleep(RETRY_SECONDS * random.uniform(0.5, 1.0))
 
     async def _watch(self) -> None:
-        changes = self.records.watch(b"")
-        self.records.lost_track()
-        self.lookup.synced.forget_heard()
-        self.core.nodes.handover.watches += 1
-        if self.counters.watches:
-            await self._renew()
+        is_first = not self.counters.watches
         self.counters.watches += 1
+        changes = self.followed.begin()
+        if is_first:
+            self.followed.always(NAMESPACE_KINDS)
+            self.followed.follow_names(ROOT_INODE)  # the kernel may have listed it to a former daemon
+            self.followed.follow_inode(ROOT_INODE)
+        self.records.lost_track()
+        self.core.nodes.handover.searched.clear()
+        await self.lookup.synced.begin(is_memory_empty=not (is_first and len(self.core.nodes)))
+        if not is_first:
+            await self._renew()
         await self.namespaces.renew()
         self.lookup.is_watched = True
         async for change in changes:
@@ -126,17 +144,12 @@ class Coherence:
     async def _take(self, change: Change) -> None:
         """Waits, where a commit of our own is under way that may be this one."""
         kind = change.key[:1]
-        self.lookup.synced.note_change(change)
         if kind in NAMESPACE_KINDS:
             await self.namespaces.take(*change)
-            return
-        if kind not in (b"d", b"i", b"t", b"o"):
             return
         is_own = await self.records.is_own(change.version)
         self.records.heard([change.key], change.version, is_present=change.value is not None)
         self.counters.changes += not is_own
-        if is_own:  # what others committed before it has been told
-            self.lookup.paths.note_caught_up(self.records.sent_at(change.version))
         if kind == b"d":
             self._take_entry(change, is_own)
         elif kind == b"t":
@@ -146,25 +159,23 @@ class Coherence:
                 self._is_ours(schema.key_inode(change.key), change.version)
         elif kind == b"i":
             self._take_inode(change)
-        elif change.value is not None:
-            ino, record = schema.key_inode(change.key), schema.decode_orphan(change.value)
-            if record.remover != self.member.client:
-                self._take_removed(ino)
-                if ino not in self._held:
-                    self._drop_copies(record.chunks)
 
     def _take_entry(self, change: Change, is_own: bool) -> None:
         core = self.core
         parent, _, name = schema.split_entry_key(change.key)
         if change.value is not None:
             core.dentries.names_come(parent)
-        core.dentries.note_stored(parent, name, change.value is not None)
+        core.dentries.note_stored(parent, name, change.value is not None, 0 if is_own else change.version)
         entry = schema.decode_entry(change.value) if change.value is not None else None
         if is_own:
             if isinstance(entry, schema.InodeRecord):
                 self._is_ours(entry.ino, change.version)
+                core.nodes.note_place(entry.ino, parent, name)
             return
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
+        former = core.nodes.at(parent, name)
+        if former is not None and not (isinstance(entry, schema.InodeRecord) and former.ino == ino):
+            self.lost.note(former, change.version)
         dentry = core.dentries.get(parent, name)
         if change.version > dentry.version:
             is_same = dentry.ino == ino
@@ -172,10 +183,15 @@ class Coherence:
             core.dentries.note(parent, name, dentry.ino if is_same else 0, change.version)
             if not is_followed and (parent == ROOT_INODE or core.places.known(parent)):
                 self.news.name(parent, name)  # what is not in memory may be on its way to the kernel in a listing
-        if change.value is not None:
+        if change.value is not None and self.followed.is_new(change.key, change.version):
             core.dentries.shelve(parent, name, Versioned(change.value, change.version))
         if isinstance(entry, schema.InodeRecord):
             self._take_record(entry, change.version, parent, name, own=False)
+            if core.nodes.find(entry.ino) is not None:
+                core.nodes.note_place(entry.ino, parent, name)
+        elif entry is not None and core.nodes.peek(entry) is None and core.places.known(entry):
+            core.places.set_content_version(entry, 0)  # its own record is not followed
+            self.news.content(entry)
 
     def _is_ours(self, ino: int, version: int) -> None:
         """Bytes that the kernel cached have another version by a change that came through it."""
@@ -196,6 +212,8 @@ class Coherence:
             node.nlink = 0
             self.core.nodes.drop(node)
             self.news.attributes(ino)
+        elif node is not None:
+            self.lost.note(node, change.version)
 
     def _take_record(self, record: schema.InodeRecord, version: int, parent: int, name: bytes, *, own: bool) -> None:
         """An inode was put. Of one that is not in memory, the kernel may know more than its place."""
@@ -356,6 +374,9 @@ class Coherence:
         """Drop what is cached, and read what is open anew. EngineError leaves it to be done again."""
         core = self.core
         core.dentries.clear()
+        for node in core.nodes.held():
+            if not node.own_record:
+                core.nodes.note_place(node.ino, node.parent, node.name)
         ancestors = core.namespaces.gates.ancestors
         core.end_reads((), left_too=True)
         for ino in [ino for ino in ancestors.inodes() if core.nodes.get(ino) is None]:
@@ -384,3 +405,5 @@ class Coherence:
                 self._take_removed(node.ino)
             elif node.is_directory:
                 self.core.nodes.drop(node)
+            else:
+                self.lost.note(node, UNKNOWN_VERSION)

@@ -14,7 +14,7 @@ bindings end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice
 from types import MappingProxyType
@@ -207,6 +207,15 @@ class Dentries:
         for dentry in self._names.values():
             dentry.ino, dentry.version, dentry.record = 0, 0, None
 
+    def forget_directories(self, directories: Collection[int]) -> None:
+        """Forget the stored state of all names of these directories. Pending changes stay."""
+        for directory in directories:
+            self.names_come(directory)
+            self.directory_removed(directory)
+            self.unbind(directory)
+        for parent, name in [place for place in self._names if place[0] in directories]:
+            self.forget(parent, name)
+
     def _forget_oldest(self) -> None:
         """Evict an eighth at once: a dict finds its first entry slowly after many removals at the front."""
         excess = len(self._names) - self.names_max * 7 // 8
@@ -286,13 +295,17 @@ class Dentries:
             stored = self._directories[directory] = StoredNames(complete=False)
         return stored
 
-    def note_stored(self, parent: int, name: bytes, is_stored: bool) -> None:
-        """Note that the record of a name changed in the store, or (False) was deleted."""
+    def note_stored(self, parent: int, name: bytes, is_stored: bool, version: int = 0) -> None:
+        """Note that the record of a name changed in the store, or (False) was deleted.
+
+        ``version``: of another host's change. It may be older than a page that was read: if the page has the name
+        again, its record there is newer. A name that is kept in vain costs a read.
+        """
         stored = self._directories.get(parent)
         if stored is not None:
             if is_stored:
                 stored.hashes.add(hash(name))
-            else:
+            elif not 0 < version <= stored.newest:
                 stored.hashes.discard(hash(name))
         self.drop_record(parent, name)
 

@@ -8,7 +8,7 @@ some dozen bytes each, so that a million of them fit.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from stat import S_IFDIR, S_IFMT, S_IFREG
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 EVICTED_MIN = 1024
 """Evicted nodes that are remembered, at least: operations hold some of them."""
+NAMED_MIN = 1024
+"""Places of records that are remembered, at least, before those of inodes that are not in memory are dropped."""
 EVICTION_LOOKS = 4
 """Nodes considered for eviction when one is added above the bound: more than one, as some are busy or recent."""
 NO_ATTRIBUTES: Mapping[bytes, bytes | None] = MappingProxyType({})
@@ -403,6 +405,8 @@ class Nodes:
         self._evicted_max = EVICTED_MIN
         """number of these at which the ones that are gone are dropped"""
         self._all_forgotten = False
+        self._named: dict[tuple[int, bytes], int] = {}
+        """(directory, name) -> inode whose record was there: more places than there are inodes"""
         self.unstored: Unstored | None = None  # of all
         self.leaving: Callable[[Node], None] = lambda node: None
         """called with a node before its eviction; if that changes it, it stays"""
@@ -456,8 +460,7 @@ class Nodes:
     def forget_all(self) -> None:
         """End the membership of all nodes, also of those that operations in flight still add."""
         self._all_forgotten = True
-        evicted = [node for reference in self._evicted.values() if (node := reference()) is not None]
-        for node in [*self._nodes.values(), *evicted]:
+        for node in self.held():
             node.forgotten = True
             node.end_map()
             self.note_saved(node)  # whoever has it open hears it of this daemon
@@ -468,18 +471,54 @@ class Nodes:
             if len(self._nodes) <= self.count_max:
                 break
             ino, node = next(iter(self._nodes.items()))
-            if not (node.recent or node.busy):
-                self.leaving(node)
-                if not (node.changed or node.times_changed):
-                    del self._nodes[ino]
-                    node.end_map()
-                    self._evicted[ino] = ref(node)
-                    continue
+            if not node.recent and self._leave_memory(node):
+                continue
             node.recent = False
             self._nodes.move_to_end(ino)
         if len(self._evicted) > self._evicted_max:
             self._evicted = {ino: evicted for ino, evicted in self._evicted.items() if evicted() is not None}
             self._evicted_max = max(EVICTED_MIN, 2 * len(self._evicted))
+
+    def _leave_memory(self, node: Node) -> bool:
+        """Evict a node, unless it must stay."""
+        if not node.busy:
+            self.leaving(node)
+            if not (node.changed or node.times_changed):
+                del self._nodes[node.ino]
+                node.end_map()
+                self._evicted[node.ino] = ref(node)
+                return True
+        return False
+
+    def evict(self, nodes: Iterable[Node]) -> None:
+        """Evict these, but for those that must stay."""
+        for node in nodes:
+            if self._nodes.get(node.ino) is node:
+                self._leave_memory(node)
+
+    def find(self, ino: int) -> Node | None:
+        """`peek`, with evicted ones that an operation still holds."""
+        node, evicted = self._nodes.get(ino), self._evicted.get(ino)
+        return evicted() if node is None and evicted is not None else node
+
+    def held(self) -> list[Node]:
+        """All nodes, also evicted ones that an operation still holds."""
+        evicted = [node for reference in self._evicted.values() if (node := reference()) is not None]
+        return [*self._nodes.values(), *evicted]
+
+    # -- by the place of the record, in a shared volume ----------------------------------------------
+
+    def note_place(self, ino: int, parent: int, name: bytes) -> None:
+        """The name has the record of this inode, which may be in memory."""
+        if len(self._named) > NAMED_MIN + 2 * len(self._nodes):
+            self._named = {(node.parent, node.name): node.ino for node in self.held() if not node.own_record}
+        self._named[parent, name] = ino
+
+    def at(self, parent: int, name: bytes) -> Node | None:
+        """The node whose record is in this name, as far as memory knows."""
+        ino = self._named.get((parent, name))
+        node = self.find(ino) if ino is not None else None
+        return node if node is not None and (node.parent, node.name) == (parent, name) else None
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())

@@ -86,15 +86,19 @@ class StoredNames:
     """the directory was read to its end: names without a hash here do not exist"""
     after: bytes = b""
     """the last key that was read"""
+    newest: int = 0
+    """largest version of the records that were read"""
     hashes: HashSet = field(default_factory=HashSet)
 
     def contain(self, names: Sequence[bytes]) -> list[bool]:
         """For each name: False: it does not exist (if ``complete``); True: some name with its hash does."""
         return self.hashes.contain(list(map(hash, names)))
 
-    def learn(self, keys: Iterable[bytes], *, last: bool) -> None:
-        """Add the next page of the directory, as it is in the store now; ``last``: it is the last one."""
+    def learn(self, keys: Iterable[bytes], newest: int, *, last: bool) -> None:
+        """Add the next page of the directory, as it is in the store now. ``newest``: largest version of its records.
+        ``last``: it is the last one."""
         for key in sorted(keys):
             self.hashes.add(hash(schema.split_entry_key(key)[2]))
             self.after = key
+        self.newest = max(self.newest, newest)
         self.complete = last

@@ -272,6 +272,7 @@ class CommitFirst:
         except BaseException:
             give_back()
             raise
+        self.lookup.follow_changed(draft)
         if made is not None and made.is_directory:
             self.core.dentries.directory_made(made.ino)  # before others can put names into it
         try:

@@ -92,6 +92,7 @@ class Listing:
 
     async def _read_own(self, inodes: list[int]) -> None:
         """Read inodes with records of their own into memory, by one request."""
+        self.lookup.expect_own(inodes)
         keys = [key for ino in inodes for key in (schema.inode_key(ino), schema.times_key(ino))]
         rows = await get_sound(self.core.records, keys) if keys else []
         for own, times in zip(rows[::2], rows[1::2], strict=True):

@@ -10,6 +10,7 @@ to have. Else it reads the record store, which may wait, and uses the answer onl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -105,10 +106,16 @@ class Lookup(ABC):
 
     async def find_directory(self, ino: int) -> Node:
         """`find_node` for a directory. Stale, NotADirectory."""
-        node = self.core.nodes.get(ino) or await self.find_node(ino)
+        node = self.core.nodes.get(ino)
+        if node is None:
+            self.expect_own([ino])
+            node = await self.find_node(ino)
         if not node.is_directory:
             raise errors.NotADirectory(f"inode {ino} is not a directory")
         return node
+
+    def expect_own(self, inodes: Sequence[int]) -> None:  # noqa: B027 - a volume of one host follows nobody
+        """These are about to be read, and have records of their own: in a shared volume they would be read twice."""
 
     @abstractmethod
     async def find_current(self, ino: int) -> Node:

@@ -145,9 +145,13 @@ class PlanDraft:
         change = self.change_inode(node)
         change.set_fields(nlink=change.record.nlink + 1)
         if not change.own:
-            change.own = True
-            self._expect_key(schema.inode_key(node.ino), ABSENT)
+            self._give_own_record(change)
             self._put_name(change)
+
+    def _give_own_record(self, change: InodeChange) -> None:
+        """Also to a file that leaves its directory: hosts that have it open find it by its number, and follow it."""
+        change.own = True
+        self._expect_key(schema.inode_key(change.node.ino), ABSENT)
 
     def _remove_name(self, node: Node, now: int) -> None:
         """Remove a name of a file, or a directory. The last name leaves an orphan record of file and attributes."""
@@ -177,6 +181,8 @@ class PlanDraft:
             return
         self._deletes.discard(key)
         change = self.change_inode(node)
+        if not change.own and node not in self.made and change.parent != parent:
+            self._give_own_record(change)
         change.parent, change.name = parent, name
         if node.is_directory:
             change.set_fields(parent=parent)

@@ -1,8 +1,9 @@
 """Finds inodes that clients have open since before this daemon: they may have no name any more, or another one.
 
-On a shared volume another host may have renamed such a file while no daemon here received the watch. Then this module
-reads all names, once for all of these files; the watch delivers later changes. A file that was never stored, as is kept
-with its handles, cannot have been renamed by another host: nothing searches for it.
+On a shared volume another host may have renamed such a file while no daemon here received the watch. A file that left
+its directory has a record of its own. For one that has another name there this module reads the names of its directory;
+the watch delivers later changes. A file that was never stored, as is kept with its handles, cannot have been renamed
+by another host: nothing searches for it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ async def find_open_before(
     handover = core.nodes.handover
     while (before := handover.still_open.get(ino)) is not None:  # else it was closed meanwhile
         places = list(before.places)
-        keys = [schema.orphan_key(ino), *[schema.entry_key(*place) for place in places]]
+        keys = [schema.orphan_key(ino), schema.inode_key(ino), *[schema.entry_key(*place) for place in places]]
         epoch = pending.epoch
-        orphan, *entries = await core.records.get(keys)
+        orphan, own, *entries = await core.records.get(keys)
         if (node := core.nodes.get(ino)) is not None:
             return node
         if epoch != pending.epoch:
@@ -39,7 +40,7 @@ async def find_open_before(
             if entry is not None and isinstance(record, schema.InodeRecord) and record.ino == ino:
                 core.places.set(ino, *place)
                 return take(record, entry.version, place, own=False)
-        if ino not in handover.still_open:  # it was closed meanwhile
+        if ino not in handover.still_open or own is not None:  # it was closed meanwhile, or is found by its number
             return None
         if orphan is None:
             if core.client and not before.is_new and await _search_names(core, ino):
@@ -53,21 +54,18 @@ async def find_open_before(
 
 
 async def _search_names(core: Core, ino: int) -> bool:
-    """Search all names for such inodes. True: this one has a place that was not known before. EngineError."""
+    """Search the directories in which such an inode was. True: it has a place that was not known before. EngineError.
+
+    All such files are found that are there: the next one that was in the same directories need not search.
+    """
     handover = core.nodes.handover
     places = list(handover.still_open[ino].places)
     async with handover.searching:
-        while ino in handover.still_open and core.nodes.get(ino) is None:
-            if handover.still_open[ino].places != places:
-                return True
-            if handover.searched and handover.searched == handover.watches:
-                return False
-            watches = handover.watches
-            log.warning("inode %d is open, and has lost its known name: reading all names to find such files", ino)
-            for other, row in (await search_names(core.records, handover.still_open)).items():
+        directories = {parent for parent, _ in places} - handover.searched
+        if directories and handover.still_open.get(ino) is not None and core.nodes.get(ino) is None:
+            log.warning("inode %d is open, and has lost its name: reading the names of its directory to find it", ino)
+            for other, row in (await search_names(core.records, directories, handover.still_open)).items():
                 parent, _, name = schema.split_entry_key(row.key)
                 handover.is_at(other, parent, name)
-            handover.searched = watches
-            if not watches:
-                break
+            handover.searched |= directories
     return ino in handover.still_open and handover.still_open[ino].places != places

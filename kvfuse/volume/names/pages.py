@@ -73,7 +73,8 @@ class Learning:
                 rows, damaged = await scan_page(self.core.records, prefix, stored.after, row_count)
                 if epoch != self.journal.pending.epoch or dentries.stored_in(directory) is not stored:
                     return  # a commit was settled meanwhile, or all that is known of the directory was forgotten
-                stored.learn([*[row.key for row in rows], *damaged], last=len(rows) + len(damaged) < row_count)
+                keys, newest = [*[row.key for row in rows], *damaged], max([row.version for row in rows], default=0)
+                stored.learn(keys, newest, last=len(keys) < row_count)
                 self.keep(directory, rows, changed)
         except errors.EngineError as error:
             page.error = error

@@ -2,10 +2,9 @@
 
 The kernel walks a path name by name. In strict folders a lookup reads the store, except for directories whose name was
 known a moment ago (`BELIEF_SECONDS`), and for files whose name this client changed last: memory answers these, and a
-watch keeps it current. A directory's name is valid as of its last read from the store. When the watch delivers our own
-commit, all earlier changes have been delivered: all cached names of directories are valid as of the commit's send time.
-The read for the last name of a path - or, where memory answered that one, the read by the call itself - reads all names
-above it, too: a cached name is checked before it counts.
+watch keeps it current. A directory's name is valid as of its last read from the store. The read for the last name of a
+path - or, where memory answered that one, the read by the call itself - reads all names above it, too: a cached name is
+checked before it counts.
 
 A lookup of a directory itself ends with cached names. So a host that renames or removes a directory, or changes its
 permissions, waits until no host uses the old name unchecked (`outlive_beliefs`). Only a directory's times and link
@@ -81,8 +80,6 @@ class Paths:
         """directory that the kernel knows -> name by which the kernel reached it last"""
         self._sure_until: dict[int, float] = {}
         """such a directory -> until when its name is valid unchecked; trio's time"""
-        self._all_sure_until = -math.inf
-        """the same for all directories: the watch has delivered other hosts' changes"""
         self._doubtful: dict[int, PathStep] = {}
         """any other inode -> cached name by which the kernel reached it: not checked yet"""
         self._warned: Place | None = None
@@ -100,11 +97,7 @@ class Paths:
         """The name was known to have the directory less than `BELIEF_SECONDS` ago."""
         if self._directories.get(directory.ino) != (parent, name):
             return False
-        return trio.current_time() < max(self._all_sure_until, self._sure_until.get(directory.ino, -math.inf))
-
-    def note_caught_up(self, asked_at: float) -> None:
-        """Note that the watch has reported all changes of other hosts from before ``asked_at``."""
-        self._all_sure_until = asked_at + BELIEF_SECONDS
+        return trio.current_time() < self._sure_until.get(directory.ino, -math.inf)
 
     def note_found(self, node: Node, parent: int, name: bytes, *, asked_at: float | None) -> None:
         """Note that the kernel gets the inode of a name. ``asked_at``: None if that is unchecked."""

@@ -21,6 +21,7 @@ from kvfuse.volume.api import NAME_MAX
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.names.lookup import Found, Lookup
+from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
 from kvfuse.volume.names.path_beliefs import Paths, PathStep
 from kvfuse.volume.names.synced import Synced
@@ -71,6 +72,19 @@ class SharedLookup(Lookup):
     def must_ask(self, parent: int) -> bool:
         directory = self.core.nodes.get(parent)
         return directory is None or not self.is_watched or self.is_strict(directory)
+
+    def follow_changed(self, draft: PlanDraft) -> None:
+        """Follow what a commit is about to change: memory has it from then on, without a read."""
+        followed = self.records.followed
+        for change in draft.inodes.values():
+            if change.own:
+                followed.follow_inode(change.node.ino)
+        for directory in [*[parent for parent, _, _ in draft.names], *[node.ino for node in draft.made]]:
+            followed.follow_names(directory)
+
+    def expect_own(self, inodes: Sequence[int]) -> None:
+        for ino in inodes:
+            self.records.followed.follow_inode(ino)
 
     # -- for the kernel ------------------------------------------------------------------------------
 
@@ -287,6 +301,7 @@ class SharedLookup(Lookup):
             is_absent = dentry.change is None and not dentry.ino
             return Found(None, False, None, self.journal.pending.epoch) if is_absent else None
         if isinstance(record, int) and record != guess:
+            self.expect_own([record])
             dentries.note(parent, name, record)  # the next read has both, as of one moment
             return None
         if isinstance(record, schema.InodeRecord):

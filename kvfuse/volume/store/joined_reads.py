@@ -7,6 +7,7 @@
 * After a read failed the store is *away* until it answers a probe: reads fail at once meanwhile, instead of each
   waiting for its deadline. Commits are sent all the same, as their callers need the outcome.
 * The versions of this client's own commits are kept, so that a watch can tell them from those of other clients.
+* What is read of names and inodes is followed, from before the question (`followed`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import trio
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import Lease, Record, RecordStore, Versioned
 from kvfuse.remote.records.decorators import RecordDecorator
+from kvfuse.volume.store.followed import Followed
 from kvfuse.volume.store.sealed import DamagedRecords, get_page
 
 CALLS_MAX = 1
@@ -99,12 +101,13 @@ class SharedRecords(RecordDecorator):
 
     def __init__(self, inner: RecordStore) -> None:
         super().__init__(inner)
+        self.followed = Followed(inner)
         self._calls = trio.Semaphore(CALLS_MAX)
         self._questions: list[_Question] = []
         self._caller_count = 0
         """of `get`"""
-        self._own: dict[int, float] = {}
-        """version of a commit of ours -> when it was sent; trio's time"""
+        self._own: dict[int, None] = {}
+        """versions of commits of ours, the oldest first"""
         self._committing: set[trio.Event] = set()
         self._news = WeakSet[_News]()
         """of calls whose answers are not all told yet"""
@@ -132,13 +135,20 @@ class SharedRecords(RecordDecorator):
     async def get(self, keys: Sequence[bytes]) -> list[Versioned | None]:
         """As the inner store's, and never older than what this client has committed or the watch has brought by now."""
         self._caller_count += 1
+        pinned = self.followed.pin(keys)
         try:
             for _ in range(ASKS_MAX):
-                rows, news = await self._answer(keys)
-                if not news.overtook(keys, rows):
+                try:
+                    rows, news = await self._answer(keys)
+                except DamagedRecords as error:
+                    if self.followed.pin_found(keys, error.rows, pinned):
+                        continue
+                    raise
+                if not self.followed.pin_found(keys, rows, pinned) and not news.overtook(keys, rows):
                     return rows
         finally:
             self._caller_count -= 1
+            self.followed.unpin(pinned)
         raise EngineError(f"{keys[0]!r} or another of {len(keys)} records changed before each of {ASKS_MAX} answers")
 
     async def _answer(self, keys: Sequence[bytes]) -> tuple[list[Versioned | None], _News]:
@@ -194,6 +204,7 @@ class SharedRecords(RecordDecorator):
 
     async def scan(self, prefix: bytes, after: bytes = b"", limit: int = 1000) -> list[Record]:
         self._check()
+        pinned = self.followed.pin([prefix])
         try:
             return await self.inner.scan(prefix, after, limit)
         except DamagedRecords:
@@ -201,6 +212,8 @@ class SharedRecords(RecordDecorator):
         except EngineError as error:
             self._failed(error)
             raise
+        finally:
+            self.followed.unpin(pinned)
 
     async def run(self) -> None:
         """Ask a store that is away until it answers; for ever."""
@@ -244,13 +257,12 @@ class SharedRecords(RecordDecorator):
         durable: bool = False,
         lease: Lease | None = None,
     ) -> int:
-        sent_at = trio.current_time()
         returned = trio.Event()
         self._committing.add(returned)
         try:
             version = await self.inner.commit(puts, deletes, expect, durable=durable, lease=lease)
             if version:
-                self._own[version] = sent_at
+                self._own[version] = None
                 self.heard(puts, version, is_present=True)
                 self.heard(deletes, version, is_present=False)
                 if len(self._own) > OWN_MAX:
@@ -263,10 +275,6 @@ class SharedRecords(RecordDecorator):
     def made(self, version: int) -> bool:
         """This client made the commit of ``version``, lately, and knows its outcome."""
         return version in self._own
-
-    def sent_at(self, version: int) -> float:
-        """When a commit that this client made lately was sent."""
-        return self._own[version]
 
     async def is_own(self, version: int) -> bool:
         """This client made the commit of ``version``. Waits for commits that are under way, which may be the one.

@@ -171,6 +171,13 @@ class _SealedFollowing(Following):
     def remove(self, prefix: bytes) -> None:
         self._inner.remove(prefix)
 
+    @property
+    def is_catching_up_dear(self) -> bool:
+        return self._inner.is_catching_up_dear
+
+    def newest(self) -> int:
+        return self._inner.newest()
+
     async def catch_up(self) -> None:
         await self._inner.catch_up()
 

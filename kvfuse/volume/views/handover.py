@@ -55,8 +55,8 @@ class Handover:
         """told of each `renamed`"""
         self.is_left = False
         """the end of this daemon is not that of its clients: it stores everything, and leaves it as it is"""
-        self.watches = self.searched = 0
-        """watches of other hosts' changes that were begun; and at the last search for files that these moved"""
+        self.searched: set[int] = set()
+        """directories whose names were searched for files that other hosts moved, since the watch began"""
         self.searching = trio.Lock()
         self.known_below = 0
         """the kernel may know inodes below this number of a daemon before this one"""

@@ -96,6 +96,7 @@ async def test_the_kernel_hears_of_what_others_change_and_of_nothing_else(
             volume.connect_kernel(kernel)
         folder = (await one.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
         await until(two, b"folder", True)
+        assert not await exists(two, b"link", folder)
         await one.tree.make_symlink(folder, b"link", b"target", CALLER)
         await one.inodes.set_attributes(folder, Changes(mode=0o700), CALLER)
         await one.sync()

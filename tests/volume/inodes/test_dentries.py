@@ -68,13 +68,13 @@ def test_an_old_directory_is_known_when_it_was_read_to_the_end() -> None:
     keys = sorted(schema.entry_key(3, b"%d" % number) for number in range(10))
     stored = dentries.stored_in(3)
     assert (stored.after, stored.complete) == (b"", False)
-    stored.learn(keys[:6], last=False)
+    stored.learn(keys[:6], 0, last=False)
     assert not lacks(dentries, 3, b"other"), "half a directory says nothing of absent names"
     assert stored.after == keys[5]
     _, _, first = schema.split_entry_key(keys[0])
     dentries.note_stored(3, first, False)
     dentries.note_stored(3, b"new", True)
-    stored.learn(keys[6:], last=True)
+    stored.learn(keys[6:], 0, last=True)
     assert dentries.stored_in(3).complete
     assert lacks(dentries, 3, b"other")
     assert lacks(dentries, 3, first), "removed while the rest was being read"

@@ -170,6 +170,11 @@ class EtcdFeed:
         return following
 
     @property
+    def is_catching_up_dear(self) -> bool:
+        """A member cannot tell of its progress, or may not, and nobody has made it show all changes so far."""
+        return not self._has_caught_up and (self._stream is None or not self._stream.has_progress)
+
+    @property
     def newest(self) -> int:
         """The newest revision that an answer has told the client of."""
         return self._client.revision
@@ -481,6 +486,10 @@ class EtcdFollowing(BacklogFollowing):
         super().__init__()
         self._feed = feed
         self._has_ended = feed.closed
+
+    @property
+    def is_catching_up_dear(self) -> bool:
+        return self._feed.is_catching_up_dear
 
     def newest(self) -> int:
         return self._feed.newest
