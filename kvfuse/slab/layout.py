@@ -280,9 +280,11 @@ FEATURE_RESIZED = 8
 """The volume has another capacity than it was formatted with: programs of before look for slabs in wrong places."""
 FEATURE_MAPPED = 16
 """Its devices have a map of segments, which the superblock names: programs of before look for it in their labels."""
+FEATURE_DELEGATED = 32
+"""Folders may be delegated to one host: programs of before do not ask it before they say that a name is absent."""
 NEW_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
 """Of new volumes. They get FEATURE_LENT before the first slab is lent: without blocks, older programs may use them."""
-KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED
+KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED | FEATURE_DELEGATED
 """Incompatible features this program knows, one bit each in the superblock's flags."""
 
 

@@ -52,6 +52,7 @@ from kvfuse.volume.inodes.device_changes import DeviceChanges
 from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
+from kvfuse.volume.names.delegations import Delegations
 from kvfuse.volume.names.lookup import Lookup, OwnLookup
 from kvfuse.volume.names.nameless import OwnNameless, SharedNameless
 from kvfuse.volume.names.rewriting import Rewriter
@@ -142,7 +143,8 @@ class Parts:
         self.journal = Journal(pending, terms, flusher, options.publish.window, interval, self._is_caller_coming)
         self.leases: SlabLeases | None = None
         self.coherence: Coherence | None = None
-        """both on a shared volume"""
+        self.delegations: Delegations | None = None
+        """all on a shared volume"""
         self.space: RoomFinder
         self.lookups: Lookup
         self.names: Names
@@ -237,7 +239,9 @@ class Parts:
         elsewhere: list[RoomSource] = [RoomElsewhere(core, leases.shares, orphans, reports).await_other_hosts]
         record_sources = [orphans.free_removed_files]
         self.space = RoomFinder(core, sources, record_sources, nameless.store_removals, elsewhere=elsewhere)
-        self.lookups = lookups = SharedLookup(core, journal, refresher, records, Synced(core, records.followed))
+        self.delegations = delegations = Delegations(records, journal, member)
+        synced = Synced(core, records.followed)
+        self.lookups = lookups = SharedLookup(core, journal, refresher, records, synced, delegations)
         memory = ApplyFirst(core, journal, self.space, lookups, nameless)
         executor = CommitFirst(core, journal, self.space, lookups, memory)
         self.names = Names(core, journal, lookups, nameless, memory, executor)
@@ -270,7 +274,7 @@ class Parts:
     async def _start_tasks(self, nursery: trio.Nursery) -> None:
         nursery.start_soon(self._write)
         nursery.start_soon(failing.vital_task, self.journal.run)
-        if self.coherence is None or self.leases is None:
+        if self.coherence is None or self.leases is None or self.delegations is None:
             nursery.start_soon(failing.service, "access times", self.mapper.access.run)
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
             nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find_all)
@@ -281,6 +285,7 @@ class Parts:
                 nursery.start_soon(failing.vital_task, self.fetcher.run)
         else:
             nursery.start_soon(failing.vital_task, self.coherence.run)
+            nursery.start_soon(failing.vital_task, self.delegations.run)
             if self.letters is not None:
                 nursery.start_soon(failing.service, "letters about blocks", self.letters.run)
             await nursery.start(self.leases.run)

@@ -45,6 +45,8 @@ class Volume:
         self.blocks = parts.blocks
         self.seal = parts.core.unstored.seal if parts.core.unstored is not None else None
         self.gates = parts.core.namespaces.gates
+        if parts.delegations is not None:
+            self.sections["delegations"] = parts.delegations.statistics
         if parts.drain is not None:
             self.sections["drain"] = parts.drain.statistics
         self.neighbourhood: Neighbourhood | None = None

@@ -19,6 +19,7 @@ from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.dentries import Dentries
 from kvfuse.volume.inodes.node import Nodes
 from kvfuse.volume.names.changes import Names
+from kvfuse.volume.names.delegations import Delegations
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.namespaces.namespace_registry import Namespaces
 from kvfuse.volume.parts import Lifetime, Parts
@@ -131,3 +132,9 @@ def xattrs(volume: Volume) -> Xattrs:
 def life(volume: Volume) -> Lifetime:
     """The tasks of the membership."""
     return volume.parts.life
+
+
+def delegations(volume: Volume) -> Delegations:
+    """Strict folders in which this host alone adds names. A test asks for them where hosts share the volume."""
+    assert volume.parts.delegations is not None
+    return volume.parts.delegations

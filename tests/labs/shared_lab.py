@@ -18,6 +18,7 @@ from kvfuse import errors
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.config import Options
 from kvfuse.remote.records.api import ABSENT
+from kvfuse.slab.layout import KNOWN_FEATURES
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
@@ -43,6 +44,7 @@ async def joined(
     keeper: Keeper = NO_KEEPER,
     *,
     handover: Handover | None = None,
+    features: int = KNOWN_FEATURES,
 ) -> AsyncIterator[Volume]:
     """The volume as one more client has it; each time it joins anew it becomes ``client`` + 1000.
 
@@ -76,7 +78,7 @@ async def joined(
             lease = await records.lease(LEASE)
             Standing(number, lease.identity).keep(keeper)
             key = schema.member_key(number)
-            said = schema.encode_member(MemberRecord("lab", number, ""))
+            said = schema.encode_member(MemberRecord("lab", number, "", features))
             version = await records.commit({key: said}, (), {key: ABSENT}, lease=lease)
             return Member(number, lease, version, asked, keeper)
 

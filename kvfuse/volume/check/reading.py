@@ -242,7 +242,7 @@ class RecordReader:
             elif ino not in self.found.attributed:
                 hidden.add(ino)
         await self._show_attributes(hidden)
-        for prefix in (b"n", b"k", schema.CLEARED_PREFIX):
+        for prefix in (b"n", b"k", b"v", b"r", schema.CLEARED_PREFIX):
             async for _ in self.rows(prefix, "counters"):
                 pass  # `rows` verifies their checksums; `check_counters` compares their values
 

@@ -178,7 +178,8 @@ class Batch(WriteSet):
         keys = sorted(
             [*self.puts, *self.deletes], key=lambda key: (key[:1] == b"f", key not in self.puts, key[:1] != b"s")
         )
-        guards = {key: version for key, version in self.draft.expect.items() if key[:1] == schema.CLEARED_PREFIX}
+        guarded = (schema.CLEARED_PREFIX, schema.DELEGATION_PREFIX)
+        guards = {key: version for key, version in self.draft.expect.items() if key[:1] in guarded}
         operations_max = limits.commit_operations_max - RESERVED_OPERATIONS - len(guards) - len(self.uses)
         bytes_max = limits.commit_bytes_max - RESERVED_BYTES - sum(map(len, guards)) - USE_RECORD_SIZE * len(self.uses)
         part, size = WriteSet(expect=guards), 0

@@ -9,6 +9,7 @@ The commit is *recalled* first: everything in it is pending again. Then each key
 * An inode: both changes are merged (`Merger`). An inode that another host renamed is looked up; a removed one
   is dropped here, as if it had been unlinked while it was open.
 * A directory to which names were added: commits expect its new version; if it was removed, the names are dropped.
+* A directory that is delegated to another host: that one is asked for it, and the names wait for that.
 
 Nothing else commits meanwhile. Other tasks change memory at each await, so a decision and its effect have none between.
 """
@@ -69,7 +70,16 @@ class Conflicts:
                 self.refusals.note_freed_elsewhere(schema.key_inode(key))
             elif key[:1] == b"x":
                 self.pending.loose.note_attribute(key, row)
+            elif key[:1] == schema.DELEGATION_PREFIX and row is not None:
+                await self._leave_out(schema.key_inode(key))
         return True
+
+    async def _leave_out(self, directory: int) -> None:
+        """The directory is delegated to another host, which is asked for it. So that both hosts go on that ask each
+        other, the next commit leaves new files out of it; the one after that is refused, or they are given back."""
+        self.pending.left_out.add(directory)
+        self.refusals.to_recall.add(directory)
+        await trio.sleep(LOOK_SECONDS)
 
     def _take_back(self, batch: Batch) -> None:
         draft = batch.draft

@@ -130,6 +130,8 @@ class Pending:
         self.times: dict[Node, None] = {}
         """directories with changed times"""
         self.ties = Ties()
+        self.left_out: set[int] = set()
+        """directories whose new files the next commit leaves out, see `Conflicts`"""
         self.serial = 0
         """serial number of the last change"""
         self.load = Load(self.core.records.limits.commit_operations_max)
@@ -340,6 +342,9 @@ class Pending:
         staged = {
             node for node in self.dirty if node.nlink and node.staged_count and (node not in flushed or node.named)
         }
+        if self.left_out:
+            staged |= {node for node in self.dirty if node.parent in self.left_out and not node.version}
+            self.left_out.clear()
         return self._find_closure(staged) if staged or self.aside.nodes else staged
 
     def _find_closure(self, nodes: set[Node]) -> set[Node]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvfuse.errors import Stale
+from kvfuse.errors import EngineError, Stale
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.store import schema
 
@@ -51,6 +51,43 @@ class ToFree:
             await self._work.wait()
 
 
+class ToRecall:
+    """Folders that are delegated to other hosts, and to which a refused commit of this one adds names.
+
+    `Refusals` owns it, and `Delegations` takes from it.
+    """
+
+    def __init__(self) -> None:
+        self._folders: dict[int, EngineError | None] = {}
+        """folder that is asked for, or (with an error) was not given back"""
+        self._new: set[int] = set()
+        self._work = trio.Event()
+
+    def add(self, folder: int) -> None:
+        """Have the folder asked for. EngineError: it was, and is not given back."""
+        if (error := self._folders.get(folder)) is not None:
+            del self._folders[folder]
+            raise error
+        if folder not in self._folders:
+            self._folders[folder] = None
+            self._new.add(folder)
+            self._work.set()
+
+    async def take(self) -> set[int]:
+        """The next folders to ask for."""
+        await self._work.wait()
+        self._work = trio.Event()
+        new, self._new = self._new, set()
+        return new
+
+    def end(self, folder: int, error: EngineError | None) -> None:
+        """The folder was given back, or not, for a reason."""
+        if error is None:
+            self._folders.pop(folder, None)
+        else:
+            self._folders[folder] = error
+
+
 @dataclass
 class Refusals:
     """Drops or merges changes that conflict with other hosts' commits. Each membership has one."""
@@ -69,6 +106,7 @@ class Refusals:
         self.core = self.pending.core
         self.doubtful: dict[Node, None] = {}
         self.to_free = ToFree()
+        self.to_recall = ToRecall()
 
     def mark_doubtful(self, nodes: Iterable[Node]) -> None:
         """Have these read again: their commit was settled late, perhaps after the watch delivered newer changes."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.commit.batch import Batch, Draft, Taken
 from kvfuse.volume.commit.committer import Sequence
 from kvfuse.volume.commit.conflicts import Conflicts
@@ -114,8 +115,11 @@ class SharedTerms:
             if change.node is not None or change.stored:
                 self._expect_name(draft, change)
             directory = self.core.dentries.folders.get(change.parent)
-            if change.node is not None and directory is not None and directory.version:
-                self._expect_folder(draft, directory)
+            if change.node is not None:
+                key = schema.delegation_key(change.parent)
+                draft.expect[key] = self.core.dentries.delegated.get(change.parent, ABSENT)
+                if directory is not None and directory.version:
+                    self._expect_folder(draft, directory)
         for directory in draft.times:
             self._expect_times(draft, directory)
         for key in draft.extra:

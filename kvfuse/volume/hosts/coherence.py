@@ -165,13 +165,14 @@ class Coherence:
         parent, _, name = schema.split_entry_key(change.key)
         if change.value is not None:
             core.dentries.names_come(parent)
-        core.dentries.note_stored(parent, name, change.value is not None, 0 if is_own else change.version)
+        core.dentries.hear_stored(parent, name, change.value is not None, 0 if is_own else change.version)
         entry = schema.decode_entry(change.value) if change.value is not None else None
         if is_own:
             if isinstance(entry, schema.InodeRecord):
                 self._is_ours(entry.ino, change.version)
                 core.nodes.note_place(entry.ino, parent, name)
             return
+        self.lookup.delegations.note_foreign(parent)
         ino = entry.ino if isinstance(entry, schema.InodeRecord) else entry
         former = core.nodes.at(parent, name)
         if former is not None and not (isinstance(entry, schema.InodeRecord) and former.ino == ino):

@@ -86,7 +86,8 @@ class Unfollowing:
         """Inodes that are in use, and directories with such; those that the kernel has for ever, and that are above
         what clients use."""
         busy = [node for node in self.core.nodes if node.busy]
-        return {ROOT_INODE, *self.core.namespaces.gates.ancestors.inodes(), *self.core.dentries.changes, *_needed(busy)}
+        always = {ROOT_INODE, *self.core.namespaces.gates.ancestors.inodes(), *self.core.dentries.delegated}
+        return {*always, *self.core.dentries.changes, *_needed(busy)}
 
     def _tell_kernel(self, key: bytes) -> bool:
         """False: the kernel knows the directory, and nobody knows here by which name."""

@@ -107,6 +107,8 @@ class Dentries:
         """(directory, name) -> entry, the oldest first"""
         self._room = names_max
         """number of entries at which the oldest are evicted"""
+        self.delegated: dict[int, int] = {}
+        """in a shared volume: directory that is delegated to this host -> version of the record that says so"""
         self._directories: dict[int, StoredNames] = {}
         self._reading: dict[int, set[bytes]] = {}
         """directory of which a page is being read -> names that changed meanwhile: their rows may be stale"""
@@ -294,6 +296,13 @@ class Dentries:
                 self._directories.pop(next(iter(self._directories)))
             stored = self._directories[directory] = StoredNames(complete=False)
         return stored
+
+    def hear_stored(self, parent: int, name: bytes, is_stored: bool, version: int) -> None:
+        """`note_stored` of what the watch delivers, late: in a delegated folder the name may exist again."""
+        if is_stored or parent not in self.delegated:
+            self.note_stored(parent, name, is_stored, version)
+        else:
+            self.drop_record(parent, name)
 
     def note_stored(self, parent: int, name: bytes, is_stored: bool, version: int = 0) -> None:
         """Note that the record of a name changed in the store, or (False) was deleted.

@@ -6,6 +6,9 @@ folders the journal publishes three changes later: new regular files, their firs
 have them, and the removal of a regular file's only name, by itself or by a new file that takes it. So a file that the
 store has, or is about to have, never has another place in memory: its rename waits for the store.
 
+A strict folder that is delegated to this host (`delegations`) is like a relaxed one to files that are created: the
+journal publishes them, with the close at the latest.
+
 The first attempt plans from memory, which a watch keeps current: mostly the commit is the only round trip. After a
 refused one, or instead of one that would fail, the executor reads the store: every error that a caller gets was read
 there.
@@ -61,31 +64,59 @@ class CommitFirst:
     lookup: SharedLookup
     later: ApplyFirst
 
+    def __post_init__(self) -> None:
+        self.delegations = self.lookup.delegations
+
     async def carry_out(
         self, places: Sequence[NamePlace], planning: Planning, fits: Fits = never, node: Node | None = None
     ) -> Plan:
         """Plan a change and execute it. ``fits``: in relaxed folders the journal may publish it later, see `Fits`."""
+        if fits is not never:
+            with suppress(_Unfit):
+                return await self._carry_out_later(places, planning, fits)
+        plan = await self._retry_until_committed(places, planning, node)
+        if plan.made is not None and plan.made.is_file and self.lookup.is_strict(plan.ends[0].directory):
+            self.delegations.note_create(plan.ends[0].directory)
+        if self._changes_paths(plan):
+            await outlive_beliefs()
+        return plan
+
+    async def _carry_out_later(self, places: Sequence[NamePlace], planning: Planning, fits: Fits) -> Plan:
+        """Execute a change in memory, where that is enough, see the module. _Unfit: it is not."""
 
         def fitting(*ends: End) -> Plan:
             if not fits(*ends):
                 raise _Unfit
             return planning(*ends)
 
-        if fits is not never and await self._are_relaxed(places):
-            with suppress(_Unfit):
-                return await self.later.carry_out(places, fitting)
-        plan = await self._retry_until_committed(places, planning, node)
-        if self._changes_paths(plan):
-            await outlive_beliefs()
+        delegation = 0
+        if not await self._are_relaxed(places):
+            is_creation = len(places) == 1 and places[0].is_entered
+            delegation = self.delegations.holds(places[0].parent) if is_creation else 0
+            if not delegation:
+                raise _Unfit
+        plan = await self.later.plan_later(places, fitting)
+        if delegation:
+            if self.delegations.holds(places[0].parent) != delegation:  # another host has asked for it
+                raise _Unfit
+            self.delegations.note_create(plan.ends[0].directory)
+            self.delegations.note_created(plan.node)
+        self.later.apply(plan)
         return plan
 
     async def publish(self, directory: Node, nodes: Sequence[Node]) -> None:
         """Return when no host uses the former state of these inodes. Changes by a transaction need no commit."""
         pending = [node for node in nodes if node.nlink and (node.changed or node.committing or not node.stored)]
-        if pending:
+        if pending and not self._is_published_later(directory, nodes):
             await self.journal.commit(*pending)
         if directory in nodes:  # its own attributes
             await outlive_beliefs()
+
+    def _is_published_later(self, directory: Node, nodes: Sequence[Node]) -> bool:
+        """These are new files that are open for writing, in a delegated folder: the close commits them."""
+        if not all(node.writers and not node.version and not node.committing for node in nodes):
+            return False
+        return self.delegations.holds(directory.ino) > 0 and not self.journal.pending.load.is_crowded(nodes[0].uid)
 
     async def plan_later(self, places: Sequence[NamePlace], planning: Planning) -> Plan:
         """Make a plan, in a relaxed folder, that is valid until the next await; see `ApplyFirst.plan_later`."""
@@ -192,6 +223,8 @@ class CommitFirst:
         directory = await self.lookup.find_directory(ino)
         if not place.is_entered:
             return directory
+        if is_fresh:
+            await self.delegations.await_names(ino)
         await self._commit_pending(directory)
         try:
             if directory.nlink == 0:
@@ -220,7 +253,7 @@ class CommitFirst:
                 return found
 
     def _begin_draft(self) -> PlanDraft:
-        return PlanDraft(self.core.client)
+        return PlanDraft(self.core.client, self.core.dentries.delegated)
 
     # -- removing directories ------------------------------------------------------------------------
 
@@ -231,6 +264,7 @@ class CommitFirst:
         while True:
             marked = await self._mark(directory, leaving=True)
             if marked:
+                await self.delegations.await_names(directory.ino)
                 await self._check_empty(directory)
                 if directory.version == marked:
                     return
@@ -275,8 +309,9 @@ class CommitFirst:
         self.lookup.follow_changed(draft)
         if made is not None and made.is_directory:
             self.core.dentries.directory_made(made.ino)  # before others can put names into it
+        added = [(parent, name) for parent, name, meant in draft.names if meant is not None]
         try:
-            with self.core.metadata.held(size):
+            with self.core.metadata.held(size), self.delegations.adding(added):
                 is_done = await self.journal.transact(transaction)
         finally:
             if made is not None and not is_done:
@@ -340,6 +375,7 @@ class CommitFirst:
         if node.is_directory:
             self.core.tier.retire([node.ino])
             self.core.dentries.directory_removed(node.ino)
+            self.delegations.note_removed(node.ino)
             if node.namespace == node.ino:
                 self.core.namespaces.remove(node.ino, at_once=True)
             node.reaped = True

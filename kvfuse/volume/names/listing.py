@@ -41,6 +41,8 @@ class Listing:
         A name whose record is damaged is left out (the log names it), so that its neighbours can be listed.
         """
         await self.lookup.find_directory(self.ino)
+        if not after:
+            await self.lookup.await_names(self.ino)
         entries: list[DirEntry] = []
         while len(entries) < limit:
             epoch = self.pending.epoch

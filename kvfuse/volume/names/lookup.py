@@ -59,6 +59,9 @@ class Lookup(ABC):
 
     # -- folders and inodes --------------------------------------------------------------------------
 
+    async def await_names(self, directory: int) -> None:  # noqa: B027 - no other host gives names
+        """Return when the store, or memory, has all names that any host gave in a strict folder. EngineError."""
+
     def is_strict(self, directory: Node) -> bool:
         """Calls that change names in the directory return after their commit."""
         flags = directory.flags

@@ -68,11 +68,12 @@ class InodeChange:
 class PlanDraft:
     """The records of one plan. Each attempt makes its own, before it looks anything up.
 
-    ``client``: the remover, in orphan records.
+    ``client``: the remover, in orphan records. ``delegated``: see `Dentries`.
     """
 
-    def __init__(self, client: int) -> None:
+    def __init__(self, client: int, delegated: Mapping[int, int]) -> None:
         self.client = client
+        self._delegated = delegated
         self.inodes: dict[int, InodeChange] = {}
         self.names: list[tuple[int, bytes, Node | None]] = []
         """(directory, name, its new inode)"""
@@ -164,6 +165,8 @@ class PlanDraft:
             self._deletes.add(schema.inode_key(node.ino))
         if node.is_directory:
             self._deletes.add(schema.times_key(node.ino))
+            if self._expect_delegation(node.ino):
+                self._deletes.add(schema.delegation_key(node.ino))
             if node.namespace == node.ino:
                 self._deletes.update(schema.namespace_keys(node.ino))
                 self._deletes.add(schema.use_key(node.ino, self.client))
@@ -180,6 +183,7 @@ class PlanDraft:
             self.names.append((parent, name, None))
             return
         self._deletes.discard(key)
+        self._expect_delegation(parent)
         change = self.change_inode(node)
         if not change.own and node not in self.made and change.parent != parent:
             self._give_own_record(change)
@@ -187,6 +191,12 @@ class PlanDraft:
         if node.is_directory:
             change.set_fields(parent=parent)
         self._put_name(change)
+
+    def _expect_delegation(self, directory: int) -> int:
+        """Expect that no other host alone adds names to the directory. The version of this host's delegation of it."""
+        version = self._delegated.get(directory, ABSENT)
+        self._expect_key(schema.delegation_key(directory), version)
+        return version
 
     def _put_name(self, change: InodeChange) -> None:
         if change.own:

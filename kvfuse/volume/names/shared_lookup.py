@@ -3,7 +3,8 @@
 The version tells the newer of two states. Lookups in strict folders read the store, so an open here sees files that
 other hosts have closed. Lookups in relaxed folders use the dentry table, which a watch keeps current (`coherence`); so
 do, in strict folders, lookups of directories, and of files that this client changed last: the next read of the store
-checks these (`path_beliefs`). While the store does not answer, lookups use the dentry table.
+checks these (`path_beliefs`). Of a folder that is delegated to this host, memory says which names are absent
+(`delegations`). While the store does not answer, lookups use the dentry table.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvfuse.remote.records.api import RecordLimits
 from kvfuse.volume.api import NAME_MAX
 from kvfuse.volume.inodes.dentries import ABSENT
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names.delegations import Delegations, NotGivenBack
 from kvfuse.volume.names.lookup import Found, Lookup
 from kvfuse.volume.names.name_change import PlanDraft
 from kvfuse.volume.names.pages import LEARN_ROWS_MAX, Learning, Shelf
@@ -61,6 +63,7 @@ class SharedLookup(Lookup):
 
     records: SharedRecords
     synced: Synced
+    delegations: Delegations
     is_memory_newest = False
 
     def __post_init__(self) -> None:
@@ -86,6 +89,11 @@ class SharedLookup(Lookup):
         for ino in inodes:
             self.records.followed.follow_inode(ino)
 
+    async def await_names(self, directory: int) -> None:
+        self.delegations.check(directory)
+        if self.must_ask(directory):
+            await self.delegations.await_names(directory)
+
     # -- for the kernel ------------------------------------------------------------------------------
 
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:
@@ -96,6 +104,8 @@ class SharedLookup(Lookup):
             if directory.nlink == 0:
                 raise errors.NotFound(f"directory {parent} was removed")
         found, asks = self.find_known(parent, name), self.must_ask(parent)
+        if found is not None and found.change:
+            self.delegations.check(parent)
         if found is not None and not found.change and not asks and not await self.synced.is_sure():
             found = await self.find_shared(parent, name, is_fresh=True)
         is_believed = asks and found is not None and not found.change and self._is_believed(parent, name, found)
@@ -252,7 +262,10 @@ class SharedLookup(Lookup):
         may_learn = not is_fresh
         while True:
             found = self.find_known(parent, name)
-            if found is not None and (found.change or not is_fresh):
+            if found is not None and found.change:
+                self.delegations.check(parent)
+                return found
+            if found is not None and (not is_fresh or (not found.node and self.delegations.knows_names(parent, name))):
                 return found
             if not is_fresh and (node := self.shelf.take_record(parent, name)) is not None:
                 return Found(node, True, None, self.journal.pending.epoch, node.version)
@@ -262,7 +275,7 @@ class SharedLookup(Lookup):
                     await self.learning.read_page(parent)
                     continue
                 asked = await self._ask_store(parent, name, above)
-            except (NotCaughtUp, errors.Corrupt):
+            except (NotCaughtUp, NotGivenBack, errors.Corrupt):
                 raise
             except errors.EngineError:
                 if (found := self.find_known(parent, name)) is None:
@@ -280,6 +293,9 @@ class SharedLookup(Lookup):
         before, guess = dentries.get(parent, name).version, dentries.get(parent, name).ino
         key = schema.entry_key(parent, name)
         keys = [key, *[link.key for link in above]]
+        delegation = schema.delegation_key(parent) if self.must_ask(parent) else b""
+        if delegation:
+            keys.append(delegation)
         if guess:
             keys += [schema.inode_key(guess), schema.times_key(guess)]
         asked_at = trio.current_time()
@@ -294,6 +310,9 @@ class SharedLookup(Lookup):
         if dentry.change is not None or dentry.version not in (before, version):
             return None
         if record is None:
+            if delegation and (row := rows[delegation]) and self.delegations.is_others(parent, row.value):
+                await self.delegations.await_names(parent)  # that host may have given the name to a new file
+                return None
             dentries.forget(parent, name)
             if not self.must_ask(parent):  # read more, so that the next name needs no read
                 await self.learning.read_page(parent)

@@ -42,6 +42,7 @@ from kvfuse.remote.records.api import ABSENT, Lease, RecordStore
 from kvfuse.remote.records.decorators import RecordDecorator
 from kvfuse.remote.segments.api import SegmentStore, Servers, Transfer
 from kvfuse.remote.segments.decorators import SegmentDecorator
+from kvfuse.slab.layout import KNOWN_FEATURES
 from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.schema import MemberRecord
 
@@ -359,7 +360,7 @@ async def _resumed(records: RecordStore, mountpoint: str, before: Standing, keep
 
 
 def _own_record(mountpoint: str) -> MemberRecord:
-    return MemberRecord(socket.gethostname(), os.getpid(), mountpoint)
+    return MemberRecord(socket.gethostname(), os.getpid(), mountpoint, KNOWN_FEATURES)
 
 
 async def _others(records: RecordStore, client: int = schema.NOBODY) -> list[MemberRecord]:

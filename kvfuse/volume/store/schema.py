@@ -29,6 +29,8 @@ k     client u64                               who it is to the segment engine; 
                                                that left with slabs: `NOBODY_TO_CUT_OFF`, `NOT_CUT_OFF` (see there)
 a     client u64                               blocks of other hosts that the client used lately, and how much room it
                                                lacks, or its caches could give up (under its lease)
+v     directory u64                            client u64 to whom the strict folder is delegated (under its lease)
+r     client u64, directory u64                client u64 who asks the first one for the folder (under its lease)
 w     client u64                               where it answers other hosts (under its lease), see `peer_records`
 q     client u64                               i64, i64: inodes that the client made, less those that it removed; and
                                                bytes of names and attributes likewise (not of older programs)
@@ -201,6 +203,8 @@ class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
     pid: int
     mountpoint: str
     """empty: a command, such as fsck"""
+    features: int = 0
+    """of volumes that its program knows, as in the superblock; 0: older programs do not say"""
 
 
 class HostReport(msgspec.Struct, array_like=True, frozen=True):
@@ -280,6 +284,12 @@ letter_key: Callable[[int, int, int, int], bytes] = partial(_LETTER_KEY.pack, b"
 """of the slab's holder, the slab, the sender, a serial number"""
 letter_prefix: Key = partial(_KEY.pack, b"b")
 """of letters to one client"""
+delegation_key: Key = partial(_KEY.pack, b"v")
+"""of a directory"""
+recall_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"r")
+"""of the client that a directory is delegated to, and the directory"""
+recall_prefix: Key = partial(_KEY.pack, b"r")
+"""of what one client is asked to give back"""
 namespace_key: Key = partial(_KEY.pack, b"p")
 """of a namespace's settings"""
 cleared_key: Key = partial(_KEY.pack, b"e")
@@ -296,6 +306,7 @@ USE_PREFIX = b"u"
 GRANTS_PREFIX = b"g"
 LETTER_PREFIX = b"b"
 CLEARED_PREFIX = b"e"
+DELEGATION_PREFIX = b"v"
 XATTR_PREFIX = b"x"
 """of the keys of all extended attributes"""
 
@@ -339,7 +350,7 @@ def chunk_index(key: bytes) -> int:
 
 
 def key_inode(key: bytes) -> int:
-    """The inode number in an i, t, o, c, x or h key, the namespace in a p, u, e or g key."""
+    """The inode number in an i, t, o, c, x, h or v key, the namespace in a p, u, e or g key."""
     return int(_U64.unpack_from(key, 1)[0])
 
 
@@ -354,7 +365,7 @@ def xattr_name(key: bytes) -> bytes:
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
 _KEY_SIZES |= {b"a": (17, 17), b"w": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
-_KEY_SIZES[b"b"] = (29, 29)
+_KEY_SIZES |= {b"b": (29, 29), b"v": (9, 9), b"r": (17, 17)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -379,6 +390,11 @@ def split_report_key(key: bytes) -> tuple[int, int]:
     """(client that is told something, client that tells it) of an a key."""
     _, told, teller = _PAIR_KEY.unpack(key)
     return told, teller
+
+
+def recalled_directory(key: bytes) -> int:
+    """The directory in an r key."""
+    return int(_PAIR_KEY.unpack(key)[2])
 
 
 def split_letter_key(key: bytes) -> tuple[int, int]:

@@ -255,7 +255,7 @@ class SharedNamespaceRecords(NamespaceRecords):
         return change
 
     def _draft(self, node: Node, namespace: int) -> PlanDraft:
-        draft = PlanDraft(self.names.core.client)
+        draft = PlanDraft(self.names.core.client, self.names.core.dentries.delegated)
         change = draft.change_inode(node)
         change.set_fields(namespace=namespace, flags=change.record.flags & ~schema.FLAG_LEAVING)
         return draft

@@ -22,6 +22,7 @@ from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.records.etcd.store import EtcdRecords
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.remote.segments.file.store import FileSegments
+from kvfuse.slab.layout import KNOWN_FEATURES
 from kvfuse.volume.store import schema
 from kvfuse.volume.store.member import FencedRecords, FencedSegments, Member, membership, memberships
 from kvfuse.volume.store.schema import MemberRecord
@@ -60,7 +61,7 @@ async def test_who_is_in_is_told_to_the_next(records: RecordStore) -> None:
     async with membership(records, LEASE, "kv", "/") as member:  # something is always mounted there
         (found,) = await records.get([schema.member_key(member.client)])
         assert found is not None
-        assert schema.decode_member(found.value) == MemberRecord(socket.gethostname(), os.getpid(), "/")
+        assert schema.decode_member(found.value) == MemberRecord(socket.gethostname(), os.getpid(), "/", KNOWN_FEATURES)
         assert member.fence == {schema.member_key(member.client): found.version}
         with pytest.raises(
             VolumeBusy, match=rf"^the volume kv is in use by process {os.getpid()} on \S+, mounted on /$"
