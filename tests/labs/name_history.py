@@ -40,7 +40,7 @@ class History:
     """The calls, in the order in which they began."""
 
     steps: list[Step] = field(default_factory=list)
-    _clock: itertools.count[int] = field(default_factory=itertools.count)
+    _clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def begin(self, host: int, kind: str, name: bytes, to: bytes = b"") -> Step:
         step = Step(host, kind, name, to, next(self._clock), answer=FAILED)
