@@ -1305,13 +1305,13 @@ class BlockEngine:
         if self._is_closing:
             return
         free, spare = self.native.statistics()["free_slabs"], self._spare_slabs
-        if self.others is not None and free > 4 * spare:
-            self.slabs.give_back(free - 2 * spare)
-        if free < spare and not self.slabs.are_wanted:
-            try:
+        try:
+            if self.others is not None and free > 4 * spare and self.slabs.give_back(free - 2 * spare):
+                await self.commit()  # or others count them as used until something else is stored
+            elif free < spare and not self.slabs.are_wanted:
                 await self.slabs.lend(2 * spare)
-            except errors.EngineError as error:
-                log.warning("no slab can be taken for blocks: %s", error)
+        except errors.EngineError as error:
+            log.warning("slabs for blocks are neither taken nor given back: %s", error)
 
     async def close(self) -> None:
         """Everything that was put is durable. EngineError."""

@@ -17,6 +17,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 from kvfuse import errors
 from kvfuse.options.config import Options
 from kvfuse.slab.allocator import Allocator
+from kvfuse.slab.image import LENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.blocks.block_engine import SHARED_PARTS
 from kvfuse.volume.hosts import slab_supply
@@ -416,6 +417,29 @@ async def test_hosts_that_store_share_what_is_free_ahead_of_need(
         await trio.sleep(60)
         lent = sum(len(inside.slabs(volume).lent) for volume in mounted)
     assert lent <= 4 * len(hosts) + disk.superblock.geometry.slab_count // SHARED_PARTS * 4
+
+
+async def test_slabs_that_are_too_many_are_free_for_all_without_another_commit(
+    disk: Disk, options: Options, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with volumes(disk, options, 2, rng) as mounted:
+        host, _ = await block_hosts(mounted)
+        for number in range(40):
+            await host.put(b"%d" % number, bytes(MIB // 2))
+        await host.written()
+        assert len(lent_by_records(disk)) >= 20
+        host.engine.drop(host.folder, [b"%d" % number for number in range(40)])
+
+        async def are_few_lent() -> bool:
+            return len(lent_by_records(disk)) < 8
+
+        await eventually(are_few_lent, pause=0.1)
+        assert set(lent_by_records(disk)) == {slab for volume in mounted for slab in inside.slabs(volume).lent}
+
+
+def lent_by_records(disk: Disk) -> list[int]:
+    rows = [(key, schema.decode_slab(row.value)) for key, row in disk.records.items() if key[:1] == b"s"]
+    return [schema.key_slab(key) for key, (slot_size, _) in rows if slot_size == LENT]
 
 
 async def test_a_loan_whose_commit_was_refused_is_in_the_next_one(
