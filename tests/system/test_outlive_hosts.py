@@ -238,6 +238,7 @@ def test_a_lease_that_ends_meanwhile_makes_another_client(
             (here.point / name).write_bytes(OLD)
         opened = {name: os.open(here.point / name, os.O_RDWR) for name in names[:4]}
         with (here.point / "unsynced").open("wb", buffering=0) as unsynced:
+            assert (there.point / "unsynced").exists()  # its folder is given back for that, with this name
             unsynced.write(OLD)
             before = clients(conf)
             with stopped(here.pid):  # the holder, so that no daemon follows
