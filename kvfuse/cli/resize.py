@@ -11,7 +11,7 @@ import click
 
 from kvfuse.cli.console import note, say
 from kvfuse.cli.mounts import kvfuse_mounts
-from kvfuse.cli.resize_doors import CAPACITY, opened_door
+from kvfuse.cli.resize_doors import CAPACITY, has_devices, opened_door
 from kvfuse.cli.volumes import allocated_size
 from kvfuse.errors import ConfigError, VolumeError
 from kvfuse.mounttable import Mounted
@@ -77,7 +77,7 @@ def resize(
     mounted = _mount_of(source)
     effective = config.load(Path(mounted.source) if mounted is not None else source, file=file)
     options = effective.options
-    if options.has_devices:
+    if has_devices(options, mounted):
         from kvfuse.cli.resize_devices import DeviceWish, resize_devices
 
         resize_devices(options, mounted, DeviceWish(wanted, add, domain, weight or 0, remove, force))

@@ -6,7 +6,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -128,6 +128,14 @@ class HeldDoor(VolumeDoor):
         with bars() as shown:
             while await self._changes.move_off():
                 shown.show("segments moved", count - self._changes.left_count, count or 1)
+
+
+def has_devices(options: Options, mounted: Mounted | None) -> bool:
+    """The volume is on block devices. Of a mount its daemon knows best: 'kvfuse mount -o' may have said so."""
+    if mounted is not None:
+        with suppress(OSError):  # it has none, or is of a former version
+            return bool(within(ANSWER_SECONDS, os.getxattr, mounted.point, DEVICES))
+    return options.has_devices
 
 
 @asynccontextmanager

@@ -51,6 +51,18 @@ def resize(source: Path, *words: str | Path) -> str:
     return done.stdout
 
 
+def test_a_mount_by_options_alone_is_known_to_have_devices(
+    place: Place, devices: list[Path], rng: random.Random
+) -> None:
+    words = f"segments.engine=block,segments.devices={devices[0]},segment_size=16MiB,capacity=36MiB"
+    assert kvfuse("mount", place.volume, place.point, "-o", words).returncode == 0
+    contents = write(place.point, range(20), rng)
+    assert "2 devices" in resize(place.point, "--add-device", devices[1])
+    assert "1 devices" in resize(place.point, "--remove-device", devices[0])
+    verify(place.point, contents)
+    assert kvfuse("umount", place.point).returncode == 0
+
+
 def test_a_mounted_volume_gets_a_device_and_another_one_leaves(
     place: Place, conf: Path, devices: list[Path], rng: random.Random
 ) -> None:

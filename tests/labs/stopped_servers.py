@@ -109,7 +109,8 @@ class StoppedServers(api.Servers):
         silent = servers._silent
         new = [batch[index] for index in sorted(late) if not silent.issuperset(servers._parts(*batch[index]))]
         if new:
-            servers._keep(self.store, new)  # type: ignore[arg-type]
+            assert isinstance(self.store, MemorySegments)
+            servers._keep(self.store, new)
             await servers._wait(PATIENCE)
         servers._learn([(one.segment, one.offset, len(one.buffer)) for one in batch])
         return late

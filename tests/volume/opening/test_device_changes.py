@@ -377,7 +377,8 @@ def as_version_1(options: Options) -> None:
     formatting.write_superblock(
         options.volume_path, replace(superblock, segment_map=(0, 0), resizes=0, features=features)
     )
-    paths = [Path(path) for path in options.segments.devices]  # type: ignore[union-attr]
+    assert isinstance(options.segments, BlockOptions)
+    paths = [Path(path) for path in options.segments.devices]
     maps = [parse_map(path.read_bytes()[area_of(1) :]) for path in paths]
     for index, path in enumerate(paths):
         made = maps[index]
