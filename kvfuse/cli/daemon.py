@@ -80,12 +80,14 @@ def run(
     log_file: Path | None = None,
     keeper: Keeper = NO_KEEPER,
     leaving: Leaving | None = None,
+    on_open: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve in this process until unmounted, or told to stop by SIGTERM, SIGINT or SIGHUP. Makes the volume if absent.
 
     ``announce`` is called once it is mounted. Everything is flushed and unmounted on return. It logs to ``log_file``,
     or to stderr, unless mount.conf says where. ``keeper``: of what outlives this process.
     ``leaving``: asks for all to be left to another daemon; then this returns with everything written, and mounted.
+    ``on_open`` is called once the volume is open, before the mount is served.
     """
     import trio
 
@@ -100,7 +102,7 @@ def run(
     if refusal is not None:
         log.warning("mount.nice is %d, which this process may not have: %s", effective.options.mount.nice, refusal)
     try:
-        trio.run(_serve, effective, point, announce, keeper, leaving)
+        trio.run(_serve, effective, point, announce, keeper, leaving, on_open)
     except Exception as error:
         if not isinstance(error, KvfuseError):  # a mistake of ours: whoever reads the log wants to know where
             log.exception("the daemon failed")
@@ -122,7 +124,12 @@ def _be_nice(value: int) -> str | None:
 
 
 async def _serve(
-    effective: Effective, point: Path, announce: Callable[[], None], keeper: Keeper, leaving: Leaving | None
+    effective: Effective,
+    point: Path,
+    announce: Callable[[], None],
+    keeper: Keeper,
+    leaving: Leaving | None,
+    on_open: Callable[[], None],
 ) -> None:
     import trio
 
@@ -160,7 +167,10 @@ async def _serve(
 
     failure: KvfuseError | None = None
     async with trio.open_nursery() as nursery:
-        await nursery.start(failing.vital_task, _cancel_on_signal, nursery.cancel_scope)
+        if keeper.is_apart:
+            await nursery.start(failing.vital_task, _pass_signals_on)
+        else:
+            await nursery.start(failing.vital_task, _cancel_on_signal, nursery.cancel_scope)
         nursery.start_soon(failing.service, "heap", give_memory_back)
         if leaving is not None:
             nursery.start_soon(failing.vital_task, leaving.answer_holder)
@@ -174,6 +184,7 @@ async def _serve(
                 services=services,
                 keeper=keeper,
                 leaving=leaving,
+                on_open=on_open,
             )
         except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
             failure = error
@@ -207,6 +218,16 @@ async def _cancel_on_signal(scope: Any, *, task_status: Any) -> None:
             break
     for further in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(further, lambda *_: None)  # trio gave them back to Python, which would end the process
+
+
+async def _pass_signals_on(*, task_status: Any) -> None:
+    """Pass signals on to the supervisor, which has this daemon leave the mount to the next one: it is not to end."""
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        task_status.started()
+        async for _ in signals:
+            os.kill(os.getppid(), signal.SIGTERM)
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):
@@ -265,6 +286,26 @@ def hold(effective: Effective, point: Path, words: Sequence[str], report: int | 
     os.execv(command[0], command)
 
 
+def supervise(point: Path, words: Sequence[str], hold_socket: Path, *, standby: bool) -> NoReturn:
+    """This process becomes the supervisor of a mount that `kvfuse hold` keeps: see `holder.hold`.
+
+    ``words``: of the command by which each daemon is started.
+    """
+    from kvfuse.holder import daemon_side as holding
+
+    config = {
+        "command": [sys.executable, "-P", "-m", "kvfuse.cli", *words],
+        "folder": "/",
+        "point": os.fspath(point),
+        "standby": standby,
+        "log": None,
+        "report": None,
+        "hold": os.fspath(hold_socket),
+    }
+    command = holding.build_command(config)
+    os.execv(command[0], command)
+
+
 def run_held(load: Callable[..., Effective], point: Path, holding: Holding, *, in_background: bool) -> None:
     """Be a daemon of a holder: when it is this one's turn, serve the mount that is there, or make it.
 
@@ -308,8 +349,12 @@ def _be_daemon(effective: Effective, point: Path, holding: Holding, *, is_first:
         holding.report_ready()
         failing.end_by(partial(end_daemon, holding))  # the first one: from here on there is a next one
 
+    def on_open() -> None:
+        if holding.is_apart:  # an error must not end the mount, which is another process's
+            failing.end_by(partial(end_daemon, holding))
+
     try:
-        run(effective, point, announce, log_file, holding, leaving)
+        run(effective, point, announce, log_file, holding, leaving, on_open)
     except Exception as error:
         failing.end_process(error)
         message, exit_status = describe(error)

@@ -1,4 +1,4 @@
-"""Binds a socket inside the mount, as a process of its own: ``python binder.py DESCRIPTOR FOLDER NAME``.
+"""Binds a socket inside the mount, as a process of its own: ``python binder.py DESCRIPTOR FOLDER``.
 
 A bound socket, and every socket accepted from it, holds the mount it was bound through until it is closed: a plain
 ``umount`` would say "busy" for as long as the daemon listens. So this process binds the socket through a copy of the
@@ -6,8 +6,8 @@ mount: it unshares its mount namespace, binds there the socket that it shares wi
 ends with it, and the copy then belongs to the socket alone. A client connects by inode, which is the same through
 every mount of the file system.
 
-The process waits for the end of its input before it begins: by then the daemon knows its pid, and serves its mknod.
-It uses only the standard library, so that it starts in a few milliseconds.
+Its input is the name to bind to, which only the daemon and this process know: the daemon serves the mknod of that name
+once. It uses only the standard library, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ def take_own_mounts() -> None:
         raise OSError(number, f"mounts cannot be made private: {os.strerror(number)}")
 
 
-def main(descriptor: int, folder: str, name: str) -> None:
-    """Bind ``descriptor`` to ``name`` in ``folder``, which may be a path of any length. OSError."""
-    sys.stdin.buffer.read()
+def main(descriptor: int, folder: str) -> None:
+    """Bind ``descriptor`` in ``folder``, which may be a path of any length, to the name on stdin, and say so. OSError.
+    """
+    name = sys.stdin.buffer.read()
     take_own_mounts()
     os.chdir(folder)
     with socket.socket(fileno=descriptor) as bound:
         bound.bind(name)
+    print("bound")
 
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), *sys.argv[2:])
+        main(int(sys.argv[1]), sys.argv[2])
     except OSError as error:
         sys.exit(error.strerror)

@@ -12,6 +12,7 @@ the event loop has to answer. So a worker thread closes the listener, as the las
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -25,7 +26,7 @@ import trio
 
 from kvfuse.errors import MountError
 from kvfuse.fs import binder
-from kvfuse.fs.virtual import FOLDER_NAME, SOCKET_NAME
+from kvfuse.fs.virtual import FOLDER_NAME
 from kvfuse.kept.keeper import Keeper
 
 SO_PASSRIGHTS = 83
@@ -40,12 +41,12 @@ BACKLOG = 32
 
 @asynccontextmanager
 async def open_control_socket(
-    mountpoint: Path, admit: Callable[[int], None], keeper: Keeper
+    mountpoint: Path, admit: Callable[[bytes], None], keeper: Keeper
 ) -> AsyncIterator[socket.socket]:
     """Open the listener, SOCK_SEQPACKET and non-blocking, once the mount answers; close it afterwards. MountError.
 
-    ``admit`` gets the pid of the binder (as FUSE requests show it) before its mknod arrives. ``keeper`` may have the
-    listener of the former daemon, with clients in its backlog.
+    ``admit`` gets the one-time name that the binder makes, before its mknod arrives. ``keeper`` may have the listener
+    of the former daemon, with clients in its backlog; it binds the socket where this process may not.
     """
     left = keeper.take(KEPT)
     if left is not None:
@@ -54,7 +55,10 @@ async def open_control_socket(
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         if left is None:
-            await trio.to_thread.run_sync(bind_control_socket, listener, mountpoint, admit)
+            name = b"%s.sock" % secrets.token_hex(16).encode()
+            admit(name)
+            bind = bind_control_socket if keeper.binder is None else keeper.binder
+            await trio.to_thread.run_sync(bind, listener, mountpoint / os.fsdecode(FOLDER_NAME), name)
             with suppress(OSError):  # Linux before 6.16
                 listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
             listener.listen(BACKLOG)
@@ -66,16 +70,14 @@ async def open_control_socket(
             await trio.to_thread.run_sync(listener.close)
 
 
-def bind_control_socket(listener: socket.socket, mountpoint: Path, admit: Callable[[int], None]) -> None:
+def bind_control_socket(listener: socket.socket, folder: Path, name: bytes) -> None:
     """Bind ``listener`` through a copy of the mount. Never in the event loop's thread, which answers the bind."""
-    folder = os.path.join(os.path.abspath(mountpoint), os.fsdecode(FOLDER_NAME))
     descriptor = listener.fileno()
-    command = [sys.executable, "-I", "-S", binder.__file__, str(descriptor), folder, os.fsdecode(SOCKET_NAME)]
+    command = [sys.executable, "-I", "-S", binder.__file__, str(descriptor), os.path.abspath(folder)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stderr=pipe, pass_fds=[descriptor]) as process:
-        admit(process.pid)
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=[descriptor]) as process:
         try:
-            _, complaint = process.communicate(timeout=BIND_SECONDS)
+            _, complaint = process.communicate(name, timeout=BIND_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             raise MountError(f"{folder}: no socket could be bound within {BIND_SECONDS:g} s") from None

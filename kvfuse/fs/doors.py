@@ -86,7 +86,7 @@ class Doors:
     volume: Volume
     kernel: KernelCache
     mountpoint: Path
-    admit: Callable[[int], None]
+    admit: Callable[[bytes], None]
     keeper: Keeper = NO_KEEPER
     leaving: trio.Event | None = None
     """once set, doors hand their state over to the next daemon and end"""

@@ -79,10 +79,11 @@ async def serve_mount(
     services: Sequence[Service] = (),
     keeper: Keeper = NO_KEEPER,
     leaving: Leaving | None = None,
+    on_open: Callable[[], None] = lambda: None,
 ) -> None:
     """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
 
-    Calls ``on_ready`` once the mount answers and ``doors`` are ready; closes the doors before it unmounts, or after an
+    Calls ``on_open`` once the volume is open, ``on_ready`` once the mount answers and ``doors`` are ready; closes the doors before it unmounts, or after an
     unmount by others. ``services`` start before the mount. ``source``: what mount tables show, by default the volume's
     folder. ``keeper``: has what outlives this process; if it has a mount's connection, this serves that mount, which
     stays where that fails. ``leaving``: once it asks, everything is handed over to the next daemon, and this returns
@@ -101,6 +102,7 @@ async def serve_mount(
                     # From here on a cancellation only sets ``stop``: the volume's own tasks must run until the kernel
                     # has written everything back, to flush it.
                     scope.shield = True
+                    on_open()
                     words = build_kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options, handover)
                     fusewire.configure(is_shared=options.is_shared)
@@ -234,7 +236,8 @@ class _Session:
     @property
     def is_read_only_late(self) -> bool:
         """The kernel mounts read-write at first, as the bind of the socket makes a name; the volume refuses changes."""
-        return self.options.read_only and bool(self.doors) and os.geteuid() == 0 and not self.is_adopted
+        is_ours = os.geteuid() == 0 and not self.is_adopted and not self.keeper.is_apart
+        return self.options.read_only and bool(self.doors) and is_ours
 
 
 @contextmanager
@@ -270,20 +273,25 @@ def _keep_mount(session: _Session, operations: KvfuseOperations, words: set[str]
 
 @contextmanager
 def _adopt_mount(session: _Session, operations: KvfuseOperations, words: set[str], left: Kept) -> Iterator[None]:
-    """Serve a former daemon's mount; see `fusewire.replay`."""
+    """Serve a mount that this process did not make; see `fusewire.replay`.
+
+    An empty entry is of a mount that no daemon has served: the kernel's first request is still to be read.
+    """
     (descriptor,) = left.descriptors
-    session.is_adopted = True
+    session.is_adopted = bool(left.content)
     # libfuse owns the descriptor from here on, and unmounts nothing.
     pyfuse3.init(operations, f"/dev/fd/{descriptor}", words)
-    operations.add_socket()
-    fusewire.replay(left.content, descriptor)
+    if session.is_adopted:
+        operations.add_socket()
+        fusewire.replay(left.content, descriptor)
     with session.guarding:
         try:
             session.guarding.start_guard(None)
             yield
         finally:
             pyfuse3.close(unmount=False)
-            if not (session.detached or session.is_left) and (on_top := _find_mount(session)) is not None:
+            stays = session.detached or session.is_left or session.keeper.is_apart
+            if not stays and (on_top := _find_mount(session)) is not None:
                 unmount(Path(on_top))
 
 
@@ -343,8 +351,8 @@ async def _announce_mount(session: _Session, on_ready: Callable[[], None], nurse
     if session.handover is not None and session.handover.lost:
         await trio.to_thread.run_sync(_drop_lost, session.doors.kernel, set(session.handover.lost))
         session.handover.end_losses()
-    if session.options.read_ahead:
-        _set_read_ahead(device, session.options.read_ahead)
+    if session.options.read_ahead and not session.keeper.is_apart:
+        set_read_ahead(device, session.options.read_ahead)
     if session.doors:
         nursery.start_soon(failing.vital_task, session.doors.run_doors, device)
         await session.doors.opened.wait()
@@ -377,7 +385,7 @@ def _make_read_only(mountpoint: Path, device: int) -> None:
         log.warning("%s: the kernel does not know that it is read-only: %s", mountpoint, error.strerror)
 
 
-def _set_read_ahead(device: int, size: int) -> None:
+def set_read_ahead(device: int, size: int) -> None:
     """Set the kernel's read-ahead of the mount, in bytes. That needs root: without, log it and go on."""
     knob = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     try:

@@ -153,9 +153,9 @@ class KvfuseOperations(pyfuse3.Operations):
         self.requests: Counter[str] = Counter()
         """kind -> requests that the kernel sent; a batch of forgets is one"""
 
-    def admit_binder(self, pid: int) -> None:
-        """Let process ``pid``, as requests show it, make the control socket. From any thread."""
-        self._virtual.binder = pid
+    def admit_binder(self, name: bytes) -> None:
+        """Let whoever knows this one-time name make the control socket by it. From any thread."""
+        self._virtual.binding = name
 
     def add_handle(self, fh: int, handle: Handle) -> bool:
         """Add a file that C opened. False: it is there."""
@@ -308,7 +308,7 @@ class KvfuseOperations(pyfuse3.Operations):
     @answer_request
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
         if parent_inode == FOLDER_INODE:
-            return self._fill_entry(self._virtual.make_socket(name, mode, ctx.pid), parent_inode)
+            return self._fill_entry(self._virtual.make_socket(name, mode), parent_inode)
         self._virtual.guard_name(parent_inode, name)
         caller = Caller(ctx.uid, ctx.gid, ctx.pid)
         return self._fill_entry(await self._once.make_node(parent_inode, name, mode, rdev, caller), parent_inode)

@@ -78,7 +78,8 @@ def is_virtual(ino: int) -> bool:
 class VirtualFolder:
     """The folder and its files. ``texts``: name -> function that makes the content for a reader, at each open.
 
-    ``binder``: pid, as requests show it, of the process that binds the socket for the daemon; its mknod adds the name.
+    ``binding``: one-time name by which a binder (`binder`) makes the control socket. Nobody else can know it, and pids
+    of requests prove nothing where the binder runs in a container of its own.
     """
 
     def __init__(self, texts: Mapping[bytes, Callable[[Viewer], bytes]]) -> None:
@@ -91,7 +92,7 @@ class VirtualFolder:
         self._attributes = {FOLDER_INODE: folder}
         for ino in self._texts:
             self._attributes[ino] = VirtualAttributes(ino, stat.S_IFREG | 0o444, 1, now, now, now)
-        self.binder: int | None = None
+        self.binding: bytes | None = None
 
     def get_attributes(self, ino: int) -> VirtualAttributes:
         """Get attributes of the folder or a file. NotFound for an unused reserved number."""
@@ -118,11 +119,14 @@ class VirtualFolder:
         if is_virtual(parent) or (parent == ROOT_INODE and name == FOLDER_NAME):
             raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
 
-    def make_socket(self, name: bytes, mode: int, pid: int) -> VirtualAttributes:
-        """mknod in the folder by process ``pid``: NotPermitted for all but the control socket, by its binder."""
-        if name != SOCKET_NAME or not stat.S_ISSOCK(mode) or pid != self.binder:
+    def make_socket(self, name: bytes, mode: int) -> VirtualAttributes:
+        """mknod in the folder: NotPermitted for all but a socket by the name of ``binding``.
+
+        The inode gets the name of the control socket; the kernel keeps one inode for both names.
+        """
+        if self.binding is None or name != self.binding or not stat.S_ISSOCK(mode):
             raise NotPermitted(f"{os.fsdecode(FOLDER_NAME)} is the daemon's own")
-        self.binder = None
+        self.binding = None
         return self.add_socket()
 
     def add_socket(self) -> VirtualAttributes:

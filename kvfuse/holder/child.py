@@ -26,6 +26,11 @@ Messages of the standby:
     FORK, with one end of a socket pair     ->  to the standby
     BORN {pid}, with its pidfd              <-  on that socket, from a child of the holder, which continues after HELLO
     SPEAK, with a descriptor                ->  later output of the standby, and of daemons that it forks
+
+Messages where a process in another container keeps the mount (`hold`, `held`); START then has the line's descriptor:
+
+                                            <- LINE, with a descriptor: a new line to the one that keeps the mount
+    SWITCHED (later entries go there, too)  ->
 """
 
 from __future__ import annotations
@@ -54,6 +59,9 @@ DESCRIPTORS_MAX = 64
 HELLO, KEPT, START, KEEP, DROP, READY, END, LEAVE, LEFT, STAYS, FORK, BORN, SPEAK, ASK, ALIVE, DIED, MANY = (
     b"HKSPDREVLYFBOAIXM"
 )
+LINE, SWITCHED = b"NW"
+JOIN, TURN, YOURS, DEPOSIT, COMPLETE, REFUSED, BIND = b"JTUQCZG"
+"""kinds of messages that a supervisor, or a daemon, exchanges with `hold`"""
 DIED_STATUS = 70
 """exit status of a daemon that ends for an error of its own (EX_SOFTWARE)"""
 _ONE_OF_MANY = struct.Struct("<HIH")
@@ -107,7 +115,7 @@ class Child:
     def fork(self) -> Child:
         """Fork a daemon, which continues after HELLO. TimeoutError: no answer; OSError: this process or the new one is
         dead, or no process can be started."""
-        ours, theirs = _make_socket_pair()
+        ours, theirs = make_socket_pair()
         try:
             with theirs:
                 self.send(FORK, descriptors=[theirs.fileno()])
@@ -137,22 +145,16 @@ class Child:
 
     def send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         """Send a message. OSError: the process is dead; TimeoutError: its socket stays full."""
-        socket.send_fds(self.socket, [bytes([kind]), name.encode(), b"\0", content], list(descriptors))
+        send_message(self.socket, kind, name, content, descriptors)
 
-    def receive(self) -> tuple[int, str, bytes, list[int]] | None:
+    def receive(self) -> Message | None:
         """Receive its next message. None: its end is closed."""
-        try:
-            data, descriptors = receive_datagram(self.socket)
-        except ConnectionResetError:
-            return None
-        if not data:
-            return None
-        name, _, content = data[1:].partition(b"\0")
-        if data[0] == ALIVE:
+        message = receive_message(self.socket)
+        if message is not None and message[0] == ALIVE:
             self.pulse.note_answer()
-        elif data[0] == DIED:
-            self.pulse.cause, self.pulse.reason = "exception", content.decode("utf-8", "replace")
-        return data[0], name.decode(), content, descriptors
+        elif message is not None and message[0] == DIED:
+            self.pulse.cause, self.pulse.reason = "exception", message[2].decode("utf-8", "replace")
+        return message
 
     @property
     def may_fork(self) -> bool:
@@ -226,7 +228,7 @@ def spawn(command: list[str], folder: str, *, heard: bool = False, checked: bool
     ``checked``: the new process runs `check_program` first; in the holder a dead file system would block that.
     """
     said = os.memfd_create("kvfuse-errors") if heard else None
-    ours, theirs = _make_socket_pair()
+    ours, theirs = make_socket_pair()
     pid = os.fork()
     if pid == 0:
         try:
@@ -263,13 +265,36 @@ def _inherit_nothing() -> None:
             os.set_inheritable(int(number), int(number) < 3)
 
 
-def _make_socket_pair() -> tuple[socket.socket, socket.socket]:
+def make_socket_pair() -> tuple[socket.socket, socket.socket]:
     """(end of the holder, end of a daemon)"""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MESSAGE_SIZE_MAX)
     ours.settimeout(SEND_SECONDS)
     return ours, theirs
+
+
+Message = tuple[int, str, bytes, list[int]]
+"""kind, name, content, descriptors"""
+
+
+def send_message(
+    end: socket.socket, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()
+) -> None:
+    """Send a message. OSError: the peer is dead; TimeoutError: its socket stays full."""
+    socket.send_fds(end, [bytes([kind]), name.encode(), b"\0", content], list(descriptors))
+
+
+def receive_message(end: socket.socket) -> Message | None:
+    """Receive the next message. None: the peer's end is closed. OSError: none has arrived in time."""
+    try:
+        data, descriptors = receive_datagram(end)
+    except ConnectionResetError:
+        return None
+    if not data:
+        return None
+    name, _, content = data[1:].partition(b"\0")
+    return data[0], name.decode(), content, descriptors
 
 
 def receive_datagram(end: socket.socket) -> tuple[bytes, list[int]]:

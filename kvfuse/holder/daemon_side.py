@@ -17,15 +17,16 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvfuse
-from kvfuse.errors import KvfuseError, innermost
+from kvfuse.errors import KvfuseError, MountError, innermost
 from kvfuse.holder import child as holder_child
 from kvfuse.holder import guard
 from kvfuse.holder import main as holder
 from kvfuse.holder import things as holder_things
-from kvfuse.kept.keeper import Kept, check_sizes
+from kvfuse.kept.keeper import Binder, Kept, check_sizes
 
 if TYPE_CHECKING:
     import trio
@@ -42,6 +43,8 @@ LOOK_SECONDS = 0.0002
 SO_SNDBUFFORCE, SOCKET_SIZE = 32, 4 << 20
 """bytes of the send buffer: some thousands of messages"""
 HOLDER_IS_DEAD = "the holder has died"
+BIND_SECONDS, BOUND = 60.0, b"bound\n"
+"""timeout of the binder: a far too busy machine needs ten seconds to start Python; what it says then"""
 REASON_SIZE_MAX = 200
 """characters of the reason that DIED has"""
 
@@ -56,18 +59,18 @@ class Holding:
     """
 
     outlives = True
+    is_apart: bool
 
     def __init__(self, descriptor: int, holder_pid: int | None = None) -> None:
-        self._socket = _wrap_end(descriptor)
+        self._outbox = Outbox(_wrap_end(descriptor))
+        self._line: Outbox | None = None
+        """to the process that keeps the mount, if that is another one than the holder"""
         self._holder = os.getppid() if holder_pid is None else holder_pid
         self._left: dict[str, Kept] = {}
         self._names: dict[str, None] = {}
         """names of the former daemon's entries, taken or not"""
-        self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
-        self._is_passed_on = False
-        """a thread sends what waits"""
-        self._lock = threading.Lock()
         self._is_sealed = False
+        self.is_apart = False
         self.is_afresh = False
         """the mount.conf that this process read counts, not the former daemon's"""
         self.deaths: Mapping[str, int] = {}
@@ -106,10 +109,15 @@ class Holding:
             if kind == holder_child.START:
                 self._socket.setblocking(False)
                 said = json.loads(content or b"{}")
-                self.is_afresh = bool(said.get("afresh"))
+                self.is_afresh, self.is_apart = bool(said.get("afresh")), bool(said.get("apart"))
+                if descriptors:
+                    self._line = Outbox(_wrap_end(descriptors[0]))
+                    self._line.socket.setblocking(False)
                 self.deaths = {str(cause): int(count) for cause, count in (said.get("deaths") or {}).items()}
                 self._restore_stderr()
-                return holder_things.CONNECTION not in self._left
+                # A connection without its first request is one that no daemon has served.
+                left = self._left.get(holder_things.CONNECTION)
+                return left is None or not left.content
             if kind == holder_child.FORK:
                 self._fork_daemon(*descriptors)
             elif kind == holder_child.SPEAK:
@@ -152,8 +160,8 @@ class Holding:
     def _begin_as_daemon(self, descriptor: int, between: int) -> None:
         _set_process_name(DAEMON_NAME)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._socket.close()
-        self._socket = _wrap_end(descriptor)
+        self._outbox.close()
+        self._outbox = Outbox(_wrap_end(descriptor))
         reseed_random()
         given_up = time.monotonic() + holder_child.FORK_SECONDS
         while os.getppid() == between and time.monotonic() < given_up:
@@ -192,6 +200,10 @@ class Holding:
             os.dup2(int(errors), 2)
             os.close(int(errors))
 
+    @property
+    def _socket(self) -> socket.socket:
+        return self._outbox.socket
+
     # -- Keeper ----------------------------------------------------------------------------------------
 
     def list_names(self, prefix: str) -> list[str]:
@@ -203,11 +215,13 @@ class Holding:
     def keep(self, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         check_sizes(content, descriptors)
         self._close_left(name)
+        self._keep_apart(holder_child.KEEP, name, content, descriptors)
         self._send(holder_child.KEEP, name, content, descriptors)
 
     def drop(self, name: str) -> None:
         if not self._is_sealed:
             self._close_left(name)
+            self._keep_apart(holder_child.DROP, name)
             self._send(holder_child.DROP, name)
 
     def seal(self) -> None:
@@ -236,6 +250,9 @@ class Holding:
         while True:
             await trio.lowlevel.wait_readable(self._socket)
             kind, _, content, descriptors = self._receive_message()
+            if kind == holder_child.LINE:
+                self._switch_line(descriptors)
+                continue
             for descriptor in descriptors:
                 os.close(descriptor)
             if kind == holder_child.ASK:
@@ -265,7 +282,72 @@ class Holding:
         self._send(holder_child.LEFT)
 
     def _send(self, kind: int, name: str = "", content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        message = bytes([kind]) + name.encode() + b"\0" + content
+        self._outbox.send(_pack_message(kind, name, content), descriptors)
+
+    # -- the process that keeps the mount in another container ---------------------------------------------
+
+    def _keep_apart(self, kind: int, name: str, content: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        """Send an entry, or its end, to the process that keeps the mount, before the supervisor gets it."""
+        if self._line is not None:
+            self._line.send(_pack_message(kind, name, content), descriptors)
+
+    def _switch_line(self, descriptors: Sequence[int]) -> None:
+        """Use a new line, to the next process that keeps the mount; it gets former entries from the supervisor."""
+        former, self._line = self._line, Outbox(_wrap_end(descriptors[0]))
+        self._line.socket.setblocking(False)
+        self._send(holder_child.SWITCHED)
+        if former is not None:
+            former.close()
+
+    @property
+    def binder(self) -> Binder | None:
+        return self._bind_apart if self.is_apart else None
+
+    def _bind_apart(self, listener: socket.socket, folder: Path, name: bytes) -> None:
+        """Have the process that keeps the mount bind a socket in it: that takes rights that this one lacks."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            line = self._line
+            if line is None:
+                raise MountError(f"{folder}: no socket can be bound: the process that keeps the mount is away")
+            content = os.fsencode(folder)
+            line.send(_pack_message(holder_child.BIND, name.decode(), content), [listener.fileno(), writer])
+            os.close(writer)
+            writer = -1
+            said = b""
+            while select.select([reader], [], [], BIND_SECONDS)[0] and (part := os.read(reader, 1000)):
+                said += part
+            if said != BOUND:
+                why = said.decode("utf-8", "replace").strip() or "the process that keeps the mount does not answer"
+                raise MountError(f"{folder}: no socket can be bound: {why}")
+        finally:
+            os.close(reader)
+            if writer >= 0:
+                os.close(writer)
+
+
+def _pack_message(kind: int, name: str, content: bytes) -> bytes:
+    return bytes([kind]) + name.encode() + b"\0" + content
+
+
+class Outbox:
+    """Sends messages in order, without waiting: what has no room in the socket waits here, for a thread. Any thread."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._is_passed_on = False
+        """a thread sends what waits"""
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            while self._waiting:
+                for descriptor in self._waiting.popleft()[1]:
+                    os.close(descriptor)
+            self.socket.close()
+
+    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
         with self._lock:
             if self._waiting or not self._try_send(message, descriptors):
                 self._waiting.append((message, tuple(map(os.dup, descriptors))))
@@ -277,7 +359,7 @@ class Holding:
 
     def _run_sender(self) -> None:
         poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
+        poll.register(self.socket, select.POLLOUT)
         while True:
             poll.poll()
             with self._lock:
@@ -293,9 +375,9 @@ class Holding:
                 os.close(descriptor)
 
     def _try_send(self, message: bytes, descriptors: Sequence[int]) -> bool:
-        """Send a message without waiting. False: no room before the holder has read others."""
+        """Send a message without waiting. False: no room before the peer has read others."""
         try:
-            socket.send_fds(self._socket, [message], list(descriptors))
+            socket.send_fds(self.socket, [message], list(descriptors))
         except BlockingIOError:
             return False
         except OSError as error:  # any other error: the holder is dead, and the kernel ends this process

@@ -12,6 +12,10 @@ child: the process in between ends at once. The holder replaces a standby that d
 the holder asks the serving one to leave; when it has, the next one gets all entries. If that one dies, or is not ready
 in time, the other one takes its place. A daemon begins to serve when its predecessor is dead, never earlier.
 
+*Apart.* Where a process in another container keeps the mount (`hold`), this one is the supervisor of `kvfuse serve`: it
+waits for its turn, gets the entries from there, and does the rest as ever. It never ends the mount: told to end, it
+has the daemon leave everything to the next supervisor.
+
 When the holder dies, the kernel kills the daemon, and the holder's guard (`guard`) aborts the connection: waiting
 callers get an error. A daemon counts as dead when its first thread has ended: other threads of it may wait in the
 kernel for an answer that only the next daemon can give.
@@ -27,13 +31,30 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
-    from kvfuse.holder.child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, spawn
+    from kvfuse.holder.child import (
+        DROP,
+        END,
+        HELLO,
+        KEEP,
+        LEAVE,
+        LEFT,
+        LINE,
+        READY,
+        START,
+        STAYS,
+        SWITCHED,
+        Child,
+        is_dead,
+        spawn,
+    )
+    from kvfuse.holder.held import HeldThings
     from kvfuse.holder.pace import Backoff, Failures
     from kvfuse.holder.signals import STOP_SIGNALS, take_signals
     from kvfuse.holder.status_socket import (
@@ -48,7 +69,23 @@ if TYPE_CHECKING or __name__ != "__main__":
     from kvfuse.holder.things import Things
 else:
     sys.path.append(os.path.dirname(__file__))
-    from child import DROP, END, HELLO, KEEP, LEAVE, LEFT, READY, START, STAYS, Child, is_dead, spawn
+    from child import (
+        DROP,
+        END,
+        HELLO,
+        KEEP,
+        LEAVE,
+        LEFT,
+        LINE,
+        READY,
+        START,
+        STAYS,
+        SWITCHED,
+        Child,
+        is_dead,
+        spawn,
+    )
+    from held import HeldThings
     from pace import Backoff, Failures
     from signals import STOP_SIGNALS, take_signals
     from status_socket import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, DaemonFacts, StatusSocket, Upgrade
@@ -65,12 +102,15 @@ LEAVE_SECONDS, LEFT_SECONDS = 5.0, 10.0
 
 class Holder:
     """The loop. ``config``: ``command`` of a daemon and its ``folder``, ``guard`` (command of the guard), ``point``,
-    ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor that gets the start's outcome, or None)."""
+    ``log`` (path or None), ``standby`` (bool), ``report`` (a descriptor that gets the start's outcome, or None),
+    ``hold`` (path of the socket of a process that keeps the mount, if there is one)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.command: list[str] = list(config["command"])
-        self.things = Things(list(map(str, config["guard"])), str(config["point"]))
+        self.apart = HeldThings(str(config["hold"]), str(config["point"])) if config.get("hold") else None
+        """the entries, if a process in another container keeps the mount"""
+        self.things = self.apart or Things(list(map(str, config["guard"])), str(config["point"]))
         self.serving: Child | None = None
         self.standby: Child | None = None
         self.pace = Backoff()
@@ -86,6 +126,8 @@ class Holder:
         self.facts = DaemonFacts()
         self.stalled_at = 0.0
         """since when no daemon answers; 0: one does"""
+        self.leave_due = 0.0
+        """when to ask the daemon to leave, once this process is told to end and the mount is kept elsewhere"""
 
     # -- its output ------------------------------------------------------------------------------------
 
@@ -155,7 +197,15 @@ class Holder:
         try:
             self.things.send_all_to(child)
             is_afresh = self.upgrade is not None and self.upgrade.phase == BEGINNING
-            child.send(START, "", json.dumps({"afresh": is_afresh, "deaths": self.facts.causes}).encode())
+            # A container that begins has its mount.conf for a reason, unless it is wrong.
+            is_afresh |= self.things.is_apart and not self.was_ready and not child.problem
+            said = {"afresh": is_afresh, "deaths": self.facts.causes, "apart": self.things.is_apart}
+            line = self.things.take_line()
+            try:
+                child.send(START, "", json.dumps(said).encode(), line)
+            finally:
+                for descriptor in line:
+                    os.close(descriptor)
             child.begun = time.monotonic()
         except TimeoutError:
             self.warn(f"the daemon {child.pid} reads no messages: it is killed")
@@ -188,6 +238,11 @@ class Holder:
         elif kind == LEFT and child is self.serving:
             child.has_left = True
             os.kill(child.pid, signal.SIGKILL)  # it has handed everything over
+        elif kind == SWITCHED and child is self.serving and self.apart is not None:
+            self.apart.deposit()
+        elif kind == STAYS and self.upgrade is None and child is self.serving:
+            self.warn(f"the daemon cannot make way yet: {content.decode()}")
+            self.leave_due = time.monotonic() + LOOK_SECONDS
         elif kind == STAYS and self.upgrade is not None and child is self.serving:
             self.stalled_at = 0.0
             self.refuse_upgrade(f"the daemon cannot make way: {content.decode()}")
@@ -222,9 +277,13 @@ class Holder:
             self.stalled_at = time.monotonic()
         if self.continue_upgrade(child, how):
             return
+        if self.told_to_end is not None and self.things.is_apart:
+            self.finish_mount(0)
+            return
         if self.told_to_end is not None:
             self.failures.count_death_at_end()
-        if child.has_ended or not self.was_ready or not self.failures.may_end_anew:
+        begins_anew = self.was_ready or self.things.is_apart
+        if child.has_ended or not begins_anew or not self.failures.may_end_anew:
             if self.was_ready and not child.has_ended and self.status_socket.is_on_top(str(self.config["point"])):
                 self.things.unmount()
             self.finish_mount(code if code >= 0 else 128 - code)
@@ -246,7 +305,9 @@ class Holder:
                 self.failures.count_death(0.0, was_killed=False, was_ready=False)
             else:
                 return
-        what = "the mount is given up, and what was not stored is lost"
+        what = "calls wait for another supervisor"
+        if not self.things.is_apart:
+            what = "the mount is given up, and what was not stored is lost"
         self.warn(f"too many daemons in a row have failed, the last with {how}: {what}")
         self.things.abort_connection()
         self.finish_mount(1)
@@ -267,7 +328,7 @@ class Holder:
             self.standby.redirect_output(2)
         status = f"STATUS=process {child.pid}, version {child.version}, serves {self.config['point']}"
         self.status_socket.tell_systemd("READY=1", f"MAINPID={os.getpid()}", status)
-        if self.told_to_end is not None:
+        if self.told_to_end is not None and not self.things.is_apart:
             os.kill(child.pid, signal.SIGTERM)
 
     # -- upgrades --------------------------------------------------------------------------------------
@@ -419,10 +480,69 @@ class Holder:
         self.report_start(b"")
 
     def end_mount(self, number: int) -> None:
-        """Pass a stop signal on to the daemon, which ends the mount."""
+        """Pass a stop signal on to the daemon, which ends the mount; or leaves it, where it is kept elsewhere."""
         self.told_to_end = number
-        if self.serving is not None:
+        if self.serving is not None and not self.things.is_apart:
             os.kill(self.serving.pid, signal.SIGTERM)
+
+    # -- apart -----------------------------------------------------------------------------------------
+
+    def wait_for_turn(self, wake: socket.socket, apart: HeldThings) -> bool:
+        """Wait until this supervisor has the turn, with a process that stands by. False: it is told to end."""
+        is_told = False
+        while True:
+            if self.standby is None and self.pace.is_due:
+                self.standby = self.spawn(self.command)
+            if self.standby is not None or self.dying:
+                self.reap_children()
+            if apart.connect() and not is_told:
+                self.warn("waits for its turn")
+                is_told = True
+            poll = select.poll()
+            poll.register(wake, select.POLLIN)
+            if apart.is_connected:
+                poll.register(apart, select.POLLIN)
+            child = self.standby
+            if child is not None and not child.is_silent:
+                poll.register(child.socket, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * LOOK_SECONDS)}
+            if wake.fileno() in ready and any(caught in STOP_SIGNALS for caught in wake.recv(100)):
+                return False
+            if child is not None and (child.socket.fileno() in ready or is_dead(child.pid)):
+                child.is_silent = not self.read_message(child)
+                if child.is_silent or is_dead(child.pid):
+                    self.handle_death(child)
+            if apart.fileno() in ready and apart.read():
+                return True
+            if apart.refusal:
+                self.warn(f"this supervisor ends: {apart.refusal}")
+                return False
+
+    def advance_apart(self, apart: HeldThings, ready: set[int]) -> None:
+        """Read from the process that keeps the mount, or look for the next one; leave when told to."""
+        serving = self.serving
+        if serving is None:
+            return
+        if apart.fileno() in ready and apart.read() and serving.has_said_hello:
+            line = apart.take_line()
+            with suppress(OSError):  # it has just died: the next daemon's start sends the entries
+                serving.send(LINE, "", b"", line)
+            for descriptor in line:
+                os.close(descriptor)
+        elif apart.connect():
+            self.warn("the mount's entries go to the process that keeps it now")
+        if apart.refusal:
+            self.warn(f"this supervisor ends: {apart.refusal}")
+            self.told_to_end = self.told_to_end or signal.SIGTERM
+            serving.kill("silent")
+        may_leave = apart.is_whole and self.upgrade is None and time.monotonic() > self.leave_due
+        if self.told_to_end is not None and may_leave:
+            self.leave_due = time.monotonic() + LEAVE_SECONDS + LEFT_SECONDS
+            if not serving.is_ready:
+                os.kill(serving.pid, signal.SIGKILL)
+                return
+            with suppress(OSError):  # it has just died
+                serving.send(LEAVE, "", json.dumps({"seconds": LEAVE_SECONDS}).encode())
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -430,6 +550,13 @@ class Holder:
         """Run until the mount has ended. Returns the exit status."""
         wake = take_signals()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        if self.apart is not None and not self.wait_for_turn(wake, self.apart):
+            self.finish_mount(0)
+            return self.status
+        if self.apart is not None and self.apart.device is None:
+            self.warn("the mount is not seen here: this container needs the folder above it with propagation from the host")
+            self.finish_mount(1)
+            return self.status
         self.start_daemon()
         while self.serving is not None:
             self.reap_children()
@@ -438,6 +565,8 @@ class Holder:
             poll.register(wake, select.POLLIN)
             if self.status_socket.fileno() >= 0:
                 poll.register(self.status_socket, select.POLLIN)
+            if self.apart is not None and self.apart.is_connected:
+                poll.register(self.apart, select.POLLIN)
             for child in children:
                 if not child.is_silent:
                     poll.register(child.socket, select.POLLIN)
@@ -462,6 +591,8 @@ class Holder:
                 self.warn(f"the daemon {self.serving.pid} has not answered for too long: it is killed")
                 self.serving.kill("silent")
             self.advance_upgrade()
+            if self.apart is not None:
+                self.advance_apart(self.apart, ready)
             self.ensure_standby()
         return self.status
 
@@ -494,11 +625,12 @@ class Holder:
 
 def main() -> None:
     os.chdir("/")
+    config = json.loads(sys.argv[1])
     with open("/proc/self/comm", "w") as comm:
-        comm.write("kvfuse-holder")
+        comm.write("kvfuse-serve" if config.get("hold") else "kvfuse-holder")
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # the entries contain descriptors of clients
-    sys.exit(Holder(json.loads(sys.argv[1])).run_loop())
+    sys.exit(Holder(config).run_loop())
 
 
 if __name__ == "__main__":

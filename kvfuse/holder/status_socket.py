@@ -60,6 +60,27 @@ def find_device(point: str) -> str | None:
     return found
 
 
+def listen_at(path: str) -> socket.socket:
+    """Open a socket for this user alone, in place of what has its path. OSError."""
+    made = f"{path}.{os.getpid()}"  # renamed once it listens: other holders would remove it as a dead one's
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    former = os.umask(0o177)
+    try:
+        with suppress(FileNotFoundError):  # of a process of another container with the same pid
+            os.unlink(made)
+        listener.bind(made)
+        listener.listen(8)
+        os.rename(made, path)
+    except BaseException:
+        listener.close()
+        with suppress(OSError):
+            os.unlink(made)
+        raise
+    finally:
+        os.umask(former)
+    return listener
+
+
 def _remove_dead_sockets(folder: str) -> None:
     """Remove sockets of killed holders."""
     for path in glob.glob(f"{folder}/holder-*.sock"):
@@ -199,21 +220,7 @@ class StatusSocket:
         os.makedirs(folder, 0o755, exist_ok=True)
         path = make_path(folder, device)
         _remove_dead_sockets(folder)
-        made = f"{path}.{os.getpid()}"  # renamed once it listens: other holders would remove it as a dead one's
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        former = os.umask(0o177)
-        try:
-            listener.bind(made)
-            listener.listen(8)
-            os.rename(made, path)
-        except BaseException:
-            listener.close()
-            with suppress(OSError):
-                os.unlink(made)
-            raise
-        finally:
-            os.umask(former)
-        self._listener, self._path = listener, path
+        self._listener, self._path = listen_at(path), path
 
     def fileno(self) -> int:
         """-1: it is closed."""

@@ -9,10 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.holder.child import KEPT, MANY, Child, pack_things
+    from kvfuse.holder.child import KEPT, MANY, Child, Thing, pack_things
     from kvfuse.holder.store import Store
 else:
-    from child import KEPT, MANY, Child, pack_things
+    from child import KEPT, MANY, Thing, pack_things
     from store import Store
 
 SWITCH = "fuse/switch"
@@ -22,25 +22,34 @@ GUARD_SECONDS = 1.0
 """a guard that lived less is not restarted: the next would fail as soon"""
 
 
-class Things:
-    """Named entries, oldest first, and the guard, which starts once the switch is kept."""
+class Entries:
+    """Named entries, oldest first."""
 
-    def __init__(self, guard: list[str], point: str) -> None:
-        self._point = point
-        self._command = [*guard, str(os.getpid()), point]
-        self._store = Store()
-        self._kept = self._store.take_things()
+    is_apart = False
+    """another process keeps the mount, in a container of its own"""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[bytes, list[int]]] = {}
         self._dropped: list[int] = []
         """descriptors to close"""
-        self.guard = 0
-        self._guard_begun = 0.0
+
+    @property
+    def count(self) -> int:
+        return len(self._kept)
+
+    def get_content(self, name: str) -> bytes:
+        """Get the content of an entry. b"": there is none."""
+        return self._kept.get(name, (b"", []))[0]
+
+    def get_descriptor(self, name: str) -> int | None:
+        """Get the first descriptor of an entry, which stays this object's. None: there is none."""
+        descriptors = self._kept.get(name, (b"", []))[1]
+        return descriptors[0] if descriptors else None
 
     def keep(self, name: str, content: bytes, descriptors: list[int]) -> None:
         """Keep an entry, or replace that of the same name. The descriptors are this object's from here on."""
         self.drop(name)
         self._kept[name] = content, descriptors
-        if name == SWITCH and not self.guard:
-            self._start_guard(descriptors[0])
 
     def drop(self, name: str) -> None:
         self._dropped += self._kept.pop(name, (b"", []))[1]
@@ -53,15 +62,44 @@ class Things:
         except RuntimeError:
             pass  # no thread can be started now: the next drop retries
 
+    def drop_all(self) -> None:
+        for name in list(self._kept):
+            self.drop(name)
+
+    def list_things(self) -> list[Thing]:
+        """List all entries, oldest first. The descriptors stay this object's."""
+        return [(name, content, descriptors) for name, (content, descriptors) in self._kept.items()]
+
     def send_all_to(self, child: Child) -> None:
         """Send a daemon all entries. OSError: it is dead, or its socket stays full."""
-        things = [(name, content, descriptors) for name, (content, descriptors) in self._kept.items()]
         if child.takes_many:
-            for message, passed in pack_things(things):
+            for message, passed in pack_things(self.list_things()):
                 child.send(MANY, "", message, passed)
         else:
-            for thing in things:
+            for thing in self.list_things():
                 child.send(KEPT, *thing)
+
+    def take_line(self) -> list[int]:
+        """Take the descriptor that the next daemon gets with START: a line to the process that keeps the mount."""
+        return []
+
+
+class Things(Entries):
+    """Entries of a holder's own, and the guard, which starts once the switch is kept."""
+
+    def __init__(self, guard: list[str], point: str) -> None:
+        super().__init__()
+        self._point = point
+        self._command = [*guard, str(os.getpid()), point]
+        self._store = Store()
+        self._kept = self._store.take_things()
+        self.guard = 0
+        self._guard_begun = 0.0
+
+    def keep(self, name: str, content: bytes, descriptors: list[int]) -> None:
+        super().keep(name, content, descriptors)
+        if name == SWITCH and not self.guard:
+            self._start_guard(descriptors[0])
 
     def abort_connection(self) -> None:
         """Abort the connection: waiting callers get an error."""
@@ -110,5 +148,4 @@ class Things:
             os.kill(self.guard, signal.SIGKILL)
             os.waitpid(self.guard, 0)
         self._store.leave_things(self._kept)
-        for name in list(self._kept):
-            self.drop(name)
+        self.drop_all()

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 CONTENT_SIZE_MAX = 64 << 10
@@ -48,11 +50,20 @@ class Kept(NamedTuple):
     """the caller owns and closes them"""
 
 
+Binder = Callable[[socket.socket, Path, bytes], None]
+"""binds a socket by a name in a folder of the mount. MountError. It waits: never in the event loop's thread"""
+
+
 class Keeper(Protocol):
     """Keeps entries for the next daemon. A second entry of the same name replaces the first."""
 
     outlives: bool
     """entries outlive this daemon"""
+    is_apart: bool
+    """the keeper made the mount, in a container of its own, and the mount outlives all daemons of this container: this
+    process never unmounts it"""
+    binder: Binder | None
+    """binds sockets for this process, which may have no right to. None: this process does that itself"""
     deaths: Mapping[str, int]
     """cause -> deaths of former daemons"""
 
@@ -84,7 +95,8 @@ class Keeper(Protocol):
 class NoKeeper:
     """`Keeper` of a daemon whose state nothing outlives: it keeps no entries."""
 
-    outlives = False
+    outlives = is_apart = False
+    binder: Binder | None = None
     deaths: Mapping[str, int] = {}
 
     def list_names(self, prefix: str) -> list[str]:
@@ -113,6 +125,8 @@ class MemoryKeeper:
     """
 
     outlives = True
+    is_apart = False
+    binder: Binder | None = None
     deaths: Mapping[str, int] = {}
 
     def __init__(self) -> None:
