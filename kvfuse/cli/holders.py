@@ -70,6 +70,11 @@ def look_at(row: Mounted) -> dict[str, Any] | None:
         return None
 
 
+def is_of_another_container(said: dict[str, Any]) -> bool:
+    """Whether pids in what `look_at` found are of another pid namespace. Holders of former versions do not say."""
+    return said.get("pids", status_socket.read_pid_namespace()) != status_socket.read_pid_namespace()
+
+
 def find_parent(daemon: object) -> int | None:
     """The holder of the daemon with this pid, by its command line: it may not answer yet. None: it is not seen here."""
     try:
@@ -83,6 +88,9 @@ def find_parent(daemon: object) -> int | None:
 def described(said: dict[str, Any]) -> str:
     """One line of what `look_at` found."""
     words = f"outlives its daemon, held by process {said.get('holder')}"
+    if (hold := said.get("hold")) is not None:
+        where = " of another container" if is_of_another_container(said) else ""
+        words = f"kept by 'kvfuse hold' ({hold}), served by process {said.get('holder')}{where}"
     if said.get("standby"):
         words += ", one stands by"
     if said.get("waits") is not None:

@@ -53,6 +53,16 @@ def _wait_until_gone(daemon: int, mounted: Mounted, timeout: float) -> bool:
     return True
 
 
+def _wait_until_silent(mounted: Mounted, timeout: float) -> bool:
+    """Wait for the end of a holder in another container: its pid means nothing here. False after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
+    while holders.look_at(mounted) is not None:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(PAUSES[0])
+    return True
+
+
 def _detach_soon(point: Path, *, lazy: bool) -> None:
     """As `detach`, but MountBusy only where it is busy for longer than a look takes. No event tells of its end."""
     for pause in PAUSES:
@@ -118,7 +128,10 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
         return
     pid = stats.get("pid")
     holder = holders.look_at(mounted)  # ends after its daemon, whichever that is by then
-    daemon = _follow(holder["holder"] if holder is not None else holders.find_parent(pid) or pid)
+    is_elsewhere = holder is not None and holders.is_of_another_container(holder)
+    daemon = None
+    if not is_elsewhere:
+        daemon = _follow(holder["holder"] if holder is not None else holders.find_parent(pid) or pid)
     if not lazy:
         _check_stored(point, timeout)
     try:
@@ -128,6 +141,8 @@ def umount(mountpoint: Path, lazy: bool, timeout: float) -> None:
             note(f"kvfuse: {point} is detached; what is not stored is lost, unless it works in half a minute: {why}")
         if daemon is not None and not lazy and not _wait_until_gone(daemon, mounted, timeout):
             raise Failure(f"{point} is unmounted, but its daemon (pid {pid}) still writes after {timeout:g} s")
+        if is_elsewhere and not lazy and not _wait_until_silent(mounted, timeout):
+            raise Failure(f"{point} is unmounted, but its daemon in another container still writes after {timeout:g} s")
     finally:
         if daemon is not None:
             os.close(daemon)

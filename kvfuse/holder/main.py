@@ -65,6 +65,7 @@ if TYPE_CHECKING or __name__ != "__main__":
         DaemonFacts,
         StatusSocket,
         Upgrade,
+        read_pid_namespace,
     )
     from kvfuse.holder.things import Things
 else:
@@ -88,7 +89,16 @@ else:
     from held import HeldThings
     from pace import Backoff, Failures
     from signals import STOP_SIGNALS, take_signals
-    from status_socket import BEGINNING, GOING_BACK, LEAVING, STANDING_BY, DaemonFacts, StatusSocket, Upgrade
+    from status_socket import (
+        BEGINNING,
+        GOING_BACK,
+        LEAVING,
+        STANDING_BY,
+        DaemonFacts,
+        StatusSocket,
+        Upgrade,
+        read_pid_namespace,
+    )
     from things import Things
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -344,7 +354,9 @@ class Holder:
             said = {"pid": child.pid, "version": child.version, "serves": child.is_ready, "upgrade": phase}
             stands_by = self.standby is not None and self.standby.has_said_hello
             waits = round(time.monotonic() - self.stalled_at, 3) if self.stalled_at else None
-            client.answer(holder=os.getpid(), **said, standby=stands_by, waits=waits, **vars(self.facts))
+            if self.apart is not None:
+                said["hold"] = "connected" if self.apart.is_whole else "away"
+            client.answer(holder=os.getpid(), pids=read_pid_namespace(), **said, standby=stands_by, waits=waits, **vars(self.facts))
         elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
             client.answer(error="another change of daemons is in progress, or the mount is ending: try again")
         else:

@@ -60,6 +60,14 @@ def find_device(point: str) -> str | None:
     return found
 
 
+def read_pid_namespace() -> str:
+    """Read which pid namespace this process is of. "": /proc does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def listen_at(path: str) -> socket.socket:
     """Open a socket for this user alone, in place of what has its path. OSError."""
     made = f"{path}.{os.getpid()}"  # renamed once it listens: other holders would remove it as a dead one's

@@ -7,19 +7,13 @@ processes have before and after; KVFUSE_TEST_KINDS chooses kinds.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 from killer import Footprint, Killer, footprint, percentiles
-from mixed_load import Report
-from mounting import PATIENCE_S, KvfuseMount, temporary_mount, wait_until
-from places import LABS
+from mixed_workers import loaded
+from mounting import KvfuseMount, temporary_mount, wait_until
 from scale import scaled
 
 pytestmark = pytest.mark.ring(3)
@@ -33,43 +27,6 @@ ROUND_SECONDS = 30.0
 """that one may take on a machine that does much else"""
 GROWTH_DESCRIPTORS, GROWTH_BYTES = 24, 24 << 20
 """of a process, which may differ by what is under way, and by the segments that are in use by then"""
-
-
-class Worker:
-    """One kind of load, in a process of its own."""
-
-    def __init__(self, kind: str, seed: int, folders: Sequence[Path]) -> None:
-        command = [sys.executable, str(LABS / "mixed_load.py"), kind, str(seed), *map(str, folders)]
-        self.kind = kind
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def report(self) -> Report:
-        """Have it end, and compare all that it knows."""
-        said, _ = self._process.communicate(timeout=4 * PATIENCE_S)
-        assert self._process.returncode == 0, f"the load {self.kind} ended with {self._process.returncode}"
-        return Report(**json.loads(said))
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-@contextmanager
-def loaded(mounts: Sequence[KvfuseMount], kinds: Sequence[str], seed: int, top: str) -> Iterator[list[Worker]]:
-    """Workers of these kinds, each in a folder of its own in ``top`` that all of the mounts have; a mount after the
-    other is the first one of a worker, which keeps files open there."""
-    workers = []
-    try:
-        for number, kind in enumerate(kinds):
-            name = f"{top}/{kind}-{number}"
-            (mounts[0].point / name).mkdir()
-            first = number % len(mounts)
-            ordered = [*mounts[first:], *mounts[:first]]
-            workers.append(Worker(kind, seed + number, [mount.point / name for mount in ordered]))
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
 
 
 def kill_beside(

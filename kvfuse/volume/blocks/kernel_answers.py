@@ -15,6 +15,7 @@ import numpy as np
 
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import ANSWERS, Door
+from kvfuse.volume.api import ROOT_INODE, VIRTUAL_NAME
 
 if TYPE_CHECKING:
     from kvfuse.volume.blocks.block_tables import BlockTable
@@ -95,6 +96,7 @@ class KernelAnswers:
         """
         self.door.set_limits(attr_timeout, arenas_max)
         self.take_handles = take_handles
+        self.hold_name(ROOT_INODE, VIRTUAL_NAME, 1)  # no block, and no name of the volume's
         self.bell = self.door.begin_drafts(block_max, *kept)
         return self.door.way()
 
