@@ -100,7 +100,11 @@ def hold(
         _become_hold(effective, point, path, lock, living, {}, wait=wait, grace=grace)
     kernel_words = build_kernel_options(effective.options.mount, source)
     row, things = _mount(effective, point, kernel_words)
-    _warn_of_private_mount(point)
+    if not row.is_shared:
+        note(
+            f"kvfuse: {point} is not on a shared mount: other containers do not see it. Kubernetes: mountPropagation "
+            "Bidirectional; docker: bind-propagation=rshared; else: mount --make-rshared"
+        )
     _become_hold(effective, point, path, lock, row, things, wait=wait, grace=grace)
 
 
@@ -199,17 +203,6 @@ def _mount(effective: Effective, point: Path, words: set[str]) -> tuple[Mounted,
     except OSError as error:
         note(f"kvfuse: {point} cannot be aborted if nobody serves it: {error}")
     return row, things
-
-
-def _warn_of_private_mount(point: Path) -> None:
-    """Warn where no other container would see the mount."""
-    rows = [line.split(" ") for line in Path("/proc/self/mountinfo").read_text("latin-1").splitlines()]
-    mine = [row for row in rows if row[4] == os.fspath(point)]
-    if mine and not any(word.startswith("shared:") for word in mine[-1][6 : mine[-1].index("-")]):
-        note(
-            f"kvfuse: {point} is not on a shared mount: other containers do not see it. Kubernetes: mountPropagation "
-            "Bidirectional; docker: bind-propagation=rshared; else: mount --make-rshared"
-        )
 
 
 def _become_hold(

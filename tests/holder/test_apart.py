@@ -22,7 +22,7 @@ from kvfuse.usrbio.client import connect
 
 pytestmark = [pytest.mark.ring(2), pytest.mark.skipif(os.geteuid() != 0, reason="namespaces take root")]
 
-WORDS = ("capacity=1GiB", "segment_size=64MiB", "cache")
+WORDS = ("capacity=1GiB", "segment_size=64MiB")
 STALL_SECONDS = 1.0
 """that a call may wait where another container stands by"""
 KINDS = ("stores", "appends", "pages", "names", "rings", "clients")
@@ -160,7 +160,9 @@ def test_both_at_once_end_the_mount_and_the_next_ones_make_another(mount: ApartM
     hold, serve = mount.hold(), mount.serve()
     mount.wait_until_served()
     (mount.point / "file").write_bytes(b"x")
-    os.sync()
+    folder = os.open(mount.point, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
     serve.kill()
     hold.kill()
     with pytest.raises(OSError) as raised:
@@ -181,6 +183,7 @@ def test_callers_get_an_error_where_nobody_comes(mount: ApartMount) -> None:
     assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     assert hold.wait() == 1
     assert "nobody served it for 2 s" in mount.log.read_text()
+    mount.detach()
 
 
 def test_a_second_holder_is_refused(mount: ApartMount) -> None:
@@ -195,17 +198,20 @@ def test_a_second_holder_is_refused(mount: ApartMount) -> None:
 
 
 def test_a_wrong_mount_conf_does_no_harm_to_a_mount_in_use(mount: ApartMount) -> None:
-    mount.volume.mkdir()
+    conf = mount.base / "mount.conf"
+    text = f'volume.path = "{mount.volume}"\n'
+    conf.write_text(text)
+    mount.source = conf
     mount.hold()
     serve = mount.serve()
     mount.wait_until_served()
     (mount.point / "file").write_bytes(b"x")
     serve.kill()
-    (mount.volume / "mount.conf").write_text("capacty = 1\n")
+    conf.write_text(f"{text}volume.capacty = 1\n")
     mount.serve()
     assert (mount.point / "file").read_bytes() == b"x"
     assert "a mount that is in use goes on as it was" in mount.log.read_text()
-    (mount.volume / "mount.conf").unlink()
+    conf.write_text(text)
 
 
 def test_status_says_who_keeps_it(mount: ApartMount) -> None:
