@@ -27,6 +27,8 @@ from kvfuse.options.config import Effective
 from kvfuse.options.words import with_whole_paths
 
 SOCKET_FOLDER = "/run/kvfuse/hold"
+Things = dict[str, tuple[str, list[int]]]
+"""entry of `kept.keeper` -> (content, descriptors)"""
 
 
 def _common(function: Any) -> Any:
@@ -110,9 +112,7 @@ def hold(
 
 @click.command()
 @_common
-def serve(
-    source: Path, mountpoint: Path, file: Path | None, words: tuple[str, ...], socket_path: Path | None
-) -> None:
+def serve(source: Path, mountpoint: Path, file: Path | None, words: tuple[str, ...], socket_path: Path | None) -> None:
     """Serve the mount MOUNTPOINT of the volume SOURCE, which 'kvfuse hold' has made, in another container.
 
     The arguments are those of 'kvfuse mount', and the same for both commands. Where there is no volume yet it is made
@@ -178,13 +178,15 @@ def _find_living(point: Path) -> Mounted | None:
     return None
 
 
-def _mount(effective: Effective, point: Path, words: set[str]) -> tuple[Mounted, dict[str, tuple[str, int | None]]]:
+def _mount(effective: Effective, point: Path, words: set[str]) -> tuple[Mounted, Things]:
     """Mount anew, in place of a dead mount if there is one: (its row, the entries for the first daemon)."""
     from kvfuse.fs.mount_session import set_read_ahead
     from kvfuse.holder.guarding import KEPT as SWITCH
     from kvfuse.holder.guarding import open_switch
     from kvfuse.holder.mounting_apart import mount_kernel
     from kvfuse.holder.takeover import is_dead_mount, replace_dead_mount
+    from kvfuse.volume.tier import revocable
+    from kvfuse.volume.tier.revocable import make_folders
 
     check_mountpoint(point)
     with replace_dead_mount(point) if is_dead_mount(point) else nullcontext(point) as place:
@@ -194,14 +196,13 @@ def _mount(effective: Effective, point: Path, words: set[str]) -> tuple[Mounted,
         raise MountError(f"{point}: something else was mounted meanwhile")
     if effective.options.mount.read_ahead:
         set_read_ahead(device, effective.options.mount.read_ahead)
-    things: dict[str, tuple[str, int | None]] = {
-        "fuse/connection": ("", connection),
-        "fuse/device": (str(device), None),
-    }
+    things: Things = {"fuse/connection": ("", [connection]), "fuse/device": (str(device), [])}
     try:
-        things[SWITCH] = ("", open_switch(device))
+        things[SWITCH] = ("", [open_switch(device)])
     except OSError as error:
         note(f"kvfuse: {point} cannot be aborted if nobody serves it: {error}")
+    if (folders := make_folders()) is not None:
+        things[revocable.KEPT] = ("", [os.dup(folders.writable), os.dup(folders.readable)])
     return row, things
 
 
@@ -211,7 +212,7 @@ def _become_hold(
     path: Path,
     lock: int,
     row: Mounted,
-    things: dict[str, tuple[str, int | None]],
+    things: Things,
     *,
     wait: float,
     grace: float,
@@ -238,7 +239,7 @@ def _become_hold(
         "lock": lock,
         "binder": [*python, binder.__file__],
     }
-    for descriptor in (lock, switch, *(thing[1] for thing in things.values())):
-        if descriptor is not None:
-            os.set_inheritable(descriptor, True)
+    passed = [descriptor for _, descriptors in things.values() for descriptor in descriptors]
+    for descriptor in (lock, *passed, *([] if switch is None else [switch])):
+        os.set_inheritable(descriptor, True)
     os.execv(python[0], [*python, program.__file__, json.dumps(said)])

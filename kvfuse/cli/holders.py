@@ -72,7 +72,8 @@ def look_at(row: Mounted) -> dict[str, Any] | None:
 
 def is_of_another_container(said: dict[str, Any]) -> bool:
     """Whether pids in what `look_at` found are of another pid namespace. Holders of former versions do not say."""
-    return said.get("pids", status_socket.read_pid_namespace()) != status_socket.read_pid_namespace()
+    ours = status_socket.read_pid_namespace()
+    return bool(said.get("pids", ours) != ours)
 
 
 def find_parent(daemon: object) -> int | None:

@@ -54,7 +54,7 @@ def _wait_until_gone(daemon: int, mounted: Mounted, timeout: float) -> bool:
 
 
 def _wait_until_silent(mounted: Mounted, timeout: float) -> bool:
-    """Wait for the end of a holder in another container: its pid means nothing here. False after ``timeout`` seconds."""
+    """Wait for the end of a holder in another container, whose pid means nothing here. False: it took too long."""
     end = time.monotonic() + timeout
     while holders.look_at(mounted) is not None:
         if time.monotonic() >= end:

@@ -37,8 +37,7 @@ def take_own_mounts() -> None:
 
 
 def main(descriptor: int, folder: str) -> None:
-    """Bind ``descriptor`` in ``folder``, which may be a path of any length, to the name on stdin, and say so. OSError.
-    """
+    """Bind ``descriptor`` in ``folder``, a path of any length, to the name on stdin, and say so. OSError."""
     name = sys.stdin.buffer.read()
     take_own_mounts()
     os.chdir(folder)

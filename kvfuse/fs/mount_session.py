@@ -83,13 +83,13 @@ async def serve_mount(
 ) -> None:
     """Mount the volume and answer requests until it is unmounted or this is cancelled; then flush and close it.
 
-    Calls ``on_open`` once the volume is open, ``on_ready`` once the mount answers and ``doors`` are ready; closes the doors before it unmounts, or after an
-    unmount by others. ``services`` start before the mount. ``source``: what mount tables show, by default the volume's
-    folder. ``keeper``: has what outlives this process; if it has a mount's connection, this serves that mount, which
-    stays where that fails. ``leaving``: once it asks, everything is handed over to the next daemon, and this returns
-    as after an unmount. A cancellation unmounts: cleanly if the mount is not in use, else lazily after a sync.
-    MountError where the machine does not allow the mount or a service, VolumeError and ConfigError where the volume
-    cannot be opened.
+    Calls ``on_open`` once the volume is open, ``on_ready`` once the mount answers and ``doors`` are ready; closes the
+    doors before it unmounts, or after an unmount by others. ``services`` start before the mount. ``source``: what mount
+    tables show, by default the volume's folder. ``keeper``: has what outlives this process; if it has a mount's
+    connection, this serves that mount, which stays where that fails. ``leaving``: once it asks, everything is handed
+    over to the next daemon, and this returns as after an unmount. A cancellation unmounts: cleanly if the mount is not
+    in use, else lazily after a sync. MountError where the machine does not allow the mount or a service, VolumeError
+    and ConfigError where the volume cannot be opened.
     """
     drop_unknown(keeper)
     try:

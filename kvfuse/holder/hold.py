@@ -116,14 +116,14 @@ class Supervisor:
 
 class Hold:
     """The loop. ``config``: ``point``; ``socket``, a path; ``device``, MAJOR:MINOR; ``things``, name -> (content,
-    descriptor or None) of a mount that was made now, {}: a living mount was found; ``wait`` and ``grace``, seconds;
+    descriptors) of a mount that was made now, {}: a living mount was found; ``wait`` and ``grace``, seconds;
     ``binder``, a command; ``lock``, a descriptor that is only held."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.entries = Entries()
-        for name, (content, descriptor) in config["things"].items():
-            self.entries.keep(name, content.encode(), [] if descriptor is None else [descriptor])
+        for name, (content, descriptors) in config["things"].items():
+            self.entries.keep(name, content.encode(), descriptors)
         self.is_adopting = not config["things"]
         self.owner: Supervisor | None = None
         """has the turn"""

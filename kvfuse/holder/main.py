@@ -356,7 +356,14 @@ class Holder:
             waits = round(time.monotonic() - self.stalled_at, 3) if self.stalled_at else None
             if self.apart is not None:
                 said["hold"] = "connected" if self.apart.is_whole else "away"
-            client.answer(holder=os.getpid(), pids=read_pid_namespace(), **said, standby=stands_by, waits=waits, **vars(self.facts))
+            client.answer(
+                holder=os.getpid(),
+                pids=read_pid_namespace(),
+                **said,
+                standby=stands_by,
+                waits=waits,
+                **vars(self.facts),
+            )
         elif self.upgrade is not None or child is None or not child.is_ready or self.told_to_end is not None:
             client.answer(error="another change of daemons is in progress, or the mount is ending: try again")
         else:
@@ -566,7 +573,9 @@ class Holder:
             self.finish_mount(0)
             return self.status
         if self.apart is not None and self.apart.device is None:
-            self.warn("the mount is not seen here: this container needs the folder above it with propagation from the host")
+            self.warn(
+                "the mount is not seen here: this container needs the folder above it with propagation from the host"
+            )
             self.finish_mount(1)
             return self.status
         self.start_daemon()

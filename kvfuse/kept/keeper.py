@@ -33,7 +33,7 @@ DESCRIPTORS_MAX = 16
 KNOWN = (
     "blocks/arena/", "blocks/slabs", "blocks/table/", "config", "fuse/answers", "fuse/answers-in-c",
     "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/handles-in-c", "fuse/places",
-    "fuse/switch", "fuse/unsaved", "lock", "member",
+    "fuse/switch", "fuse/unsaved", "lock", "member", "memory/folders",
     "ring/", "tier/alive", "tier/arena/", "tier/numbers", "tier/volume", "volume/commits-fail",
     "volume/doubt", "volume/failed", "volume/given", "volume/unstored",
 )  # fmt: skip
@@ -62,10 +62,13 @@ class Keeper(Protocol):
     is_apart: bool
     """the keeper made the mount, in a container of its own, and the mount outlives all daemons of this container: this
     process never unmounts it"""
-    binder: Binder | None
-    """binds sockets for this process, which may have no right to. None: this process does that itself"""
     deaths: Mapping[str, int]
     """cause -> deaths of former daemons"""
+
+    @property
+    def binder(self) -> Binder | None:
+        """Binds sockets for this process, which may have no right to. None: this process does that itself."""
+        ...
 
     def list_names(self, prefix: str) -> list[str]:
         """Names of the former daemon's entries that were neither dropped nor replaced; oldest first."""

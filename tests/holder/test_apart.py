@@ -1,4 +1,4 @@
-"""A mount that `kvfuse hold` keeps and `kvfuse serve` serves, in containers of their own: either may end at any time."""
+"""A mount that `kvfuse hold` keeps and `kvfuse serve` serves, in containers of their own: either may end."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def test_the_daemons_container_has_no_right_to_mount(mount: ApartMount) -> None:
     status = process_status(container.pid)
     assert not int(status["CapEff"], 16) >> Capability.SYS_ADMIN & 1
     assert (mount.point / ".kvfuse" / "control.sock").is_socket(), "the holder bound it"
+    assert "map no memory of this daemon" not in mount.log.read_text(), "the holder made the folders of the memory"
 
 
 @pytest.mark.parametrize("ended", ["daemon", "serve", "hold", "serve by SIGTERM", "hold by SIGTERM"])
@@ -214,18 +215,32 @@ def test_a_wrong_mount_conf_does_no_harm_to_a_mount_in_use(mount: ApartMount) ->
     conf.write_text(text)
 
 
+def hold_of(mount: ApartMount) -> object:
+    """What `kvfuse status` says of the process that keeps the mount."""
+    done = subprocess.run([*KVFUSE, "status", mount.point, "--json"], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)[0]["holder"]["hold"]
+
+
 def test_status_says_who_keeps_it(mount: ApartMount) -> None:
     hold = mount.hold()
     mount.serve()
     mount.wait_until_served()
-    done = subprocess.run([*KVFUSE, "status", mount.point, "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)[0]["holder"]["hold"] == "connected"
+    assert hold_of(mount) == "connected"
     hold.kill()
-    wait_until(
-        lambda: '"away"' in subprocess.run([*KVFUSE, "status", mount.point, "--json"], capture_output=True, text=True).stdout,
-        "the supervisor to notice",
-    )
+    wait_until(lambda: hold_of(mount) == "away", "the supervisor to notice")
     mount.hold()
+
+
+def replace_holder(mount: ApartMount, hold: Container, *, by_signal: bool) -> Container:
+    """End the container that keeps the mount; the next one has all entries when this returns."""
+    former = mount.log.read_text().count("goes on, with")
+    if by_signal:
+        assert hold.terminate() == 0
+    else:
+        hold.kill()
+    hold = mount.hold()
+    wait_until(lambda: mount.log.read_text().count("goes on, with") > former, "the deposit")
+    return hold
 
 
 @pytest.mark.ring(3)
@@ -252,13 +267,7 @@ def test_a_load_notices_no_end_of_any_container(seed: int) -> None:
                     stalls.append(answers(mount))
                     serves[place] = mount.serve()
                 else:
-                    former = mount.log.read_text().count("goes on, with")
-                    if by_signal:
-                        assert hold.terminate() == 0
-                    else:
-                        hold.kill()
-                    hold = mount.hold()
-                    wait_until(lambda: mount.log.read_text().count("goes on, with") > former, "the deposit")
+                    hold = replace_holder(mount, hold, by_signal=by_signal)
                 stalls.append(answers(mount))
             reports = [worker.report() for worker in workers]
         print(f"stalls {[round(stall, 2) for stall in sorted(stalls)]}")

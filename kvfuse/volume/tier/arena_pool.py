@@ -83,7 +83,7 @@ class ArenaPool:
         """those that are kept, though the regime of their directory is not known yet"""
         self.knows_pins = not keeper.outlives
         """what clients hold of the arenas of a daemon before this one is known"""
-        self.supply = Supply(placement)
+        self.supply = Supply(placement, keeper)
         self._recent = recent
         self.keeper = keeper
         self._numbers = ArenaNumbers(keeper)

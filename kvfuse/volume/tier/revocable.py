@@ -6,8 +6,8 @@ process, root's too. So the file needs no seals. Seals against writing would for
 punches out all of its pages (`RevocableMemory.take_back`), and they are free, whoever has them mapped. Readers find
 zeros then; where they touch these, that is memory of their own.
 
-To make such a file system takes CAP_SYS_ADMIN. A daemon without it makes memfds, and shows them only to processes that
-could end it anyway (`Supply.is_for_all`).
+To make such a file system takes CAP_SYS_ADMIN. A daemon without it has the two folders of a keeper in another container
+(`kvfuse hold`). Else it makes memfds, and shows them only to processes that could end it anyway (`Supply.is_for_all`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import weakref
 from functools import cached_property, partial
 
+from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.remote.libc import (
     MS_BIND,
     MS_NODEV,
@@ -33,6 +34,8 @@ from kvfuse.remote.libc import (
 )
 from kvfuse.volume.tier.placement import ANYWHERE, Placement
 
+KEPT = "memory/folders"
+"""keeper entry: descriptors of the two folders, that for writing first"""
 _PLACE = "/proc"
 """any folder that is there: what is mounted on it is seen by one thread, and gone when that ends"""
 _FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
@@ -75,12 +78,14 @@ class RevocableMemory:
 class Supply:
     """Makes pieces. Any thread. ``is_guarded``: False makes them as where the daemon lacks CAP_SYS_ADMIN.
 
-    ``placement``: of the pages of what is mapped as an arena.
+    ``placement``: of the pages of what is mapped as an arena. ``keeper``: may have the two folders.
     """
 
-    def __init__(self, placement: Placement = ANYWHERE, *, is_guarded: bool = True) -> None:
+    def __init__(self, placement: Placement = ANYWHERE, keeper: Keeper = NO_KEEPER, *, is_guarded: bool = True) -> None:
         self.placement = placement
         self._is_guarded = is_guarded
+        kept = keeper.take(KEPT)
+        self._given = MemoryFolders(*kept.descriptors) if kept is not None and len(kept.descriptors) == 2 else None
         self._lock = threading.Lock()
 
     @property
@@ -113,47 +118,62 @@ class Supply:
                 os.unlink(name, dir_fd=folders.writable)
 
     @cached_property
-    def _folders(self) -> _Folders | None:
-        made: list[_Folders] = []
-        if self._is_guarded:
-            thread = threading.Thread(target=_make_folders, args=(made,), name="kvfuse-mounting")
-            thread.start()
-            thread.join()
-        return made[0] if made else None
+    def _folders(self) -> MemoryFolders | None:
+        if self._given is not None or not self._is_guarded:
+            return self._given
+        return make_folders()
 
 
-class _Folders:
-    """Descriptors of the file system's root, for writing and for reading; they keep it."""
+class MemoryFolders:
+    """Descriptors of the file system's root, for writing and for reading; they keep it, and are this object's."""
 
-    def __init__(self) -> None:
-        """In a thread of its own, which ends afterwards. OSError."""
-        leave_mounts()
-        mount("none", "/", "none", MS_REC | MS_PRIVATE)
+    def __init__(self, writable: int, readable: int) -> None:
+        self.writable, self.readable = writable, readable
+        weakref.finalize(self, _close, writable, readable)
+
+    def create(self, path: str) -> int:
+        """Make a file, and a descriptor of it for writing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            mount("kvfuse-memory", _PLACE, "tmpfs", _FLAGS, f"{_WORDS},huge=advise")
-        except OSError:  # a kernel without huge pages
-            mount("kvfuse-memory", _PLACE, "tmpfs", _FLAGS, _WORDS)
-        self.writable = _opened(self, _PLACE)
+            return os.open(path, flags, 0o400, dir_fd=self.writable)
+        except FileExistsError:  # a daemon was killed before it removed the name
+            os.unlink(path, dir_fd=self.writable)
+            return os.open(path, flags, 0o400, dir_fd=self.writable)
+
+
+def make_folders() -> MemoryFolders | None:
+    """Make the file system. None: this process may not; the log says why."""
+    made: list[MemoryFolders] = []
+    thread = threading.Thread(target=_make_folders, args=(made,), name="kvfuse-mounting")
+    thread.start()
+    thread.join()
+    return made[0] if made else None
+
+
+def _mount_folders() -> MemoryFolders:
+    """Mount in this thread, which is to end afterwards. OSError."""
+    leave_mounts()
+    mount("none", "/", "none", MS_REC | MS_PRIVATE)
+    try:
+        mount("kvfuse-memory", _PLACE, "tmpfs", _FLAGS, f"{_WORDS},huge=advise")
+    except OSError:  # a kernel without huge pages
+        mount("kvfuse-memory", _PLACE, "tmpfs", _FLAGS, _WORDS)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    writable = os.open(_PLACE, flags)
+    try:
         inner = f"{_PLACE}/readable"
         os.mkdir(inner)
         mount(_PLACE, inner, "none", MS_BIND)
         mount("none", inner, "none", MS_REMOUNT | MS_BIND | MS_RDONLY | _FLAGS)
-        self.readable = _opened(self, inner)
-
-    def create(self, path: str) -> int:
-        """A descriptor of a new file, for writing."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400, dir_fd=self.writable)
-
-
-def _opened(owner: _Folders, path: str) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    weakref.finalize(owner, os.close, descriptor)
-    return descriptor
+        return MemoryFolders(writable, os.open(inner, flags))
+    except BaseException:
+        os.close(writable)
+        raise
 
 
-def _make_folders(made: list[_Folders]) -> None:
+def _make_folders(made: list[MemoryFolders]) -> None:
     try:
-        made.append(_Folders())
+        made.append(_mount_folders())
     except OSError as error:
         log.info("other users' processes map no memory of this daemon, as it cannot take it back: %s", error)
 
