@@ -92,13 +92,13 @@ OUTSIDE: dict[str, set[str]] = {
 }
 """package of others -> the only places that may import it"""
 
-BESIDE_HOLDER = {"child", "pace", "pulse", "rights", "signals", "status_socket", "store", "things"}
+BESIDE_HOLDER = {"child", "held", "pace", "pulse", "rights", "signals", "status_socket", "store", "things"}
 """what `holder.main`, a program without the package, finds in its own folder"""
 
 MODULES_OF = {"cuda-bindings": "cuda"}
 """package -> what it is imported as, where that is another name"""
 
-OF_DAEMONS = {"daemon_side", "guarding", "takeover"}
+OF_DAEMONS = {"daemon_side", "guarding", "mounting_apart", "takeover"}
 """modules of `holder` that daemons import; the others need no package"""
 
 CONTRACT = {"volume.api", "volume.views", "volume.measures", "volume.tier"}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvfuse.errors import ConfigError, MountError
 from kvfuse.holder.takeover import check, libc
-from kvfuse.mounttable import FILE_SYSTEM
+from kvfuse.mounttable import FILE_SYSTEM, top_mount
 
 DEVICE = "/dev/fuse"
 FLAGS = {
@@ -71,8 +71,6 @@ def mount_kernel(place: Path, words: Iterable[str]) -> KernelMount:
 
 def _find_device(place: Path) -> int:
     """Find st_dev of the mount at ``place`` by the mount table: a stat would wait for a daemon."""
-    from kvfuse.mounttable import top_mount
-
     row = top_mount(place)
     if row is None:
         raise MountError(f"{place} is not in the mount table: is it below a link?")

@@ -83,7 +83,7 @@ def test_what_has_no_room_is_passed_on_although_nothing_more_is_said(monkeypatch
         descriptor = os.memfd_create("kept")
         for number in range(MESSAGES):
             keeper.keep(f"name/{number}", b"content", [descriptor])
-        assert keeper._waiting, "the socket has room for all"
+        assert keeper._outbox._waiting, "the socket has room for all"
         os.close(descriptor)
         names = []
         while len(names) <= MESSAGES:
