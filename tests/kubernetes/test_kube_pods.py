@@ -45,6 +45,19 @@ time.sleep(100000)
 """a program that knows nothing of kvfuse: any error ends it"""
 
 
+RINGS = r"""
+import os
+from kvfuse.usrbio.client.block_store import BlockStore
+block = os.urandom(1 << 20)
+with BlockStore("/own", "model") as store:
+    for number in range(20):
+        store.put(b"%d" % number, block)
+    assert all(bytes(store.get(b"%d" % number)) == block for number in range(20))
+    print(store.longest_prefix([b"1", b"2", b"absent"]))
+"""
+NO_RIGHTS = {"runAsUser": 1000, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
 @pytest.fixture(scope="module")
 def lab() -> Iterator[KubeLab]:
     with cluster() as lab:
@@ -190,6 +203,22 @@ def test_a_pod_goes_on_while_the_plugin_is_deleted_and_rolled(lab: KubeLab) -> N
     assert int(rounds) > 100
     lab.delete("pod", "unaware")
     lab.delete("pod", "later")
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_pod_without_rights_has_rings(lab: KubeLab, mount: KvfuseMount) -> None:
+    """It may do nothing to the socket's folder."""
+    own = own_volume(kind="blocks", rings="true")
+    env = [{"name": "PROGRAM", "value": RINGS}]
+    lab.apply(pod("ringed", WAIT, {"own": own}, env=env, securityContext=NO_RIGHTS))
+    lab.wait_for_pod("ringed")
+    assert lab.execute("ringed", 'python=/opt/kvfuse/bin/python; $python -c "$PROGRAM"').split() == ["2"]
+    (folder,) = (mount.point / "ephemeral").iterdir()
+    assert len(list((folder / "model").iterdir())) == 20
+    said = lab.execute("ringed", "rm -f /own/.kvfuse/control.sock 2>&1 || rmdir /own/.kvfuse 2>&1 || echo refused")
+    assert said.split()[-1] == "refused"
+    lab.delete("pod", "ringed")
+    assert list((mount.point / "ephemeral").iterdir()) == []
 
 
 @pytest.mark.usefixtures("plugin")
