@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_a_persistent_volume_is_a_namespace(node: PluginNode) -> None:
     again = node.publish("pod-3", LLAMA, {"capacity": "8Mi"})
     assert (again / "a").read_bytes() == b"hello"
     assert (read_settings(again) or {})["capacity"] == str(8 << 20), "what the volume says now"
+
+
+def test_binds_have_the_flags_of_the_mount(node: PluginNode) -> None:
+    first = node.publish("pod-1", LLAMA)
+    subprocess.run(["mount", "-o", "remount,bind,noexec", node.mount.point], check=True)
+    second = node.publish("pod-2", LLAMA)
+    always = os.ST_NOSUID | os.ST_NODEV
+    shown = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_RDONLY
+    assert os.statvfs(first).f_flag & shown == always
+    assert os.statvfs(second).f_flag & shown == always | os.ST_NOEXEC
+    subprocess.run(["mount", "-o", "remount,bind,exec", node.mount.point], check=True)
+    third = node.publish("pod-3", LLAMA, read_only=True, flags=["noexec"])
+    assert os.statvfs(third).f_flag & shown == shown
 
 
 def test_a_pods_own_volume_ends_with_it(node: PluginNode) -> None:
@@ -191,9 +205,9 @@ def test_a_mount_that_hangs_holds_nobody_up(node: PluginNode) -> None:
     node.publish("pod-1", LLAMA)
     own = node.publish_own("pod-2", "csi-2")
     assert node.end() == 0
-    node.start("--deadline", "1")
+    node.start("--deadline", "2")
     with stopped(node.mount.pid):
-        with pytest.raises(grpc.RpcError, match="no answer within 1 s") as caught:
+        with pytest.raises(grpc.RpcError, match="no answer within 2 s") as caught:
             node.publish("pod-3", LLAMA)
         assert code_of(caught) == grpc.StatusCode.UNAVAILABLE
         with pytest.raises(grpc.RpcError, match="an earlier call for volume kv/llama has not ended") as caught:

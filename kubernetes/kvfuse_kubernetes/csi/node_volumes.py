@@ -25,6 +25,8 @@ MOUNT_FOLDER = "mnt"
 """of a volume's folder: its mount point"""
 RINGS_FOLDER = ".kvfuse"
 """of a mount: the folder with the socket of rings; also of a pod's volume with rings"""
+KEPT_FLAGS = safe_paths.MS_RDONLY | safe_paths.MS_NOEXEC
+"""flags of a volume's mount that its binds have, too; statvfs(2) has the numbers of mount(2)"""
 NEW_KIND = "files"
 """kind of a namespace whose volume says none: no file goes by itself"""
 
@@ -89,7 +91,8 @@ class NodeVolumes:
             with opened_beneath(kubelet, path) as top:
                 if wanted.has_rings:
                     _bind_rings(root, top, Path(target))
-                safe_paths.set_flags(top, _flags_of(wanted))
+                # Also those of the volume's mount, which a bind with flags of its own would lack.
+                safe_paths.set_flags(top, _flags_of(wanted) | os.statvfs(by_descriptor(root)).f_flag & KEPT_FLAGS)
 
     def _is_published(self, wanted: WantedVolume, target: str) -> bool:
         """Whether the bind stands. One of an earlier mount of the volume is taken away. Conflict with another one."""
