@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "events": ("kvfuse.cli.events:events", "Which blocks of a folder are there, and each change."),
     "info": ("kvfuse.cli.info:info", "Where the bytes of a file lie."),
     "namespace": ("kvfuse.cli.namespace:namespace", "Folders with a policy of their own: caches, quotas."),
+    "warmup": ("kvfuse.cli.warmup:warmup", "Read blocks and files into the tiers of this host."),
     "connectors": ("kvfuse.cli.connectors:connectors", "Adapters of inference engines: list, configure, check."),
     "format": ("kvfuse.cli.format:format_command", "Make a volume."),
     "resize": ("kvfuse.cli.resize:resize", "Give a volume more capacity, or less, while it is in use."),
