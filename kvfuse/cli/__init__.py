@@ -56,6 +56,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "format": ("kvfuse.cli.format:format_command", "Make a volume."),
     "resize": ("kvfuse.cli.resize:resize", "Give a volume more capacity, or less, while it is in use."),
     "destroy": ("kvfuse.cli.destroy:destroy", "Remove a volume for good."),
+    "dump": ("kvfuse.cli.dump:dump", "Names, namespaces and metadata as JSON lines."),
+    "load": ("kvfuse.cli.load:load", "Make the folders and namespaces of a dump."),
     "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),
     "config": ("kvfuse.cli.config:config_command", "Effective options, and where each came from."),
     "doctor": ("kvfuse.cli.doctor:doctor", "What is missing on this machine, and what mends it."),

@@ -121,7 +121,7 @@ def create(path: Path, **settings: str | None) -> None:
         raise Failure(f"{path} is a namespace already; 'kvfuse namespace set' changes it")
     settings, made = _with_token({**settings, "kind": settings["kind"] or "cache"})
     try:
-        _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
+        change_attribute(path, os.setxattr, NAMESPACE, _words(settings.items()))
     except Failure:
         if is_new:
             path.rmdir()
@@ -155,7 +155,7 @@ def set_command(path: Path, changes: tuple[str, ...], clears: bool, **settings: 
     if not said:
         raise click.UsageError("nothing to change: say NAME=VALUE or an option")
     settings, made = _with_token(said | ({"clear": "now"} if clears else {}))
-    _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
+    change_attribute(path, os.setxattr, NAMESPACE, _words(settings.items()))
     _say_token(made)
 
 
@@ -168,7 +168,7 @@ def delete(path: Path) -> None:
     """
     mount_of(path)
     _settings_of(path)
-    _change(path, os.removexattr, NAMESPACE)
+    change_attribute(path, os.removexattr, NAMESPACE)
 
 
 @namespace.command(short_help="Empty a cache, at once.")
@@ -186,7 +186,7 @@ def clear(path: Path) -> None:
     """
     mount_of(path)
     _settings_of(path)
-    _change(path, os.setxattr, CLEAR, b"now")
+    change_attribute(path, os.setxattr, CLEAR, b"now")
 
 
 @namespace.command(short_help="Settings, and what they mean.")
@@ -385,7 +385,7 @@ def _words(settings: Iterable[tuple[str, str | None]]) -> bytes:
     return os.fsencode(" ".join(words))
 
 
-def _change(path: Path, change: Callable[..., None], *arguments: Any) -> None:
+def change_attribute(path: Path, change: Callable[..., None], *arguments: Any) -> None:
     """Change an attribute. Failure with the daemon's own words where it refuses."""
     try:
         _ask(change, path, *arguments)

@@ -1,0 +1,151 @@
+"""The lines of a dump: JSON objects, the first one with a version, the last one with the number of lines before it.
+
+Paths begin with "/", the root of what was dumped. Bytes of names that are not UTF-8 are as os.fsdecode has them.
+Parents come before what is in them. There are no bytes of files and blocks, and no tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from kvfuse.cli import Failure
+
+VERSION = 1
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of all lines."""
+
+
+class Head(Line, frozen=True, kw_only=True, tag="kvfuse-dump"):
+    """The first one."""
+
+    version: int
+    made: int
+    """seconds since 1970"""
+    by: str
+    """version of kvfuse"""
+    source: str
+
+
+class Named(Line, frozen=True, kw_only=True):
+    """Something with a path. Times are in nanoseconds since 1970."""
+
+    path: str
+    mode: int
+    """permission bits"""
+    uid: int
+    gid: int
+    mtime: int
+    xattrs: dict[str, str] = {}
+    """extended attributes, base64"""
+
+
+class Folder(Named, frozen=True, kw_only=True, tag="folder"):
+    namespace: dict[str, str] | None = None
+    """settings, where the folder is a namespace; of a token only whether it is "set" """
+
+
+class File(Named, frozen=True, kw_only=True, tag="file"):
+    """A file or a block."""
+
+    size: int
+    """bytes"""
+    link: str = ""
+    """path of a line before it that is the same file"""
+
+
+class Symlink(Named, frozen=True, kw_only=True, tag="symlink"):
+    target: str
+
+
+class Special(Named, frozen=True, kw_only=True, tag="special"):
+    """A named pipe, socket or device."""
+
+    kind: str
+    """of `KINDS`"""
+    major: int = 0
+    minor: int = 0
+
+
+class End(Line, frozen=True, kw_only=True, tag="end"):
+    lines: int
+    """before this one"""
+
+
+FOLDER_SETTINGS = "user.kvfuse.publish", "user.kvfuse.chunk_size"
+"""extended attributes of folders that lists do not show, and that new folders inherit"""
+KINDS = "pipe", "socket", "character device", "block device"
+AnyLine = Head | Folder | File | Symlink | Special | End
+
+
+def encode(line: AnyLine) -> str:
+    """One line of ASCII: lone surrogates of names stay what they are."""
+    return json.dumps(msgspec.to_builtins(line))
+
+
+def read_lines(lines: Iterable[bytes]) -> Iterator[Folder | File | Symlink | Special]:
+    """All but the first and the last one. Failure: it is no dump, of a newer version, or a part of one is missing."""
+    count = 0
+    for count, text in enumerate(lines, 1):
+        line = _decoded(text, count)
+        if count == 1:
+            _check_head(line)
+        elif isinstance(line, End):
+            if line.lines != count - 1:
+                raise Failure(f"line {count}: the dump had {line.lines} lines before this one, here are {count - 1}")
+            return
+        elif isinstance(line, Head):
+            raise Failure(f"line {count}: a second dump begins: load one at a time")
+        else:
+            yield line
+    raise Failure(f"the dump ends after {count} lines without its last one: a part is missing")
+
+
+def _check_head(line: AnyLine) -> None:
+    if not isinstance(line, Head):
+        raise Failure("line 1: this is no dump of kvfuse: it does not begin with its version")
+    if line.version != VERSION:
+        raise Failure(f"the dump is of version {line.version}, this program reads {VERSION}: use kvfuse {line.by}")
+
+
+def _decoded(text: bytes, number: int) -> AnyLine:
+    try:
+        line: AnyLine = msgspec.convert(json.loads(text), AnyLine)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise Failure(f"line {number}: {error}{_nearest(text)}") from None
+    return line
+
+
+def _nearest(text: bytes) -> str:
+    """The type that a line with an unknown one may mean."""
+    known = [str(struct.__struct_config__.tag) for struct in (Head, Folder, File, Symlink, Special, End)]
+    try:
+        said = str(json.loads(text)["type"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+    near = difflib.get_close_matches(said, known, 1) if said not in known else []
+    return f" - did you mean '{near[0]}'?" if near else ""
+
+
+def packed_xattrs(values: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: base64.b64encode(value).decode() for name, value in values.items()}
+
+
+def unpacked_xattrs(line: Named) -> dict[str, bytes]:
+    """Failure: a value is no base64."""
+    try:
+        return {name: base64.b64decode(value, validate=True) for name, value in line.xattrs.items()}
+    except ValueError as error:
+        raise Failure(f"{line.path}: an extended attribute makes no sense: {error}") from None
+
+
+def counts_text(counts: Mapping[str, Any]) -> str:
+    """ "3 folders, 1 file" of {"folder": 3, "file": 1}"""
+    return ", ".join(f"{count:,} {what}{'s' if count != 1 else ''}" for what, count in counts.items()) or "nothing"
