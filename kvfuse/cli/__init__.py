@@ -48,6 +48,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("kvfuse.cli.status:status", "What is mounted here, and is it well?"),
     "stats": ("kvfuse.cli.stats:stats", "Counters of a mount, once or live."),
     "top": ("kvfuse.cli.top:top", "A live page: namespaces, hit ratios, use, slabs."),
+    "profile": ("kvfuse.cli.profile:profile", "Who reads and writes what now: processes, namespaces, latency."),
+    "lsof": ("kvfuse.cli.lsof:lsof", "Which processes have files, rings or memory of a mount open."),
     "events": ("kvfuse.cli.events:events", "Which blocks of a folder are there, and each change."),
     "info": ("kvfuse.cli.info:info", "Where the bytes of a file lie."),
     "namespace": ("kvfuse.cli.namespace:namespace", "Folders with a policy of their own: caches, quotas."),
