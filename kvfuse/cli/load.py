@@ -78,6 +78,7 @@ class _Loader:
 
     def __init__(self, top: Path) -> None:
         self._top = top
+        self._real_top = Path(os.path.realpath(top))
         self._times: list[tuple[Path, Folder]] = []
         """folders that were made: what is made in them changes theirs"""
         self.made: Counter[str] = Counter()
@@ -111,7 +112,11 @@ class _Loader:
         parts = path.split("/")
         if parts[0] or ".." in parts or "." in parts:
             raise Failure(f"the dump has the path {path!r}: they begin with a slash, and have no '.' and '..'")
-        return self._top.joinpath(*(part for part in parts if part))
+        names = [part for part in parts if part]
+        above = Path(os.path.realpath(self._top.joinpath(*names[:-1])))
+        if above != self._real_top.joinpath(*names[:-1]):
+            raise Failure(f"{path!r} of the dump leads out of {self._top}, by a symbolic link that is there")
+        return self._top.joinpath(*names)
 
     def _load_folder(self, path: Path, line: Folder) -> None:
         if path == self._top:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SUMS = "calls", "misses", "failed", "bytes", "seconds"
 SHOWN_ROWS = 30
 COLUMNS = "process", "namespace", "operation", "calls/s", "bytes/s", "p50", "p99"
-PROCESS_LENGTH = 15
+PROCESS_LENGTH = 13
 ONCE_SECONDS = 5.0
 
 Key = tuple[int, str, str]
@@ -73,7 +73,7 @@ def profile(mountpoint: Path, seconds: float | None, interval: float, as_json: b
         if as_json:
             print_json([rate._asdict() for rate in rates])
         else:
-            print_page(_page(mount, rates))
+            print_page(_page(mount, rates, ""))
     else:
         _watch(mount, seconds, interval)
 
@@ -158,9 +158,9 @@ def quantile(times: Sequence[int], share: float) -> float | None:
 # -- the page --------------------------------------------------------------------------------------------
 
 
-def _page(mount: Mounted, rates: Sequence[Rate]) -> RenderableType:
+def _page(mount: Mounted, rates: Sequence[Rate], hint: str = "  q ends") -> RenderableType:
     calls, size = sum(rate.calls_per_second for rate in rates), sum(rate.bytes_per_second for rate in rates)
-    head = styled(f"{mount.point}  {calls:,.0f} calls/s  {format_size(int(size))}/s  q ends")
+    head = styled(f"{mount.point}  {calls:,.0f} calls/s  {format_size(int(size))}/s{hint}")
     rows = [list(_cells(rate)) for rate in rates[:SHOWN_ROWS]]
     if not rows:
         return page_of([head, styled("nobody calls the daemon")])

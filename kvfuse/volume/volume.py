@@ -132,10 +132,15 @@ class Volume:
             return "/" if ino == ROOT_INODE else f"#{ino}"
         return "/" + os.fsdecode(self.parts.core.path_of(node))
 
-    def _namespace_at(self, place: int) -> str:
-        """The path of the namespace that a place of a profile is in; "?" where that is not in memory."""
+    def _namespace_at(self, place: int) -> str | None:
+        """The path of the namespace that a place of a profile is in; "?" where that is not in memory.
+
+        None: it is one of the daemon's own files, which whoever looks at the profile reads.
+        """
+        if ROOT_INODE < place < FIRST_INODE:
+            return None
         engine, node = self.parts.engine, self.parts.core.nodes.get(place)
-        number = node.namespace if node is not None else ROOT if place < FIRST_INODE else None
+        number = node.namespace if node is not None else ROOT if place == ROOT_INODE else None
         if engine is not None and number is None:
             written = engine.answers.door.find_written(place)  # the kernel wrote a block by this number
             table_place = split_inode(place)[0] if is_block(place) else written[0] if written is not None else -1

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,11 @@ def loaded(point: Path, file: Path) -> str:
 
 
 @pytest.fixture
-def full(place: Place) -> Place:
+def full(place: Place) -> Iterator[Place]:
     place.mount()
     fill(place.point)
-    return place
+    yield place
+    place.end_sound()
 
 
 def test_a_dump_of_a_dump_that_was_loaded_is_the_same(full: Place) -> None:
@@ -150,6 +152,25 @@ def test_what_is_no_whole_dump_is_refused(place: Place) -> None:
     assert os.listdir(place.point) == []
     assert not (place.base / "x").exists()
     assert_fails(kvfuse("load", place.base, "/dev/null"), 5, "is not in a kvfuse mount")
+
+
+def test_a_dump_cannot_make_anything_outside(place: Place) -> None:
+    """By a link that it makes before."""
+    place.mount()
+    outside = place.base / "outside"
+    outside.mkdir()
+    named = {"mode": 0o755, "uid": 0, "gid": 0, "mtime": 0}
+    lines = [
+        {"type": "kvfuse-dump", "version": 1, "made": 0, "by": "0.1.0", "source": "test"},
+        {"type": "symlink", "path": "/link", "target": str(outside), **named},
+        {"type": "folder", "path": "/link/folder", **named},
+        {"type": "end", "lines": 3},
+    ]
+    file = place.base / "dump"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert_fails(kvfuse("load", place.point, file), 1, "'/link/folder' of the dump leads out of")
+    assert os.listdir(outside) == []
+    assert os.readlink(place.point / "link") == str(outside)
 
 
 def test_what_cannot_be_made_is_named_and_the_rest_is_made(place: Place) -> None:

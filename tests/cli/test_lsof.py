@@ -36,11 +36,12 @@ def used(*words: str | Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def mounted(place: Place) -> Place:
+def mounted(place: Place) -> Iterator[Place]:
     place.mount()
     (place.point / "folder").mkdir()
     (place.point / "file").write_bytes(b"bytes")
-    return place
+    yield place
+    place.end_sound()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import os
 import pty
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ def until(point: Path, is_there: Callable[[Rows], object]) -> Rows:
 
 
 @pytest.fixture
-def point(place: Place) -> Path:
+def point(place: Place) -> Iterator[Path]:
     place.mount()
     assert kvfuse("namespace", "create", place.point / "files", "--kind", "files").returncode == 0
     assert kvfuse("namespace", "create", place.point / "blocks").returncode == 0
-    return place.point
+    yield place.point
+    place.end_sound()
 
 
 def test_files_are_counted_by_process_and_namespace(point: Path) -> None:

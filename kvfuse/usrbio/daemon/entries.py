@@ -112,7 +112,8 @@ class EntryServer:
         in_thread = self._in_thread.get(entry.op)
         results = in_thread(Batch(entry, np.frombuffer(packed, SQE), taken_at)) if in_thread is not None else None
         if results is not None and (result := int(results[0])) != LEFT:
-            self._profile(entry, result, taken_at)
+            if PROFILE.is_on:
+                self._profile(entry, result, taken_at)
             self._completions.take_lone(entry.user_data, Completion(result))
             self.count += 1
             return True
@@ -134,7 +135,7 @@ class EntryServer:
             calls[0].entry = Entry._make(SQE_STRUCT.unpack(packed))
             self._registered.start(calls)
         else:
-            if answer is not None:
+            if PROFILE.is_on and answer is not None:
                 self._profile(entry, answer.result, taken_at)
             self._completions.take_lone(entry.user_data, answer)
         self.count += 1
@@ -142,8 +143,8 @@ class EntryServer:
         return True
 
     def _profile(self, entry: Entry, result: int, taken_at: float) -> None:
-        """Count an entry without a place, if somebody looks."""
-        if PROFILE.is_on and (profile := self._completions.profile) is not None:
+        """Count an entry without a place."""
+        if (profile := self._completions.profile) is not None:
             profile.note_one(entry.op, entry.handle, entry.length, result, taken_at)
 
     # -- entries that are alike ----------------------------------------------------------------------

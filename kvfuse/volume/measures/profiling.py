@@ -111,8 +111,8 @@ class Profile:
         self.is_on = False
         self.began = 0.0
         self.counter: Counter | None = None
-        self.name_of: Callable[[int], str] = str
-        """the path of the namespace that a place is in; event loop only"""
+        self.name_of: Callable[[int], str | None] = str
+        """the path of the namespace that a place is in; None: it does not count. Event loop only"""
         self._clock = clock
         self._until = 0.0
         self._fresh = Rows()
@@ -200,6 +200,8 @@ class Profile:
 
     def _add(self, thread: int, place: int | str, operation: str, row: Row) -> None:
         namespace = self.name_of(int(place)) if place else ""
+        if namespace is None:
+            return
         self._sums.at(Key(self._owner(thread)[0], namespace, operation)).add(row)
 
     def _owner(self, thread: int) -> tuple[int, str]:

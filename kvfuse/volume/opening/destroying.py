@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import trio
 
-from kvfuse.errors import EngineError, VolumeBusy, VolumeError
+from kvfuse.errors import Corrupt, EngineError, VolumeBusy, VolumeError
 from kvfuse.options.config import Options
 from kvfuse.options.options import BlockOptions
 from kvfuse.remote.records.api import RecordStore
@@ -28,9 +28,11 @@ from kvfuse.slab import layout
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume.opening import engines, formatting
 from kvfuse.volume.opening.formatting import DESTROYED_FILE, LOCK_FILE, RECORD_FILES, SUPERBLOCK_FILE
-from kvfuse.volume.store import schema
+from kvfuse.volume.store import schema, sealed
 from kvfuse.volume.store.member import Member, describe, membership, others_of
 
+CLIENTS_MAX = 1_000_000
+"""records of clients that left slabs"""
 HEADERS_READ = 64
 """headers of segments that are read at once"""
 
@@ -183,8 +185,11 @@ async def _drop_all(records: RecordStore, member: Member, title: str) -> None:
 
 async def _cut_off(options: Options, superblock: Superblock, records: RecordStore, step: Step) -> None:
     """Return when no write can happen any more that a host sent which died: another may use the medium then."""
-    rows = await records.scan(b"k", limit=1_000_000)
-    dead = {row.value for row in rows if row.value != schema.NOBODY_TO_CUT_OFF}
+    try:
+        rows = await sealed.as_formatted(records, superblock).scan(b"k", limit=CLIENTS_MAX)
+        dead = {row.value for row in rows} - {schema.NOBODY_TO_CUT_OFF}
+    except Corrupt:
+        dead = {schema.NOT_CUT_OFF}  # nobody knows who it was
     if not dead or options.has_segment_files:
         return
     async with engines.open_segments(options, superblock=superblock) as segments:
