@@ -23,13 +23,13 @@ from kvfuse.cli.dump_lines import (
     FOLDER_SETTINGS,
     KINDS,
     VERSION,
-    AnyLine,
-    End,
-    File,
-    Folder,
-    Head,
-    Special,
-    Symlink,
+    AnyDumpLine,
+    DumpEnd,
+    DumpHead,
+    FileLine,
+    FolderLine,
+    SpecialLine,
+    SymlinkLine,
     counts_text,
     encode,
     packed_xattrs,
@@ -62,12 +62,12 @@ def dump(source: Path, output: IO[str], folders: bool) -> None:
     with _reached(source) as top, doing(f"reading {source}") as step:
         dumper = _Dumper(top, has_files=not folders)
         count = 0
-        head = Head(version=VERSION, made=int(time.time()), by=__version__, source=str(source))
+        head = DumpHead(version=VERSION, made=int(time.time()), by=__version__, source=str(source))
         for count, line in enumerate(dumper.lines(head), 1):
             output.write(encode(line) + "\n")
             if count % SHOWN_EACH == 0:
                 step(f"reading {source}: {count:,} lines")
-        output.write(encode(End(lines=count)) + "\n")
+        output.write(encode(DumpEnd(lines=count)) + "\n")
         output.flush()
     note(f"dumped {counts_text(dumper.counts)}")
     if dumper.tokens:
@@ -115,7 +115,7 @@ class _Dumper:
         self.counts: Counter[str] = Counter()
         self.tokens = 0
 
-    def lines(self, head: Head) -> Iterator[AnyLine]:
+    def lines(self, head: DumpHead) -> Iterator[AnyDumpLine]:
         yield head
         left = [self._top]
         while left:
@@ -127,27 +127,27 @@ class _Dumper:
             if self._has_files:
                 yield from (self._entry(entry) for entry in entries if not entry.is_dir(follow_symlinks=False))
 
-    def _folder(self, path: Path) -> Folder:
+    def _folder(self, path: Path) -> FolderLine:
         settings = read_settings(path)
         self.counts["folder"] += 1
         if settings is not None:
             self.counts["namespace"] += 1
             self.tokens += settings.get("token") == "set"
-        return Folder(**self._common(path, path.lstat()), namespace=settings)
+        return FolderLine(**self._common(path, path.lstat()), namespace=settings)
 
-    def _entry(self, entry: os.DirEntry[str]) -> AnyLine:
+    def _entry(self, entry: os.DirEntry[str]) -> AnyDumpLine:
         status = entry.stat(follow_symlinks=False)
         common = self._common(Path(entry.path), status)
         if stat.S_ISREG(status.st_mode):
             self.counts["file"] += 1
-            return File(**common, size=status.st_size, link=self._link(status, common["path"]))
+            return FileLine(**common, size=status.st_size, link=self._link(status, common["path"]))
         if stat.S_ISLNK(status.st_mode):
             self.counts["symbolic link"] += 1
-            return Symlink(**common, target=os.readlink(entry.path))
+            return SymlinkLine(**common, target=os.readlink(entry.path))
         self.counts["special file"] += 1
         tests = stat.S_ISFIFO, stat.S_ISSOCK, stat.S_ISCHR, stat.S_ISBLK
         kind = next(kind for kind, test in zip(KINDS, tests, strict=True) if test(status.st_mode))
-        return Special(**common, kind=kind, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
+        return SpecialLine(**common, kind=kind, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
 
     def _link(self, status: os.stat_result, path: str) -> str:
         if status.st_nlink < 2:

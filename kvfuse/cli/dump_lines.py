@@ -19,11 +19,13 @@ from kvfuse.cli import Failure
 VERSION = 1
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"):
+class DumpLine(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"
+):
     """Base of all lines."""
 
 
-class Head(Line, frozen=True, kw_only=True, tag="kvfuse-dump"):
+class DumpHead(DumpLine, frozen=True, kw_only=True, tag="kvfuse-dump"):
     """The first one."""
 
     version: int
@@ -34,7 +36,7 @@ class Head(Line, frozen=True, kw_only=True, tag="kvfuse-dump"):
     source: str
 
 
-class Named(Line, frozen=True, kw_only=True):
+class NamedLine(DumpLine, frozen=True, kw_only=True):
     """Something with a path. Times are in nanoseconds since 1970."""
 
     path: str
@@ -47,12 +49,12 @@ class Named(Line, frozen=True, kw_only=True):
     """extended attributes, base64"""
 
 
-class Folder(Named, frozen=True, kw_only=True, tag="folder"):
+class FolderLine(NamedLine, frozen=True, kw_only=True, tag="folder"):
     namespace: dict[str, str] | None = None
     """settings, where the folder is a namespace; of a token only whether it is "set" """
 
 
-class File(Named, frozen=True, kw_only=True, tag="file"):
+class FileLine(NamedLine, frozen=True, kw_only=True, tag="file"):
     """A file or a block."""
 
     size: int
@@ -61,11 +63,11 @@ class File(Named, frozen=True, kw_only=True, tag="file"):
     """path of a line before it that is the same file"""
 
 
-class Symlink(Named, frozen=True, kw_only=True, tag="symlink"):
+class SymlinkLine(NamedLine, frozen=True, kw_only=True, tag="symlink"):
     target: str
 
 
-class Special(Named, frozen=True, kw_only=True, tag="special"):
+class SpecialLine(NamedLine, frozen=True, kw_only=True, tag="special"):
     """A named pipe, socket or device."""
 
     kind: str
@@ -74,7 +76,7 @@ class Special(Named, frozen=True, kw_only=True, tag="special"):
     minor: int = 0
 
 
-class End(Line, frozen=True, kw_only=True, tag="end"):
+class DumpEnd(DumpLine, frozen=True, kw_only=True, tag="end"):
     lines: int
     """before this one"""
 
@@ -82,42 +84,42 @@ class End(Line, frozen=True, kw_only=True, tag="end"):
 FOLDER_SETTINGS = "user.kvfuse.publish", "user.kvfuse.chunk_size"
 """extended attributes of folders that lists do not show, and that new folders inherit"""
 KINDS = "pipe", "socket", "character device", "block device"
-AnyLine = Head | Folder | File | Symlink | Special | End
+AnyDumpLine = DumpHead | FolderLine | FileLine | SymlinkLine | SpecialLine | DumpEnd
 
 
-def encode(line: AnyLine) -> str:
+def encode(line: AnyDumpLine) -> str:
     """One line of ASCII: lone surrogates of names stay what they are."""
     return json.dumps(msgspec.to_builtins(line))
 
 
-def read_lines(lines: Iterable[bytes]) -> Iterator[Folder | File | Symlink | Special]:
+def read_lines(lines: Iterable[bytes]) -> Iterator[FolderLine | FileLine | SymlinkLine | SpecialLine]:
     """All but the first and the last one. Failure: it is no dump, of a newer version, or a part of one is missing."""
     count = 0
     for count, text in enumerate(lines, 1):
         line = _decoded(text, count)
         if count == 1:
             _check_head(line)
-        elif isinstance(line, End):
+        elif isinstance(line, DumpEnd):
             if line.lines != count - 1:
                 raise Failure(f"line {count}: the dump had {line.lines} lines before this one, here are {count - 1}")
             return
-        elif isinstance(line, Head):
+        elif isinstance(line, DumpHead):
             raise Failure(f"line {count}: a second dump begins: load one at a time")
         else:
             yield line
     raise Failure(f"the dump ends after {count} lines without its last one: a part is missing")
 
 
-def _check_head(line: AnyLine) -> None:
-    if not isinstance(line, Head):
+def _check_head(line: AnyDumpLine) -> None:
+    if not isinstance(line, DumpHead):
         raise Failure("line 1: this is no dump of kvfuse: it does not begin with its version")
     if line.version != VERSION:
         raise Failure(f"the dump is of version {line.version}, this program reads {VERSION}: use kvfuse {line.by}")
 
 
-def _decoded(text: bytes, number: int) -> AnyLine:
+def _decoded(text: bytes, number: int) -> AnyDumpLine:
     try:
-        line: AnyLine = msgspec.convert(json.loads(text), AnyLine)
+        line: AnyDumpLine = msgspec.convert(json.loads(text), AnyDumpLine)
     except (ValueError, msgspec.ValidationError) as error:
         raise Failure(f"line {number}: {error}{_nearest(text)}") from None
     return line
@@ -125,7 +127,10 @@ def _decoded(text: bytes, number: int) -> AnyLine:
 
 def _nearest(text: bytes) -> str:
     """The type that a line with an unknown one may mean."""
-    known = [str(struct.__struct_config__.tag) for struct in (Head, Folder, File, Symlink, Special, End)]
+    known = [
+        str(struct.__struct_config__.tag)
+        for struct in (DumpHead, FolderLine, FileLine, SymlinkLine, SpecialLine, DumpEnd)
+    ]
     try:
         said = str(json.loads(text)["type"])
     except (ValueError, KeyError, TypeError):
@@ -138,7 +143,7 @@ def packed_xattrs(values: Mapping[str, bytes]) -> dict[str, str]:
     return {name: base64.b64encode(value).decode() for name, value in values.items()}
 
 
-def unpacked_xattrs(line: Named) -> dict[str, bytes]:
+def unpacked_xattrs(line: NamedLine) -> dict[str, bytes]:
     """Failure: a value is no base64."""
     try:
         return {name: base64.b64decode(value, validate=True) for name, value in line.xattrs.items()}

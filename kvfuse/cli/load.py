@@ -18,11 +18,11 @@ from kvfuse.cli.console import doing, note, say
 from kvfuse.cli.dump_lines import (
     FOLDER_SETTINGS,
     KINDS,
-    File,
-    Folder,
-    Named,
-    Special,
-    Symlink,
+    FileLine,
+    FolderLine,
+    NamedLine,
+    SpecialLine,
+    SymlinkLine,
     counts_text,
     read_lines,
     unpacked_xattrs,
@@ -79,22 +79,22 @@ class _Loader:
     def __init__(self, top: Path) -> None:
         self._top = top
         self._real_top = Path(os.path.realpath(top))
-        self._times: list[tuple[Path, Folder]] = []
+        self._times: list[tuple[Path, FolderLine]] = []
         """folders that were made: what is made in them changes theirs"""
         self.made: Counter[str] = Counter()
         self.left_out: dict[str, Counter[str]] = {}
         self.failures: list[str] = []
         """in words"""
 
-    def load(self, line: Folder | File | Symlink | Special) -> None:
+    def load(self, line: FolderLine | FileLine | SymlinkLine | SpecialLine) -> None:
         """Failure: its path leads elsewhere. What cannot be made is noted."""
         path = self._place(line.path)
         try:
-            if isinstance(line, Folder):
+            if isinstance(line, FolderLine):
                 self._load_folder(path, line)
-            elif isinstance(line, File):
+            elif isinstance(line, FileLine):
                 self._load_file(path, line)
-            elif isinstance(line, Symlink):
+            elif isinstance(line, SymlinkLine):
                 self._make(path, line, "symbolic link", lambda: os.symlink(line.target, path))
             else:
                 self._load_special(path, line)
@@ -118,7 +118,7 @@ class _Loader:
             raise Failure(f"{path!r} of the dump leads out of {self._top}, by a symbolic link that is there")
         return self._top.joinpath(*names)
 
-    def _load_folder(self, path: Path, line: Folder) -> None:
+    def _load_folder(self, path: Path, line: FolderLine) -> None:
         if path == self._top:
             self._take_over_root(line)
             return
@@ -137,7 +137,7 @@ class _Loader:
         self.made["folder"] += 1
         self._times.append((path, line))
 
-    def _take_over_root(self, line: Folder) -> None:
+    def _take_over_root(self, line: FolderLine) -> None:
         """Settings of the namespace, where it is one here, too."""
         if line.namespace is not None and read_settings(self._top) is not None:
             self._set_namespace(self._top, line.namespace, NOT_LOADED | OF_THE_VOLUME)
@@ -150,7 +150,7 @@ class _Loader:
         words = " ".join(f"{name}={value}" for name, value in settings.items() if name not in left_out)
         change_attribute(path, os.setxattr, NAMESPACE, os.fsencode(words))
 
-    def _load_file(self, path: Path, line: File) -> None:
+    def _load_file(self, path: Path, line: FileLine) -> None:
         if line.link:
             self._leave("as a dump has no bytes", "further name of a file")
         elif line.size:
@@ -158,7 +158,7 @@ class _Loader:
         else:
             self._make(path, line, "empty file", lambda: os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)))
 
-    def _load_special(self, path: Path, line: Special) -> None:
+    def _load_special(self, path: Path, line: SpecialLine) -> None:
         kinds = dict(zip(KINDS, (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK), strict=True))
         if line.kind not in kinds:
             raise Failure(f"{path}: {line.kind!r} is no kind of file; those are {', '.join(KINDS)}")
@@ -168,7 +168,7 @@ class _Loader:
         device = os.makedev(line.major, line.minor)
         self._make(path, line, line.kind, lambda: os.mknod(path, kinds[line.kind] | 0o600, device))
 
-    def _make(self, path: Path, line: Named, what: str, make: Callable[[], None]) -> None:
+    def _make(self, path: Path, line: NamedLine, what: str, make: Callable[[], None]) -> None:
         try:
             make()
         except FileExistsError:
@@ -179,17 +179,17 @@ class _Loader:
             os.utime(path, ns=(line.mtime, line.mtime), follow_symlinks=False)
         self.made[what] += 1
 
-    def _finish(self, path: Path, line: Named) -> None:
+    def _finish(self, path: Path, line: NamedLine) -> None:
         """Owner, attributes, mode: in this order, as each may end what comes before it."""
         try:
             os.chown(path, line.uid, line.gid, follow_symlinks=False)
         except PermissionError:
             self._leave("as only root may give them away", "owner")
         self._set_attributes(path, line)
-        if not isinstance(line, Symlink):
+        if not isinstance(line, SymlinkLine):
             path.chmod(line.mode)
 
-    def _set_attributes(self, path: Path, line: Named) -> None:
+    def _set_attributes(self, path: Path, line: NamedLine) -> None:
         for name, value in unpacked_xattrs(line).items():
             try:
                 os.setxattr(path, name, value, follow_symlinks=False)

@@ -11,7 +11,7 @@ import click
 
 from kvfuse.cli.console import note, print_json, print_table
 from kvfuse.cli.mounts import kvfuse_mount_at, kvfuse_mounts, read_virtual
-from kvfuse.cli.open_files import Process, Use, uses_of
+from kvfuse.cli.open_files import MountUse, ProcessFiles, uses_of
 from kvfuse.errors import MountError
 from kvfuse.mounttable import Mounted
 from kvfuse.sizes import format_size
@@ -54,7 +54,7 @@ def lsof(mountpoint: Path | None, as_json: bool) -> None:
     print_table(["pid", "command", "user", "what", "bytes", "name"], cells)
 
 
-def _ring_uses(mount: Mounted) -> Iterator[Use]:
+def _ring_uses(mount: Mounted) -> Iterator[MountUse]:
     """What clients of rings have, as far as the daemon says; of a hanging or former one nothing."""
     try:
         clients = read_virtual(mount.point, "clients").get("clients") or []
@@ -65,26 +65,26 @@ def _ring_uses(mount: Mounted) -> Iterator[Use]:
         yield from _uses_of_client(client)
 
 
-def _uses_of_client(client: Mapping[str, Any]) -> Iterator[Use]:
-    process = Process(client["pid"])
+def _uses_of_client(client: Mapping[str, Any]) -> Iterator[MountUse]:
+    process = ProcessFiles(client["pid"])
     who = client["pid"], process.command, client["uid"]
     if client["rings"]:
-        yield Use(*who, "rings", _counted(client["rings"], "ring"), client["ring_bytes"])
+        yield MountUse(*who, "rings", _counted(client["rings"], "ring"), client["ring_bytes"])
     if client["iovs"]:
-        yield Use(*who, "memory", _counted(client["iovs"], "piece"), client["iov_bytes"])
+        yield MountUse(*who, "memory", _counted(client["iovs"], "piece"), client["iov_bytes"])
     if client["pins"]:
-        yield Use(*who, "views", _counted(client["pins"], "block"))
+        yield MountUse(*who, "views", _counted(client["pins"], "block"))
     for path in client["namespaces"]:
-        yield Use(*who, "follows" if client["follows"] else "ns", path)
+        yield MountUse(*who, "follows" if client["follows"] else "ns", path)
     for path in client["file_names"]:
-        yield Use(*who, "file", path)
+        yield MountUse(*who, "file", path)
     if (more := client["files"] - len(client["file_names"])) > 0:
-        yield Use(*who, "file", f"and {more:,} more")
+        yield MountUse(*who, "file", f"and {more:,} more")
     if client["follows"] and not client["namespaces"]:
-        yield Use(*who, "follows", "changes of blocks")
+        yield MountUse(*who, "follows", "changes of blocks")
 
 
-def _cells(use: Use, mount: Mounted | None) -> list[Any]:
+def _cells(use: MountUse, mount: Mounted | None) -> list[Any]:
     """``mount``: paths begin below it, so that lines are short."""
     size = format_size(use.size) if use.size is not None else ""
     name = use.name

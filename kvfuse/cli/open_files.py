@@ -19,7 +19,7 @@ MODES = {os.O_RDONLY: "r", os.O_WRONLY: "w", os.O_RDWR: "rw"}
 _MAPPED = re.compile(rb"^[0-9a-f]+-[0-9a-f]+ (....) [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) \d+ +(.*)$", re.MULTILINE)
 
 
-class Use(NamedTuple):
+class MountUse(NamedTuple):
     """Something that a process has."""
 
     pid: int
@@ -33,7 +33,7 @@ class Use(NamedTuple):
     """bytes"""
 
 
-class Process:
+class ProcessFiles:
     """A process in /proc. It may end at any time: what cannot be read is left out."""
 
     def __init__(self, pid: int) -> None:
@@ -54,7 +54,7 @@ class Process:
         except OSError:
             return -1
 
-    def uses_of(self, device: str) -> Iterator[Use]:
+    def uses_of(self, device: str) -> Iterator[MountUse]:
         """Open files, maps and folders of the mount with this device (MAJOR:MINOR)."""
         points = self._points_of(device)
         if not points:
@@ -64,11 +64,11 @@ class Process:
             with suppress(OSError):
                 path = (self._folder / what).readlink()
                 if any(path.is_relative_to(point) for point in points.values()):
-                    yield Use(self.pid, command, uid, what, str(path))
+                    yield MountUse(self.pid, command, uid, what, str(path))
         for descriptor, mode, name in self._descriptors(points):
-            yield Use(self.pid, command, uid, f"fd {descriptor} {mode}", name)
+            yield MountUse(self.pid, command, uid, f"fd {descriptor} {mode}", name)
         for rights, name in sorted(self._maps(device)):
-            yield Use(self.pid, command, uid, f"map {rights}", name)
+            yield MountUse(self.pid, command, uid, f"map {rights}", name)
 
     def _points_of(self, device: str) -> dict[bytes, Path]:
         """Mount's number -> where it is, of mounts with this device that the process sees."""
@@ -108,7 +108,7 @@ def _facts(fdinfo: bytes) -> dict[bytes, bytes]:
     return dict(line.split(b":", 1) for line in fdinfo.splitlines() if b":" in line)
 
 
-def uses_of(mount: Mounted) -> Iterator[Use]:
+def uses_of(mount: Mounted) -> Iterator[MountUse]:
     """Of all processes that this user may look at."""
     for name in sorted(filter(str.isdigit, os.listdir(PROC)), key=int):
-        yield from Process(int(name)).uses_of(mount.device)
+        yield from ProcessFiles(int(name)).uses_of(mount.device)

@@ -27,10 +27,10 @@ COLUMNS = "process", "namespace", "operation", "calls/s", "bytes/s", "p50", "p99
 PROCESS_LENGTH = 13
 ONCE_SECONDS = 5.0
 
-Key = tuple[int, str, str]
+CallKey = tuple[int, str, str]
 
 
-class Rate(NamedTuple):
+class CallRate(NamedTuple):
     """What a process did in a namespace, by one operation, in some seconds."""
 
     pid: int
@@ -87,7 +87,7 @@ def _read(mount: Mounted) -> Mapping[str, Any]:
     return content
 
 
-def _measure(mount: Mounted, seconds: float, interval: float) -> list[Rate]:
+def _measure(mount: Mounted, seconds: float, interval: float) -> list[CallRate]:
     before = _read(mount)
     deadline = time.monotonic() + seconds
     with suppress(KeyboardInterrupt):
@@ -107,9 +107,9 @@ def _watch(mount: Mounted, seconds: float | None, interval: float) -> None:
             before = now
 
 
-def rates_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Rate]:
+def rates_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[CallRate]:
     """Rates of what was called between two looks, the busiest first. After another daemon began: since then."""
-    former: dict[Key, Mapping[str, Any]] = {}
+    former: dict[CallKey, Mapping[str, Any]] = {}
     seconds = now["seconds"] - before["seconds"]
     if seconds > 0:
         former = {_key(row): row for row in before["rows"]}
@@ -120,15 +120,15 @@ def rates_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Rat
     return sorted(rates, key=lambda rate: (-rate.bytes_per_second, -rate.calls_per_second, rate[:4]))
 
 
-def _key(row: Mapping[str, Any]) -> Key:
+def _key(row: Mapping[str, Any]) -> CallKey:
     return row["pid"], row["namespace"], row["operation"]
 
 
-def _rate(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> Rate:
+def _rate(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> CallRate:
     change = {name: now[name] - (before[name] if before else 0) for name in SUMS}
     former = before["times"] if before else [0] * len(now["times"])
     times = [count - old for count, old in zip(now["times"], former, strict=True)]
-    return Rate(
+    return CallRate(
         now["pid"],
         now["command"],
         now["namespace"],
@@ -158,7 +158,7 @@ def quantile(times: Sequence[int], share: float) -> float | None:
 # -- the page --------------------------------------------------------------------------------------------
 
 
-def _page(mount: Mounted, rates: Sequence[Rate], hint: str = "  q ends") -> RenderableType:
+def _page(mount: Mounted, rates: Sequence[CallRate], hint: str = "  q ends") -> RenderableType:
     calls, size = sum(rate.calls_per_second for rate in rates), sum(rate.bytes_per_second for rate in rates)
     head = styled(f"{mount.point}  {calls:,.0f} calls/s  {format_size(int(size))}/s{hint}")
     rows = [list(_cells(rate)) for rate in rates[:SHOWN_ROWS]]
@@ -168,7 +168,7 @@ def _page(mount: Mounted, rates: Sequence[Rate], hint: str = "  q ends") -> Rend
     return page_of([head, make_table(COLUMNS, rows, left=COLUMNS[:3]), *more])
 
 
-def _cells(rate: Rate) -> Iterator[str]:
+def _cells(rate: CallRate) -> Iterator[str]:
     yield f"{rate.pid or '-'} {rate.command or '(ended)'}"[:PROCESS_LENGTH]
     yield rate.namespace or "-"
     yield rate.operation

@@ -10,7 +10,7 @@ AHEAD_SECONDS = 0.1
 """of bytes that may come at once"""
 
 
-class Pace:
+class RatePace:
     """``rate``: bytes a second; 0: any number."""
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfuse.cli.rate_pace import Pace
+from kvfuse.cli.rate_pace import RatePace
 from kvfuse.usrbio.client import BlockStore, Client, connect
 
 BATCH_KEYS = 32
@@ -37,7 +37,7 @@ DEADLINE_SECONDS = 60.0
 """for a batch from segments that may be far away: past it its blocks count as misses"""
 
 
-class Batch(NamedTuple):
+class WarmBatch(NamedTuple):
     """Names of one folder, which are its blocks' keys."""
 
     folder: Path
@@ -72,7 +72,7 @@ class Tally:
             self.misses += len(sizes) - len(found)
             self.size += sum(found)
 
-    def fail(self, batch: Batch, error: OSError) -> None:
+    def fail(self, batch: WarmBatch, error: OSError) -> None:
         what = os.fsdecode(batch.names[0]) if len(batch.names) == 1 else f"{len(batch.names)} names"
         with self.lock:
             self.failed += len(batch.names)
@@ -80,13 +80,13 @@ class Tally:
                 self.failures.append(f"{batch.folder}: {what}: {error.strerror or error}")
 
 
-def batches_of_keys(folder: Path, keys: Sequence[bytes], keys_max: int = BATCH_KEYS) -> Iterator[Batch]:
+def batches_of_keys(folder: Path, keys: Sequence[bytes], keys_max: int = BATCH_KEYS) -> Iterator[WarmBatch]:
     """Of blocks of ``folder``, up to ``keys_max`` in each."""
     for start in range(0, len(keys), keys_max):
-        yield Batch(folder, keys[start : start + keys_max])
+        yield WarmBatch(folder, keys[start : start + keys_max])
 
 
-def batches_of_paths(paths: Sequence[Path], keys_max: int = BATCH_KEYS) -> Iterator[Batch]:
+def batches_of_paths(paths: Sequence[Path], keys_max: int = BATCH_KEYS) -> Iterator[WarmBatch]:
     """Of files, and of all files below folders. Links are not followed. OSError where a path is not there."""
     for path in paths:
         mode = path.lstat().st_mode
@@ -96,7 +96,7 @@ def batches_of_paths(paths: Sequence[Path], keys_max: int = BATCH_KEYS) -> Itera
             yield from _batches_of(path.parent, [(os.fsencode(path.name), path.lstat().st_size)], keys_max)
 
 
-def _batches_below(top: Path, keys_max: int) -> Iterator[Batch]:
+def _batches_below(top: Path, keys_max: int) -> Iterator[WarmBatch]:
     folders = [top]
     while folders:
         folder, files = folders.pop(), []
@@ -109,36 +109,36 @@ def _batches_below(top: Path, keys_max: int) -> Iterator[Batch]:
         yield from _batches_of(folder, files, keys_max)
 
 
-def _batches_of(folder: Path, files: Sequence[tuple[bytes, int]], keys_max: int) -> Iterator[Batch]:
+def _batches_of(folder: Path, files: Sequence[tuple[bytes, int]], keys_max: int) -> Iterator[WarmBatch]:
     names: list[bytes] = []
     size = 0
     for name, length in files:
         if length > LARGE:
-            yield Batch(folder, [name], is_large=True)
+            yield WarmBatch(folder, [name], is_large=True)
             continue
         if names and (len(names) == keys_max or size + length > BATCH_BYTES):
-            yield Batch(folder, names)
+            yield WarmBatch(folder, names)
             names, size = [], 0
         names.append(name)
         size += length
     if names:
-        yield Batch(folder, names)
+        yield WarmBatch(folder, names)
 
 
 class Warmer:
     """Threads that read what they get, at one pace. ``mount``: its mount point."""
 
-    def __init__(self, mount: Path, pace: Pace, thread_count: int) -> None:
+    def __init__(self, mount: Path, pace: RatePace, thread_count: int) -> None:
         self.tally = Tally()
         self._pace = pace
         self._stopping = threading.Event()
-        self._waiting: queue.Queue[Batch | None] = queue.Queue(WAITING_MAX)
+        self._waiting: queue.Queue[WarmBatch | None] = queue.Queue(WAITING_MAX)
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(thread_count)]
         self._stores: dict[Path, BlockStore] = {}
         self._stores_lock = threading.Lock()
         self._client = _connected(mount)
 
-    def warm(self, batches: Iterator[Batch], expected: int | None, show: Callable[[Tally], None]) -> Tally:
+    def warm(self, batches: Iterator[WarmBatch], expected: int | None, show: Callable[[Tally], None]) -> Tally:
         """Read all batches; ``show`` is called now and then. KeyboardInterrupt ends it after the batches in hand."""
         begun, tally = time.monotonic(), self.tally
         tally.expected = expected
@@ -159,7 +159,7 @@ class Warmer:
         self._close()
         return tally
 
-    def _feed(self, batches: Iterator[Batch]) -> None:
+    def _feed(self, batches: Iterator[WarmBatch]) -> None:
         """The lister's thread. It ends as the last one that adds to what is asked for."""
         try:
             for batch in batches:
@@ -169,12 +169,12 @@ class Warmer:
                     return
             self.tally.expected = self.tally.asked
         except OSError as error:
-            self.tally.fail(Batch(Path(error.filename or ""), [b""]), error)
+            self.tally.fail(WarmBatch(Path(error.filename or ""), [b""]), error)
         finally:
             for _ in self._threads:
                 self._hand_over(None)
 
-    def _hand_over(self, batch: Batch | None) -> bool:
+    def _hand_over(self, batch: WarmBatch | None) -> bool:
         while not self._stopping.is_set():
             with suppress(queue.Full):
                 self._waiting.put(batch, timeout=LOOK_SECONDS)
@@ -201,7 +201,7 @@ class Warmer:
 
     # -- one batch ---------------------------------------------------------------------------------------
 
-    def _read(self, batch: Batch) -> list[int | None]:
+    def _read(self, batch: WarmBatch) -> list[int | None]:
         """The size of each block, None where there is none. OSError."""
         if self._goes_through(batch):
             return [self._read_through(batch.folder / os.fsdecode(name)) for name in batch.names]
@@ -214,7 +214,7 @@ class Warmer:
                 found.release()
         return sizes
 
-    def _goes_through(self, batch: Batch) -> bool:
+    def _goes_through(self, batch: WarmBatch) -> bool:
         """It is read through the mount, a piece at a time."""
         return batch.is_large or self._client is None
 

@@ -15,7 +15,7 @@ from kvfuse.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvfuse.cli.warming import Batch, Tally
+    from kvfuse.cli.warming import Tally, WarmBatch
 
 INTERRUPTED = 130
 """exit status, as of what a shell runs"""
@@ -53,13 +53,13 @@ def warmup(
       kvfuse warmup /mnt/kv/llama/system-prompt /mnt/kv/weights.bin --parallel 8
       kvfuse warmup /mnt/kv/llama --keys hot-keys.txt
     """
-    from kvfuse.cli.rate_pace import Pace
+    from kvfuse.cli.rate_pace import RatePace
     from kvfuse.cli.warming import BATCH_KEYS, PACED_KEYS, Warmer
 
     points = {mount_of(path).point for path in paths}
     if len(points) > 1:
         raise click.UsageError(f"PATHS are in several mounts: {', '.join(sorted(map(str, points)))}")
-    pace = Pace(_bytes_a_second(rate))
+    pace = RatePace(_bytes_a_second(rate))
     batches, expected = _work(paths, keys, PACED_KEYS if rate else BATCH_KEYS)
     warmer = Warmer(points.pop(), pace, parallel)
     with bars(transient=True) as shown:
@@ -71,7 +71,7 @@ def warmup(
     ctx.exit(1 if tally.failed else 0)
 
 
-def _work(paths: tuple[Path, ...], keys: IO[bytes] | None, keys_max: int) -> tuple[Iterator[Batch], int | None]:
+def _work(paths: tuple[Path, ...], keys: IO[bytes] | None, keys_max: int) -> tuple[Iterator[WarmBatch], int | None]:
     """(batches, how many blocks there are in them, if that is known)"""
     from kvfuse.cli.warming import batches_of_keys, batches_of_paths
 

@@ -39,7 +39,7 @@ from kvfuse.mounttable import all_mounts, top_mount
 from kvfuse.native import fusewire
 from kvfuse.options.options import MountOptions, Options
 from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
-from kvfuse.volume.measures.profiling import PROFILE, Counter
+from kvfuse.volume.measures.profiling import PROFILE, RequestCounter
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
@@ -107,7 +107,7 @@ async def serve_mount(
                     words = build_kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options, handover)
                     fusewire.configure(is_shared=options.is_shared)
-                    PROFILE.counter = Counter(fusewire.profile_requests, fusewire.take_profile)
+                    PROFILE.counter = RequestCounter(fusewire.profile_requests, fusewire.take_profile)
                     kernel = FuseKernelCache(volume.is_known_to_kernel, operations.names, operations.absences)
                     volume.connect_kernel(kernel)
                     leaving = leaving or Leaving()

@@ -17,7 +17,7 @@ from cli_lab import Place, assert_fails, kvfuse
 from mounting import KVFUSE, KvfuseMount, shared_conf, wait_until
 from places import ROOT
 
-from kvfuse.cli.rate_pace import AHEAD_SECONDS, Pace
+from kvfuse.cli.rate_pace import AHEAD_SECONDS, RatePace
 from kvfuse.cli.warming import PIECE, batches_of_paths
 from kvfuse.usrbio.client import BlockStore
 from kvfuse_cluster.etcd import EtcdServers
@@ -150,14 +150,14 @@ def test_ctrl_c_ends_it_with_a_summary(cold: Place) -> None:
 
 def test_a_pace_is_kept_by_all_who_share_it() -> None:
     now = 0.0
-    pace = Pace(100 * MIB, lambda: now)
+    pace = RatePace(100 * MIB, lambda: now)
     assert pace.take(0) == 0
     waits = [pace.take(10 * MIB) for _ in range(10)]
     assert waits == pytest.approx([0.1 * number - AHEAD_SECONDS for number in range(1, 11)], abs=AHEAD_SECONDS + 1e-9)
     now = 100.0
     assert pace.take(10 * MIB) == pytest.approx(0.0)
     assert pace.take(10 * MIB) == pytest.approx(0.1)
-    assert Pace(0).take(1 << 40) == 0
+    assert RatePace(0).take(1 << 40) == 0
 
 
 def test_batches_have_few_names_and_bytes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ OF_BYTES = frozenset({int(Op.READ), int(Op.WRITE), int(Op.GET)})
 Column = npt.NDArray[np.int64]
 
 
-class Named(Protocol):
+class HandleTables(Protocol):
     """What a client has registered, by handle."""
 
     files: Any
@@ -31,7 +31,7 @@ class Named(Protocol):
 class RingProfile:
     """Of one ring of process ``pid``."""
 
-    def __init__(self, pid: int, registered: Named) -> None:
+    def __init__(self, pid: int, registered: HandleTables) -> None:
         self._pid = pid
         self._registered = registered
 

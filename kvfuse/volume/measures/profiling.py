@@ -52,7 +52,7 @@ REST = "others"
 """operation of what found no row of its own"""
 
 
-class Key(NamedTuple):
+class CallKey(NamedTuple):
     """Of a row. ``where``: place or namespace."""
 
     pid: int
@@ -61,7 +61,7 @@ class Key(NamedTuple):
 
 
 @dataclass(slots=True)
-class Row:
+class CallSums:
     """Sums of calls."""
 
     calls: int = 0
@@ -73,7 +73,7 @@ class Row:
     times: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     """calls by class"""
 
-    def add(self, other: Row) -> None:
+    def add(self, other: CallSums) -> None:
         self.calls += other.calls
         self.misses += other.misses
         self.failed += other.failed
@@ -82,20 +82,20 @@ class Row:
         self.times += other.times
 
 
-class Rows(dict[Key, Row]):
+class SumsByKey(dict[CallKey, CallSums]):
     """Up to `ROWS_MAX`, and one with the rest."""
 
-    def at(self, key: Key) -> Row:
+    def at(self, key: CallKey) -> CallSums:
         """The row of a key, or of the rest."""
         row = self.get(key)
         if row is None:
-            key = key if len(self) < ROWS_MAX else Key(0, type(key.where)(), REST)
-            row = self.setdefault(key, Row())
+            key = key if len(self) < ROWS_MAX else CallKey(0, type(key.where)(), REST)
+            row = self.setdefault(key, CallSums())
         return row
 
 
 @dataclass(frozen=True)
-class Counter:
+class RequestCounter:
     """Counts calls elsewhere. Event loop only."""
 
     turn: Callable[[bool], None]
@@ -105,19 +105,19 @@ class Counter:
 
 
 class Profile:
-    """Rows since it was begun. ``clock``: monotonic seconds."""
+    """Sums of calls since it was begun. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_on = False
         self.began = 0.0
-        self.counter: Counter | None = None
+        self.counter: RequestCounter | None = None
         self.name_of: Callable[[int], str | None] = str
         """the path of the namespace that a place is in; None: it does not count. Event loop only"""
         self._clock = clock
         self._until = 0.0
-        self._fresh = Rows()
+        self._fresh = SumsByKey()
         """by place, since the last gathering"""
-        self._sums = Rows()
+        self._sums = SumsByKey()
         """by namespace"""
         self._owners: dict[int, tuple[int, str]] = {}
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class Profile:
         times = None if seconds is None else np.bincount(_classes(seconds * 1e9), minlength=CLASSES)
         with self._lock:
             if self.is_on:
-                row = self._fresh.at(Key(pid, place, operation))
+                row = self._fresh.at(CallKey(pid, place, operation))
                 row.calls += calls
                 row.misses += misses
                 row.failed += failed
@@ -177,7 +177,7 @@ class Profile:
         number = min(2 * top + (nanoseconds >> top - 1 & 1), CLASSES - 1)
         with self._lock:
             if self.is_on:
-                row = self._fresh.at(Key(pid, place, operation))
+                row = self._fresh.at(CallKey(pid, place, operation))
                 row.calls += 1
                 row.misses += misses
                 row.failed += failed
@@ -188,21 +188,21 @@ class Profile:
     def _gather(self) -> None:
         """Add what was counted to the sums. Processes are looked at while they most likely still run."""
         with self._lock:
-            fresh, self._fresh = self._fresh, Rows()
+            fresh, self._fresh = self._fresh, SumsByKey()
         for key, row in fresh.items():
             self._add(key.pid, key.where, key.operation, row)
         for one in np.frombuffer(self.counter.take(), COUNTED) if self.counter is not None else ():
             number = int(one["op"])
             operation = REQUESTS.get(number, f"request {number}") if number else REST
-            row = Row(int(one["calls"]), 0, int(one["failed"]), int(one["bytes"]), int(one["ns"]) / 1e9)
+            row = CallSums(int(one["calls"]), 0, int(one["failed"]), int(one["bytes"]), int(one["ns"]) / 1e9)
             row.times += one["times"]
             self._add(int(one["pid"]), int(one["place"]), operation, row)
 
-    def _add(self, thread: int, place: int | str, operation: str, row: Row) -> None:
+    def _add(self, thread: int, place: int | str, operation: str, row: CallSums) -> None:
         namespace = self.name_of(int(place)) if place else ""
         if namespace is None:
             return
-        self._sums.at(Key(self._owner(thread)[0], namespace, operation)).add(row)
+        self._sums.at(CallKey(self._owner(thread)[0], namespace, operation)).add(row)
 
     def _owner(self, thread: int) -> tuple[int, str]:
         """(process, command) of a thread, as the kernel's requests have it; of one that has ended, itself."""
@@ -228,7 +228,7 @@ class Profile:
             "rows": [self._shown(key, row) for key, row in self._sums.items()],
         }
 
-    def _shown(self, key: Key, row: Row) -> dict[str, Any]:
+    def _shown(self, key: CallKey, row: CallSums) -> dict[str, Any]:
         sums = {name: getattr(row, name) for name in ("calls", "misses", "failed", "bytes", "seconds")}
         command = self._owner(key.pid)[1]
         names = {"pid": key.pid, "command": command, "namespace": key.where, "operation": key.operation}

@@ -17,8 +17,8 @@ from kvfuse.volume.measures.profiling import (
     COUNTED,
     HOLD_SECONDS,
     ROWS_MAX,
-    Counter,
     Profile,
+    RequestCounter,
     class_bounds,
 )
 
@@ -43,7 +43,7 @@ def counted() -> Counted:
 @pytest.fixture
 async def profile(counted: Counted, autojump_clock: trio.testing.MockClock) -> AsyncIterator[Profile]:
     made = Profile(trio.current_time)
-    made.counter = Counter(counted.turns.append, counted.take)
+    made.counter = RequestCounter(counted.turns.append, counted.take)
     made.name_of = lambda place: f"/{place // 1000}"
     yield made
     made.end()
