@@ -73,12 +73,15 @@ class CallSums:
     times: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(CLASSES, np.int64))
     """calls by class"""
 
+    def count(self, calls: int, misses: int, failed: int, size: int, seconds: float) -> None:
+        self.calls += calls
+        self.misses += misses
+        self.failed += failed
+        self.bytes += size
+        self.seconds += seconds
+
     def add(self, other: CallSums) -> None:
-        self.calls += other.calls
-        self.misses += other.misses
-        self.failed += other.failed
-        self.bytes += other.bytes
-        self.seconds += other.seconds
+        self.count(other.calls, other.misses, other.failed, other.bytes, other.seconds)
         self.times += other.times
 
 
@@ -160,13 +163,8 @@ class Profile:
         with self._lock:
             if self.is_on:
                 row = self._fresh.at(CallKey(pid, place, operation))
-                row.calls += calls
-                row.misses += misses
-                row.failed += failed
-                row.bytes += size
-                if times is not None and seconds is not None:
-                    row.seconds += float(seconds.sum())
-                    row.times += times
+                row.count(calls, misses, failed, size, float(seconds.sum()) if seconds is not None else 0.0)
+                row.times += 0 if times is None else times
 
     def note_one(
         self, pid: int, place: int, operation: str, seconds: float, *, misses: int = 0, failed: int = 0, size: int = 0
@@ -178,11 +176,7 @@ class Profile:
         with self._lock:
             if self.is_on:
                 row = self._fresh.at(CallKey(pid, place, operation))
-                row.calls += 1
-                row.misses += misses
-                row.failed += failed
-                row.bytes += size
-                row.seconds += seconds
+                row.count(1, misses, failed, size, seconds)
                 row.times[number] += 1
 
     def _gather(self) -> None:
