@@ -76,6 +76,11 @@ def confirm(question: str) -> None:
     click.confirm(printable(question), abort=True)
 
 
+def ask(question: str) -> str:
+    """What somebody at the terminal types. click.Abort."""
+    return str(click.prompt(printable(question), prompt_suffix=": "))
+
+
 def take_any_character() -> None:
     """From here on, what stdout and stderr have no bytes for is escaped there: a name must not end a command."""
     for stream in (sys.stdout, sys.stderr):

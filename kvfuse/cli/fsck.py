@@ -51,7 +51,7 @@ def fsck(ctx: click.Context, source: Path, verify: bool, repair: bool, rebuild: 
 def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
     from kvfuse.volume.check.volume_check import fsck as check
 
-    with _progress() as progress:
+    with check_progress() as progress:
         report = trio.run(functools.partial(check, options, repair=repair, verify=verify, progress=progress))
     if as_json:
         problems = [problem.text for problem in report.problems]
@@ -82,7 +82,7 @@ def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
 def _rebuild(options: Options, as_json: bool) -> int:
     from kvfuse.volume.check.rebuild import rebuild
 
-    with _progress() as progress:
+    with check_progress() as progress:
         report = trio.run(functools.partial(rebuild, options, progress=progress))
     if as_json:
         print_json(vars(report))
@@ -105,7 +105,7 @@ def _rebuild(options: Options, as_json: bool) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def check_progress() -> Iterator[Progress]:
     """Progress bars on stderr, where that is a terminal."""
     with bars(counts=True, transient=True) as progress:
         yield lambda what, done, total: progress.show(what, done, total or None)

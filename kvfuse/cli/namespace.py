@@ -168,7 +168,7 @@ def delete(path: Path) -> None:
     """
     mount_of(path)
     _settings_of(path)
-    _change(path, os.removexattr, NAMESPACE)
+    change_attribute(path, os.removexattr, NAMESPACE)
 
 
 @namespace.command(short_help="Empty a cache, at once.")
@@ -186,7 +186,7 @@ def clear(path: Path) -> None:
     """
     mount_of(path)
     _settings_of(path)
-    _change(path, os.setxattr, CLEAR, b"now")
+    change_attribute(path, os.setxattr, CLEAR, b"now")
 
 
 @namespace.command(short_help="Settings, and what they mean.")
@@ -347,7 +347,7 @@ def read_settings(path: Path) -> dict[str, str] | None:
 
 def write_settings(path: Path, settings: Mapping[str, str | None]) -> None:
     """Set settings of a namespace; an empty folder becomes one. Failure says why the daemon refuses. MountError."""
-    _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
+    change_attribute(path, os.setxattr, NAMESPACE, _words(settings.items()))
 
 
 def _settings_of(path: Path) -> dict[str, str]:
@@ -390,7 +390,7 @@ def _words(settings: Iterable[tuple[str, str | None]]) -> bytes:
     return os.fsencode(" ".join(words))
 
 
-def _change(path: Path, change: Callable[..., None], *arguments: Any) -> None:
+def change_attribute(path: Path, change: Callable[..., None], *arguments: Any) -> None:
     """Change an attribute. Failure with the daemon's own words where it refuses."""
     try:
         _ask(change, path, *arguments)

@@ -39,6 +39,7 @@ from kvfuse.mounttable import all_mounts, top_mount
 from kvfuse.native import fusewire
 from kvfuse.options.options import MountOptions, Options
 from kvfuse.volume.blocks.kernel_answers import NOT_KEPT, KeptRows
+from kvfuse.volume.measures.profiling import PROFILE, RequestCounter
 from kvfuse.volume.running import open_volume
 from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.volume import Volume
@@ -53,6 +54,8 @@ PUBLIC_SECTIONS = "volume", "publish", "mount", "cache", "usrbio"
 """tables of mount.conf whose values concern users of the mount"""
 PUBLIC_STATS = "pid", "degraded", "space", "volume", "uptime", "metadata", "capacity", "slab_size"
 """statistics for every user: those of `df` among them"""
+LISTINGS = "clients", "profile"
+"""of `Volume.listings`: files of MNT/.kvfuse"""
 MS_REMOUNT = 32
 """flag of mount(2)"""
 ALLOWING = frozenset({"allow_other", "allow_root"})
@@ -106,6 +109,7 @@ async def serve_mount(
                     words = build_kernel_options(options.mount, source or Path(options.title))
                     operations = make_operations(volume, options, handover)
                     fusewire.configure(is_shared=options.is_shared)
+                    PROFILE.counter = RequestCounter(fusewire.profile_requests, fusewire.take_profile)
                     kernel = FuseKernelCache(volume.is_known_to_kernel, operations.names, operations.absences)
                     volume.connect_kernel(kernel)
                     leaving = leaving or Leaving()
@@ -192,8 +196,17 @@ def make_operations(volume: Volume, options: Options, handover: KeptHandover | N
             shown = {section: shown[section] for section in PUBLIC_SECTIONS}
         return _encode_json(shown)
 
+    def make_list(name: str, reader: Viewer) -> bytes:
+        listing = volume.listings.get(name)
+        return _encode_json({name: listing(None if reader.sees_all else reader.uid) if listing is not None else None})
+
     version = kvfuse.__version__.encode() + b"\n"
-    files = VirtualFolder({b"stats": make_stats, b"config": make_config, b"version": lambda _: version})
+    texts: dict[bytes, Callable[[Viewer], bytes]] = {
+        b"stats": make_stats,
+        b"config": make_config,
+        b"version": lambda _: version,
+    }
+    files = VirtualFolder(texts | {name.encode(): functools.partial(make_list, name) for name in LISTINGS})
     operations = KvfuseOperations(
         volume,
         files,

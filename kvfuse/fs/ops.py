@@ -37,6 +37,7 @@ from kvfuse.fs.kernel import LISTING_SECONDS, CachedNames
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Viewer, VirtualFolder, is_virtual, is_virtual_handle
 from kvfuse.native import fusewire
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
+from kvfuse.volume.measures.profiling import PROFILE
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +86,11 @@ def answer_request(handler: Handler[P, R]) -> Handler[P, R]:
     async def answer(self: KvfuseOperations, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self.requests[kind] += 1
         self.under_way_count += 1
+        profiled, has_failed = fusewire.begin_profiled() if PROFILE.is_on else None, False
         try:
             return await handler(self, *args, **kwargs)
         except Exception as error:
+            has_failed = True
             number = errno_of(error)
             if number is None:
                 self.unexpected_error_count += 1
@@ -96,6 +99,8 @@ def answer_request(handler: Handler[P, R]) -> Handler[P, R]:
             raise FUSEError(number) from None
         finally:
             self.under_way_count -= 1
+            if profiled is not None:
+                fusewire.end_profiled(profiled, has_failed)
             if (seal := self._volume.seal) is not None:
                 seal()
 

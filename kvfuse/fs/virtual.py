@@ -24,6 +24,8 @@ FOLDER_NAME = VIRTUAL_NAME
 SOCKET_NAME = b"control.sock"
 FOLDER_INODE = ROOT_INODE + 1
 FIRST_FILE_INODE = FOLDER_INODE + 1
+SOCKET_INODE = FIRST_FILE_INODE + 3
+"""the same in all versions: a socket that was bound under another number would refuse everybody after an upgrade"""
 HANDLE = 1 << 61
 """mark of handles of virtual files: a volume's handles are always smaller"""
 _SEES_ALL = 1 << 58
@@ -83,7 +85,8 @@ class VirtualFolder:
     """
 
     def __init__(self, texts: Mapping[bytes, Callable[[Viewer], bytes]]) -> None:
-        self._inodes = {name: ino for ino, name in enumerate(texts, FIRST_FILE_INODE)}
+        numbers = (ino for ino in itertools.count(FIRST_FILE_INODE) if ino != SOCKET_INODE)
+        self._inodes = dict(zip(texts, numbers, strict=False))
         self._texts = {self._inodes[name]: text for name, text in texts.items()}
         self._contents: dict[int, bytes] = {}
         self._count = itertools.count()
@@ -112,7 +115,8 @@ class VirtualFolder:
 
     def list_files(self, after: int) -> list[DirEntry]:
         """List the files after the cookie ``after``; an inode number, always above 2, serves as the cookie."""
-        return [DirEntry(name, ino, self._attributes[ino]) for name, ino in self._inodes.items() if ino > after]
+        found = sorted((ino, name) for name, ino in self._inodes.items() if ino > after)
+        return [DirEntry(name, ino, self._attributes[ino]) for ino, name in found]
 
     def guard_name(self, parent: int, name: bytes) -> None:
         """NotPermitted for making, removing or replacing a virtual name."""
@@ -132,9 +136,9 @@ class VirtualFolder:
     def add_socket(self) -> VirtualAttributes:
         """Add the name of the control socket: its binder makes it now, or did so in a former daemon."""
         now = time.time_ns()
-        ino = FIRST_FILE_INODE + len(self._texts)
-        self._inodes[SOCKET_NAME] = ino
-        return self._attributes.setdefault(ino, VirtualAttributes(ino, stat.S_IFSOCK | 0o666, 1, now, now, now))
+        self._inodes[SOCKET_NAME] = SOCKET_INODE
+        made = VirtualAttributes(SOCKET_INODE, stat.S_IFSOCK | 0o666, 1, now, now, now)
+        return self._attributes.setdefault(SOCKET_INODE, made)
 
     def open(self, ino: int, flags: int, reader: Viewer) -> int:
         """Generate the content now, and return a handle of it. PermissionDenied for writing."""

@@ -36,6 +36,8 @@ pages of an answer are populated before the kernel copies it: a daemon that is k
 #include <time.h>
 #include <unistd.h>
 
+#include "requestprofile.h"
+
 #define CAPABILITY "security.capability"
 #define SEEK "kvfuse.seek" /* the name under which pyfuse3 gets LSEEK */
 #define MARK_SHIFT 62 /* the bits of a handle that `fusewire.py` marks */
@@ -71,6 +73,10 @@ static struct {
 } wire;
 
 static uint64_t unique, nodeid; /* of the request that is being handled */
+static struct {
+    uint64_t pid, op, size;
+    int64_t began; /* when it was read; 0: nobody looks */
+} handled; /* the same request, for `requestprofile.h` */
 static int is_from_the_cache; /* it writes back pages, by whichever handle */
 static struct fuse_lseek_in seek; /* it asks where data or a hole begins; whence 0: it asks for something else */
 
@@ -96,6 +102,7 @@ typedef struct room {
     char *bytes;
     size_t size;
     int length; /* of the request; or an error */
+    int64_t read_at; /* 0: nobody looks */
     struct room *next;
 } Room;
 
@@ -324,11 +331,14 @@ static void *read_requests(void *none)
         length = read_next(room, now_ns() - answered_at < SPIN_GAP_NS);
         if (length <= 0)
             break;
+        room->read_at = profile_begin();
         int is_shown = is_asked_most(room), others_go_on = is_shown && lets_others_go_on(room, length);
         if (others_go_on)
             pthread_mutex_unlock(&readers.turn);
-        if (is_shown && answer_here(room, (size_t)length))
+        if (is_shown && answer_here(room, (size_t)length)) {
+            profile_request(room->bytes, (size_t)length, room->read_at);
             answered_at = now_ns();
+        }
         else /* before it waits for its turn: who has that may wait for a request that comes after the answer to this one */
             queue_room(room, length), room = NULL;
         if (others_go_on)
@@ -552,6 +562,12 @@ static int receive_soon(struct fuse_session *se)
     return size;
 }
 
+/* When the request in `request_room` was read; 0: nobody looks. */
+static int64_t read_when(void)
+{
+    return readers.present && request_room.is_lent ? readers.present->read_at : profile_begin();
+}
+
 __attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
     if (!make_room())
@@ -564,9 +580,12 @@ __attribute__((visibility("default"))) int fuse_session_receive_buf(struct fuse_
         init.is_due = 0;
     } else
         size = readers.queued >= 0 ? receive_queued(se) : receive(se);
+    handled.began = read_when();
     while (size > 0 && is_answered(session_fd(se), request_room.bytes, (size_t)size)) {
+        profile_request(request_room.bytes, (size_t)size, handled.began);
         began = began ? began : now_ns();
         size = now_ns() - began < TURN_NS ? receive_soon(se) : -EAGAIN;
+        handled.began = read_when();
     }
     if (size == -EAGAIN)
         return -EINTR; /* pyfuse3 waits for the next one */
@@ -652,6 +671,7 @@ __attribute__((visibility("default"))) void fuse_session_process_buf(struct fuse
     const struct fuse_in_header *in = header_of(buf->size);
     seek.whence = 0;
     unique = in ? in->unique : 0, nodeid = in ? in->nodeid : 0;
+    handled.pid = in ? in->pid : 0, handled.op = in ? in->opcode : 0, handled.size = in ? profile_size(in, buf->size) : 0;
     is_from_the_cache = in && in->opcode == FUSE_WRITE && buf->size >= sizeof(*in) + sizeof(struct fuse_write_in)
         && ((const struct fuse_write_in *)(in + 1))->write_flags & FUSE_WRITE_CACHE;
     if (in && in->opcode == FUSE_INIT && buf->size >= sizeof(*in) + sizeof(struct fuse_init_in)
@@ -920,6 +940,45 @@ static PyObject *request(PyObject *self, PyObject *none)
 
 static PyObject *node(PyObject *self, PyObject *none) { return PyLong_FromUnsignedLongLong(nodeid); }
 
+static PyObject *begin_profiled(PyObject *self, PyObject *none)
+{
+    return Py_BuildValue("KKKKL", handled.pid, handled.op, nodeid, handled.size, (long long)handled.began);
+}
+
+static PyObject *end_profiled(PyObject *self, PyObject *args)
+{
+    unsigned long long pid, op, inode, size;
+    long long began;
+    int has_failed;
+    if (!PyArg_ParseTuple(args, "(KKKKL)p", &pid, &op, &inode, &size, &began, &has_failed))
+        return NULL;
+    if (began)
+        profile_note(pid, op, inode, size, began, has_failed);
+    Py_RETURN_NONE;
+}
+
+static PyObject *profile_requests(PyObject *self, PyObject *on)
+{
+    int is_on = PyObject_IsTrue(on);
+    if (is_on < 0)
+        return NULL;
+    return profile_turn(is_on) ? Py_NewRef(Py_None) : PyErr_NoMemory();
+}
+
+static PyObject *take_profile(PyObject *self, PyObject *none)
+{
+    ProfileRow *rows = malloc(PROFILE_ROWS * sizeof *rows);
+    if (!rows)
+        return PyErr_NoMemory();
+    size_t count;
+    Py_BEGIN_ALLOW_THREADS
+    count = profile_take(rows);
+    Py_END_ALLOW_THREADS
+    PyObject *taken = PyBytes_FromStringAndSize((const char *)rows, (Py_ssize_t)(count * sizeof *rows));
+    free(rows);
+    return taken;
+}
+
 static PyObject *writes_back(PyObject *self, PyObject *none)
 {
     return PyBool_FromLong(is_from_the_cache);
@@ -933,6 +992,10 @@ static PyObject *sought(PyObject *self, PyObject *none)
 }
 
 static PyMethodDef methods[] = {
+    {"begin_profiled", begin_profiled, METH_NOARGS, "See fusewire.py."},
+    {"end_profiled", end_profiled, METH_VARARGS, "See fusewire.py."},
+    {"profile_requests", profile_requests, METH_O, "See fusewire.py."},
+    {"take_profile", take_profile, METH_NOARGS, "See fusewire.py."},
     {"sought", sought, METH_NOARGS, "See fusewire.py."},
     {"writes_back", (PyCFunction)writes_back, METH_NOARGS, "See fusewire.py."},
     {"request", (PyCFunction)request, METH_NOARGS, "See fusewire.py."},

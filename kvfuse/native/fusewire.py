@@ -226,6 +226,32 @@ def sought() -> tuple[int, bool] | None:
     return _wire.sought() if _wire is not None else None
 
 
+Profiled = tuple[int, int, int, int, int]
+"""thread that asks, opcode, inode, bytes, when it was read in nanoseconds (0: nobody looked then)"""
+
+
+def profile_requests(on: bool) -> None:
+    """Count requests from now on, or no more: see `requestprofile.h`. MemoryError."""
+    if _wire is not None:
+        _wire.profile_requests(on)
+
+
+def take_profile() -> bytes:
+    """Rows of what was counted since the last call, as `profiling.COUNTED` has them."""
+    return bytes(_wire.take_profile()) if _wire is not None else b""
+
+
+def begin_profiled() -> Profiled | None:
+    """The request that is being handled, for `end_profiled`. As for `request`."""
+    return _wire.begin_profiled() if _wire is not None else None
+
+
+def end_profiled(request: Profiled, has_failed: bool) -> None:
+    """Count a request that was answered."""
+    if _wire is not None:
+        _wire.end_profiled(request, has_failed)
+
+
 def counts() -> dict[str, int]:
     """``flags`` of INIT's answer; ``capability``: requests that were answered in C."""
     return dict(_wire.counts()) if _wire is not None else {}

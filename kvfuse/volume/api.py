@@ -394,6 +394,8 @@ class RingApi(VolumeApi, Protocol):
     """counters and gauges that the door adds to the volume's, by name"""
     user_sections: dict[str, Callable[[int], object]]
     """the same for one user, a uid"""
+    listings: dict[str, Callable[[int | None], object]]
+    """longer lists, each a file of its own in MNT/.kvfuse, by name; of one user, a uid, or of all (None)"""
     gates: Gates
     """those of the present membership; any thread may read them"""
 
@@ -402,6 +404,9 @@ class RingApi(VolumeApi, Protocol):
     @property
     def rows(self) -> RowApi | None:
         """Blocks that are rows; None: this volume has none."""
+
+    def path_of(self, ino: int) -> str:
+        """The path below the root, for people; "#NUMBER" where it is not in memory."""
 
     @property
     def search(self) -> SearchApi: ...

@@ -10,10 +10,12 @@ from typing import Any
 
 import trio
 
-from kvfuse.volume.api import ROOT_INODE, Handle, NearApi, RowApi, SearchApi, Statfs
+from kvfuse.volume.api import FIRST_INODE, ROOT_INODE, Handle, NearApi, RowApi, SearchApi, Statfs
+from kvfuse.volume.blocks.block_numbers import is_block, split_inode
 from kvfuse.volume.blocks.kernel_answers import KeptRows
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.measures.measures import SegmentsTier
+from kvfuse.volume.measures.profiling import PROFILE
 from kvfuse.volume.namespaces.namespace_registry import Namespace
 from kvfuse.volume.namespaces.namespace_uses import NamespaceUse
 from kvfuse.volume.namespaces.settings import ROOT
@@ -32,6 +34,9 @@ class Volume:
         self.reading_threads = parts.core.reads.threads
         self.sections: dict[str, Callable[[], object]] = {}
         self.user_sections: dict[str, Callable[[int], object]] = {}
+        self.listings: dict[str, Callable[[int | None], object]] = {}
+        PROFILE.name_of = self._namespace_at
+        self.listings["profile"] = PROFILE.listing
         self._background = background
         self._opened = time.time()
         self.take_parts(parts)
@@ -120,6 +125,28 @@ class Volume:
         """The kernel may have cached something of the inode. From any thread."""
         core = self.parts.core
         return ino == ROOT_INODE or core.places.known(ino) or ino < core.nodes.handover.known_below
+
+    def path_of(self, ino: int) -> str:
+        node = self.parts.core.nodes.get(ino)
+        if ino == ROOT_INODE or node is None:
+            return "/" if ino == ROOT_INODE else f"#{ino}"
+        return "/" + os.fsdecode(self.parts.core.path_of(node))
+
+    def _namespace_at(self, place: int) -> str | None:
+        """The path of the namespace that a place of a profile is in; "?" where that is not in memory.
+
+        None: it is one of the daemon's own files, which whoever looks at the profile reads.
+        """
+        if ROOT_INODE < place < FIRST_INODE:
+            return None
+        engine, node = self.parts.engine, self.parts.core.nodes.get(place)
+        number = node.namespace if node is not None else ROOT if place == ROOT_INODE else None
+        if engine is not None and number is None:
+            written = engine.answers.door.find_written(place)  # the kernel wrote a block by this number
+            table_place = split_inode(place)[0] if is_block(place) else written[0] if written is not None else -1
+            table = engine.tables.all.get(table_place)
+            number = table.namespace if table is not None else None
+        return "?" if number is None else os.fsdecode(self.parts.names.folders.path_of(number))
 
     def space(self) -> Statfs:
         slabs, core = self.parts.core.slabs, self.parts.core

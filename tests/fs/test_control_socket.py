@@ -54,7 +54,14 @@ def door(request: pytest.FixtureRequest) -> Iterator[KvfuseMount]:
 
 
 def test_it_is_a_socket_of_the_daemons_user_for_everybody(door: KvfuseMount) -> None:
-    assert sorted(os.listdir(door.point / ".kvfuse")) == ["config", "control.sock", "stats", "version"]
+    assert sorted(os.listdir(door.point / ".kvfuse")) == [
+        "clients",
+        "config",
+        "control.sock",
+        "profile",
+        "stats",
+        "version",
+    ]
     status = os.stat(socket_of(door))
     assert status.st_mode == stat.S_IFSOCK | 0o666
     assert status.st_uid == os.geteuid()

@@ -73,6 +73,14 @@ class Place:
     def is_mounted(self) -> bool:
         return mounttable.top_mount(self.point) is not None
 
+    def end_sound(self) -> None:
+        """Unmount, where it is mounted, and check every byte."""
+        if self.is_mounted:
+            done = kvfuse("umount", self.point)
+            assert done.returncode == 0, done.stderr
+        done = kvfuse("fsck", "--verify", self.volume)
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def tree(self) -> dict[str, bytes]:
         """Everything in the volume's folder but the log and the lock, which say who tried."""
         paths = [path for path in self.volume.rglob("*") if path.is_file() and path.name not in ("log", "lock")]

@@ -52,6 +52,10 @@ class MemoryIndex(IndexEngine):
                 del self._entries.stored[key]
         return []
 
+    async def _clear(self) -> None:
+        await self._wait()
+        self._entries.stored.clear()
+
     async def _close(self) -> None:
         await trio.lowlevel.checkpoint()
 

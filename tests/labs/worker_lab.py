@@ -48,6 +48,7 @@ class Registered:
     share: Share = field(default_factory=lambda: Share(SharedPool(MIB)))
     pins: Pins = field(default_factory=lambda: Pins(0, Pinned(0)))
     bell_watcher: BellWatcher = field(default_factory=lambda: BellWatcher(Interpreter()))
+    pid: int = 0
     user: User = field(default_factory=User)
     calls: list[Call] = field(default_factory=list)
     batches: list[WriteBatch] = field(default_factory=list)

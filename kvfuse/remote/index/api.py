@@ -17,6 +17,8 @@ This file is the whole contract; every engine passes the one conformance suite i
 * An index may lose entries, wholly or in part, and stale ones may stay: slots say what is in them. So nothing here is
   durable beyond what the engine gives anyway, and nothing is counted as a volume's room.
 * Nobody watches an index.
+* ``clear`` removes all entries, and whatever else the engine keeps for them, while no host uses the index. One that
+  failed, or was cancelled, has removed a part: it is called again.
 """
 
 from __future__ import annotations
@@ -73,6 +75,10 @@ class BlockIndex(ABC):
     @abstractmethod
     async def drop(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Remove the entries of these keys that have these sequences. EngineError."""
+
+    @abstractmethod
+    async def clear(self) -> None:
+        """Remove all entries of this index, and none of others. It takes as long as it takes. EngineError."""
 
     @abstractmethod
     async def aclose(self) -> None:

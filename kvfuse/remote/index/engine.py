@@ -56,7 +56,7 @@ def above(sequence: int) -> bytes:
 
 
 class IndexEngine(BlockIndex):
-    """An engine has ``_find``, ``_put`` and ``_drop``, which get at least one key, and different ones."""
+    """An engine has ``_clear``; and ``_find``, ``_put`` and ``_drop``, which get one key or more, all different."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -91,6 +91,13 @@ class IndexEngine(BlockIndex):
         self.counters.drops += 1
         await self._call(self._drop, entries)
 
+    async def clear(self) -> None:
+        async def clear(_: Sequence[None]) -> list[None]:
+            await self._clear()
+            return []
+
+        await self._call(clear, [None])
+
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):
             if self._closed:
@@ -113,6 +120,10 @@ class IndexEngine(BlockIndex):
     @abstractmethod
     async def _drop(self, entries: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
         """Remove entries. The result is not used."""
+
+    @abstractmethod
+    async def _clear(self) -> None:
+        """Remove all entries."""
 
     @abstractmethod
     async def _close(self) -> None:

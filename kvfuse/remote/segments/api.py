@@ -202,6 +202,14 @@ class SegmentStore(ABC):
     async def remove(self, segment: int) -> None:
         """Drop a segment and its bytes. Idempotent."""
 
+    async def discard(self) -> None:
+        """Remove all segments, and whatever else this store keeps on its medium; one that failed is done again.
+
+        Nothing else is called afterwards but ``aclose``. EngineError.
+        """
+        for info in await self.list():
+            await self.remove(info.segment)
+
     @abstractmethod
     async def list(self) -> list[SegmentInfo]:
         """All segments, ordered by number."""

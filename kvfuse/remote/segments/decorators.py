@@ -30,6 +30,9 @@ class SegmentDecorator(SegmentStore):
     async def remove(self, segment: int) -> None:
         await self.inner.remove(segment)
 
+    async def discard(self) -> None:
+        await self.inner.discard()
+
     async def read(self, batch: Sequence[Transfer]) -> None:
         await self.inner.read(batch)
 

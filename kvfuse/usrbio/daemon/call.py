@@ -25,7 +25,8 @@ from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
 from kvfuse.usrbio.daemon.ring_journal import Places, RingJournal
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
-from kvfuse.usrbio.protocol.wire import CQE_STRUCT, SQE, Word
+from kvfuse.usrbio.protocol.wire import CQE, CQE_STRUCT, SQE, Word
+from kvfuse.volume.measures.profiling import PROFILE
 
 PIECE = 4 << 20
 """Bytes that are read at once into memory of the daemon."""
@@ -144,6 +145,15 @@ class ServedRing(Protocol):
         """Serve entries again, from copies of the bytes of those that write. For its thread."""
 
 
+class CompletionProfile(Protocol):
+    """Counts completed entries, see `ring_profile`."""
+
+    def note(
+        self, heads: npt.NDArray[np.uint64], lengths: Places, taken: npt.NDArray[np.float64], *, results: Places
+    ) -> None: ...
+    def note_one(self, op: int, handle: int, length: int, result: int, taken_at: float) -> None: ...
+
+
 class Completions:
     """The completion queue of one ring, whose thread owns it, and its `RingJournal`. Any thread.
 
@@ -163,6 +173,7 @@ class Completions:
         self.stopped = False
         self._paused = False
         """the ring takes no more entries"""
+        self.profile: CompletionProfile | None = None
 
     def pause(self) -> bool:
         """Have no room for more entries. True: some are in flight."""
@@ -297,6 +308,9 @@ class Completions:
     def _publish(self, packed: bytes, places: Places | list[int], count: int) -> None:
         """Give completions to the client, and wake it if it sleeps. The caller holds the lock."""
         queue = self._queue
+        if PROFILE.is_on and self.profile is not None:
+            results = np.frombuffer(packed, CQE)["result"]
+            self.profile.note(*self._journal.describe(np.asarray(places, np.intp)), results=results)
         queue.write_packed(packed)
         self._journal.finish(places, self._taken.position, queue.position + count)
         queue.publish(count)
@@ -306,6 +320,8 @@ class Completions:
     def _publish_one(self, place: int, answer: Completion) -> None:
         """`_publish` of one."""
         queue = self._queue
+        if PROFILE.is_on and self.profile is not None:
+            self.profile.note_one(*self._journal.describe_one(place, answer.result))
         queue.write_packed(self._journal.pack(place, answer))
         self._journal.finish_one(place, self._taken.position, queue.position + 1)
         queue.publish(1)

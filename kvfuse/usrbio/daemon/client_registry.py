@@ -71,6 +71,7 @@ class ClientRegistry:
         self._user_key: Hashable = (peer.uid, peer.is_unlimited)
         self.user = limits.bell_watcher.interpreter.get_user(self._user_key)
         self._peer = peer
+        self.pid = peer.pid
         self._limits = limits
         self._calls = calls
         self._fail = fail

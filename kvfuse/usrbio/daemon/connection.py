@@ -70,6 +70,10 @@ WITH_TEXT = (Request.SHOW_TOKEN, Request.DESCRIBE)
 """requests whose methods get the text behind the message, too"""
 
 
+LISTED_MAX = 100
+"""files and namespaces of a connection that are listed by name"""
+
+
 class Connection:
     """One client, while it is connected; the listener owns it. Event loop only."""
 
@@ -104,6 +108,23 @@ class Connection:
         self._remembered = Remembered()
         self._follower: BlockFeed | None = None
         """set by FOLLOW: the connection then serves nothing else"""
+
+    def describe(self) -> dict[str, object]:
+        """The client, and what it has registered; of files and namespaces the first ones by name. Sizes in bytes."""
+        has, path_of = self.registered, self._limits.volume.path_of
+        return {
+            "pid": self.peer.pid,
+            "uid": self.peer.uid,
+            "follows": self._follower is not None,
+            "rings": len(has.rings),
+            "ring_bytes": sum(ring.size for ring in has.rings.values()),
+            "files": len(has.files),
+            "file_names": [path_of(file.ino) for file in list(has.files.values())[:LISTED_MAX]],
+            "namespaces": [path_of(one.ino) for one in list(has.namespaces.values())[:LISTED_MAX]],
+            "iovs": len(has.iovs) + len(has.devices),
+            "iov_bytes": sum(iov.size for things in (has.iovs, has.devices) for iov in things.values()),
+            "pins": len(has.pins),
+        }
 
     # -- the control socket --------------------------------------------------------------------------
 

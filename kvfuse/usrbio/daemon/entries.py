@@ -31,6 +31,7 @@ from kvfuse.usrbio.daemon.write_finder import WriteFinder
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Op, Priority
 from kvfuse.volume.measures.measures import Histogram
+from kvfuse.volume.measures.profiling import PROFILE
 
 LARGE = 256 << 10
 """Bytes of an operation from which it does not wait for those behind it."""
@@ -111,6 +112,8 @@ class EntryServer:
         in_thread = self._in_thread.get(entry.op)
         results = in_thread(Batch(entry, np.frombuffer(packed, SQE), taken_at)) if in_thread is not None else None
         if results is not None and (result := int(results[0])) != LEFT:
+            if PROFILE.is_on:
+                self._profile(entry, result, taken_at)
             self._completions.take_lone(entry.user_data, Completion(result))
             self.count += 1
             return True
@@ -132,10 +135,17 @@ class EntryServer:
             calls[0].entry = Entry._make(SQE_STRUCT.unpack(packed))
             self._registered.start(calls)
         else:
+            if PROFILE.is_on and answer is not None:
+                self._profile(entry, answer.result, taken_at)
             self._completions.take_lone(entry.user_data, answer)
         self.count += 1
         self._note(taken_at)
         return True
+
+    def _profile(self, entry: Entry, result: int, taken_at: float) -> None:
+        """Count an entry without a place."""
+        if (profile := self._completions.profile) is not None:
+            profile.note_one(entry.op, entry.handle, entry.length, result, taken_at)
 
     # -- entries that are alike ----------------------------------------------------------------------
 

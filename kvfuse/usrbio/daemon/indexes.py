@@ -68,6 +68,7 @@ class Indexes:
         self._check_count()
         with account.taking("user_indexes"):
             touches = store.shown.open(tables[number], namespace.ancestors, is_unlimited=self.peer.is_unlimited)
+            touches.pid = self.peer.pid
         self._tables.append((tables[number], touches))
         return (tables[number].size,), [tables[number].descriptor(), os.dup(touches.descriptor)]
 

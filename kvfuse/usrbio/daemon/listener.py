@@ -93,6 +93,7 @@ async def serve_rings(
             volume.sections["ring_users"] = limits.accounts.statistics
             volume.user_sections["rings"] = clients.statistics_of
             volume.user_sections["ring_users"] = limits.accounts.statistics_of
+            volume.listings["clients"] = clients.listing
             task_status.started()
             with failing.vital():
                 await _accept(accepting, clients)
@@ -241,6 +242,10 @@ class Clients:
             self.limits.charges.recount()  # also what still exists of ended rings
         sizes = {"memory_bytes": MEMORY_SIZE - self.limits.pool.free, "charged_bytes": self.limits.charges.size}
         return {**counts, "threads": threads, **sizes}
+
+    def listing(self, uid: int | None) -> list[dict[str, object]]:
+        """What each client has registered; ``uid``: those of one user."""
+        return [one.describe() for one in self._connections if uid in (None, one.peer.uid)]
 
     def statistics_of(self, uid: int) -> dict[str, int]:
         """The counts of one user's clients."""

@@ -48,8 +48,8 @@ _BEGUN = 1 << 61
 _VALUE = _BEGUN - 1
 _LOW = (1 << 32) - 1
 _ROW_WORDS = SQE.itemsize // 8
-_USER_DATA = 6
-"""word of an SQE"""
+_LENGTH, _USER_DATA = 4, 6
+"""words of an SQE"""
 NO_PLACE = (1 << 64) - 1
 """the number of no place"""
 
@@ -154,6 +154,16 @@ class RingJournal:
     def user_data_of(self, places: Places) -> npt.NDArray[np.uint64]:
         """`get_user_data` of many."""
         return self._user_data[places]
+
+    def describe(self, places: Places) -> tuple[npt.NDArray[np.uint64], Places, npt.NDArray[np.float64]]:
+        """(first words, lengths, when they were taken) of entries in flight."""
+        rows = self._rows[places]
+        return rows[:, 0], rows[:, _LENGTH].view(np.int64), self._times[places]
+
+    def describe_one(self, place: int, result: int) -> tuple[int, int, int, int, float]:
+        """(operation, handle, length, ``result``, when it was taken) of an entry in flight."""
+        head, length = (self._row_words[place * _ROW_WORDS + word] for word in (0, _LENGTH))
+        return head & 0xFF, head >> 32, length, result, self._time_words[place]
 
     def pack(self, place: int, answer: Sequence[int]) -> bytes:
         """Pack the completion of the entry at a place: ``answer`` is `wire.CQE` without its first field."""

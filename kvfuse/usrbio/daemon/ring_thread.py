@@ -26,6 +26,7 @@ from kvfuse.usrbio.daemon.kept_records import KeptRing
 from kvfuse.usrbio.daemon.lines import TURN_ENTRIES
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
 from kvfuse.usrbio.daemon.ring_journal import RingJournal
+from kvfuse.usrbio.daemon.ring_profile import RingProfile
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import SQE, Layout, Op, Word, own_id
 
@@ -59,6 +60,7 @@ class RingThread:
         self._memory = memory
         self._own_bell = Bell(memory.words, Word.DAEMON_SLEEPS, sq_bell)
         self.completions = Completions(memory, cq_bell, registered.pins.give, journal)
+        self.completions.profile = RingProfile(registered.pid, registered)
         self.jobs = Jobs(registered.run_in_loop)
         self.turns = registered.bell_watcher.interpreter
         self.seat = Seat(registered.user)

@@ -33,6 +33,7 @@ from kvfuse.volume.blocks.block_eviction import BlockEviction
 from kvfuse.volume.blocks.block_tables import COMPLETE, NEIGHBOURS, VALID_UNTIL, BlockTable, BlockTables
 from kvfuse.volume.blocks.kernel_answers import KernelAnswers
 from kvfuse.volume.inodes.dentries import Dentries
+from kvfuse.volume.measures.profiling import PROFILE
 from kvfuse.volume.tier.touches import TouchPage
 from kvfuse.volume.tier.validity import Validity
 
@@ -42,6 +43,8 @@ SAMPLE_SECONDS = 0.05
 """between looks at what clients read by themselves"""
 SAMPLED_AT_ONCE = 8192
 """rows and keys alike, of all clients"""
+IN_PLACE = "get in place"
+"""operation of a profile: blocks that clients read by themselves, each once in `SAMPLE_SECONDS`"""
 _EXPIRED = 1
 """as the moment up to which a table holds"""
 
@@ -54,6 +57,8 @@ class RowTouches(TouchPage):
     def __init__(self, table: BlockTable) -> None:
         super().__init__()
         self.table = table
+        self.pid = 0
+        """whose it is, if that is known"""
 
 
 class FileDirectories(set[int]):
@@ -215,6 +220,9 @@ class ShownTables:
         numbers = numbers[numbers < len(rows)]
         numbers = numbers[rows["version"][numbers] & np.uint64(1) == 1]
         if len(numbers):
+            if PROFILE.is_on:
+                size = int(rows["length"][numbers].sum())
+                PROFILE.note(touches.pid, table.readers.directory, IN_PLACE, None, calls=len(numbers), size=size)
             rows["used"][numbers] = now
             self.eviction.note_use(table, numbers)
         for keys in asked:

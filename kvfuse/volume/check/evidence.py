@@ -54,6 +54,7 @@ class CheckReport:
     blocks: int = 0
     """of the block store"""
     block_bytes: int = 0
+    namespaces: int = 1
     verified_bytes: int = 0
     repaired: int = 0
 

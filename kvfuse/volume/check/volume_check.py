@@ -61,6 +61,7 @@ async def run_check(found: Evidence) -> None:
     await reader.read_all()
     await read_shared(reader)
     await read_uses(reader)
+    found.report.namespaces = len(found.namespaces.numbers)
     await settle_contested(reader)
     compare_inodes(found)
     check_reachable(found)

@@ -50,12 +50,14 @@ log = logging.getLogger(__name__)
 
 SUPERBLOCK_FILE = "superblock"
 LOCK_FILE = "lock"
+DESTROYED_FILE = "destroyed"
+"""in place of the superblock of a volume that is being destroyed; see `destroying`"""
 KEPT_LOCK = "lock"
 """with the open file that has the lock; see `keeper`"""
 READ_ONLY_REMEDY = (
     "mount the volume with -o ro; where an error of its disk has turned it so (dmesg tells), check that, mount it again"
 )
-KNOWN_FILES = frozenset({SUPERBLOCK_FILE, LOCK_FILE, "records", "segments", "log"})
+KNOWN_FILES = frozenset({SUPERBLOCK_FILE, DESTROYED_FILE, LOCK_FILE, "records", "segments", "log"})
 """Names that may stand in a volume's folder: a folder with others is not ours to format."""
 RECORD_FILES = r"(data|lock)\.mdb"
 SEGMENT_FILES = r"[0-9a-f]{8}\.(seg|new).*"
@@ -72,6 +74,7 @@ def read_superblock(path: Path) -> Superblock:
     try:
         image = (path / SUPERBLOCK_FILE).read_bytes()
     except FileNotFoundError:
+        check_not_destroyed(path)
         raise VolumeError(
             f"{path} is no kvfuse volume: it has no superblock; 'kvfuse format {path}' makes one"
         ) from None
@@ -82,8 +85,10 @@ def read_superblock(path: Path) -> Superblock:
 
 async def read_shared_superblock(records: RecordStore, title: str) -> Superblock:
     """Of the shared volume whose records these are. VolumeError as `read_superblock`."""
-    (found,) = await records.get([schema.SUPERBLOCK])
+    found, destroyed = await records.get([schema.SUPERBLOCK, schema.DESTROYED])
     if found is None:
+        if destroyed is not None:
+            raise being_destroyed(title)
         raise VolumeError(f"{title} holds no kvfuse volume: it has no superblock; 'kvfuse format' makes one")
     return _parse_superblock(found.value, title)
 
@@ -97,8 +102,18 @@ async def read_header(segments: SegmentStore, segment: int) -> Superblock:
 
 async def is_vacant(records: RecordStore) -> bool:
     """No volume was ever made of these records, or none is left of it."""
-    found = await records.get([schema.SUPERBLOCK, schema.COUNTER_INODE, schema.inode_key(ROOT_INODE)])
-    return not any(found)
+    keys = [schema.SUPERBLOCK, schema.DESTROYED, schema.COUNTER_INODE, schema.inode_key(ROOT_INODE)]
+    return not any(await records.get(keys))
+
+
+def check_not_destroyed(path: Path) -> None:
+    """VolumeError where somebody was destroying the volume in folder ``path``, and did not end."""
+    if (path / DESTROYED_FILE).exists() and not is_volume(path):
+        raise being_destroyed(str(path))
+
+
+def being_destroyed(title: str) -> VolumeError:
+    return VolumeError(f"the volume {title} was being destroyed, and a part is left: 'kvfuse destroy' removes it")
 
 
 def _parse_superblock(image: bytes, title: str) -> Superblock:
@@ -225,7 +240,8 @@ async def _format_folder(options: Options, superblock: Superblock, replace: bool
     path.mkdir(parents=True, exist_ok=True)
     with locked(path):
         if replace:
-            (path / SUPERBLOCK_FILE).unlink(missing_ok=True)
+            for name in (SUPERBLOCK_FILE, DESTROYED_FILE):
+                (path / name).unlink(missing_ok=True)
         for folder, _ in folders:
             if folder.exists():
                 shutil.rmtree(folder)
@@ -248,7 +264,9 @@ async def _format_shared(options: Options, superblock: Superblock, replace: bool
         segments = None  # those of devices end with their labels
         if not options.has_devices:
             segments = await stack.enter_async_context(engines.open_segments(options))
-        (found,) = await records.get([schema.SUPERBLOCK])
+        found, destroyed = await records.get([schema.SUPERBLOCK, schema.DESTROYED])
+        if destroyed is not None:
+            raise being_destroyed(title)
         if found is not None and not replace:
             raise VolumeError(
                 f"{title} is a kvfuse volume already; 'kvfuse format --force' would drop all that is in it"
@@ -261,7 +279,7 @@ async def _format_shared(options: Options, superblock: Superblock, replace: bool
             )
         await records.commit({}, [schema.SUPERBLOCK], member.fence)
         superblock = await engines.make_medium(options, superblock, replace=replace or overwrite)
-        await _drop_records(records, member)
+        await drop_records(records, {*member.fence, schema.MOUNTED})
         for info in present:
             assert segments is not None
             await segments.remove(info.segment)
@@ -270,9 +288,8 @@ async def _format_shared(options: Options, superblock: Superblock, replace: bool
     return superblock
 
 
-async def _drop_records(records: RecordStore, member: Member) -> None:
-    """All of a volume, of which the superblock is gone."""
-    kept = {*member.fence, schema.MOUNTED}
+async def drop_records(records: RecordStore, kept: Collection[bytes]) -> None:
+    """All of a volume, of which the superblock is gone, but these."""
     after = b""
     while rows := await records.scan(b"", after, 1000):
         await commit_in_parts(records, deletes=[row.key for row in rows if row.key not in kept])
@@ -314,13 +331,17 @@ def _parts(rows: Mapping[bytes, bytes | None], limits: RecordLimits) -> Iterator
 
 
 def write_superblock(path: Path, superblock: Superblock) -> None:
-    """The whole file or nothing, also after a loss of power."""
-    temporary = path / f"{SUPERBLOCK_FILE}.new"
+    write_whole(path, SUPERBLOCK_FILE, layout.pack_superblock(superblock))
+
+
+def write_whole(path: Path, name: str, content: bytes) -> None:
+    """The whole file ``name`` in folder ``path`` or nothing, also after a loss of power. OSError."""
+    temporary = path / f"{name}.new"
     with temporary.open("wb") as file:
-        file.write(layout.pack_superblock(superblock))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    temporary.rename(path / SUPERBLOCK_FILE)
+    temporary.rename(path / name)
     sync_directory(path)
 
 
@@ -356,6 +377,7 @@ def _check_folder(path: Path, replace: bool) -> None:
         return
     if not path.is_dir():
         raise VolumeError(f"{path} is no folder")
+    check_not_destroyed(path)
     strangers = sorted(set(os.listdir(path)) - KNOWN_FILES)
     if strangers:
         raise VolumeError(f"{path} is not empty ({strangers[0]!r} is in it): choose an empty folder for a volume")

@@ -147,12 +147,12 @@ class Member:
         puts = dict.fromkeys((key, schema.MOUNTED) if alone else (key,), schema.encode_member(said))
         while True:
             if alone:
-                await _wait_for_others(records, title, 2 * lease_seconds)
+                await _wait_forothers_of(records, title, 2 * lease_seconds)
             asked = trio.current_time()
             lease = await records.lease(lease_seconds)
             Standing(client, lease.identity).keep(keeper)
             version = await records.commit(puts, (), dict.fromkeys((key, schema.MOUNTED), ABSENT), lease=lease)
-            if version and not (alone and await _others(records, client)):
+            if version and not (alone and await others_of(records, client)):
                 return cls(client, lease, version, asked, keeper)
             keeper.drop(KEPT)
             await lease.revoke()
@@ -363,16 +363,16 @@ def _own_record(mountpoint: str) -> MemberRecord:
     return MemberRecord(socket.gethostname(), os.getpid(), mountpoint, KNOWN_FEATURES)
 
 
-async def _others(records: RecordStore, client: int = schema.NOBODY) -> list[MemberRecord]:
+async def others_of(records: RecordStore, client: int = schema.NOBODY) -> list[MemberRecord]:
     """The clients that are alive, as far as the store knows, but for ``client``."""
     rows = await records.scan(schema.MEMBER_PREFIX)
     return [_said(row.value) for row in rows if schema.key_client(row.key) != client]
 
 
-async def _wait_for_others(records: RecordStore, title: str, seconds: float) -> None:
+async def _wait_forothers_of(records: RecordStore, title: str, seconds: float) -> None:
     """Return when nobody has the volume, if that is to be expected within ``seconds``. VolumeBusy otherwise."""
     deadline = trio.current_time() + seconds
-    while others := await _others(records):
+    while others := await others_of(records):
         living = [said for said in others if not _is_ending(said)]
         if living or trio.current_time() > deadline:
             raise VolumeBusy(f"the volume {title} is in use by {describe((living or others)[0])}")

@@ -109,6 +109,9 @@ EXACT_SIZES = b"nexact"
 SUPERBLOCK = b"nsuperblock"
 """The superblock's image, where the volume has no folder."""
 
+DESTROYED = b"ndestroyed"
+"""What is left of a volume that is being destroyed (JSON), in place of its superblock. It goes last."""
+
 MOUNTED = b"nmounted"
 """The client that holds a shared volume alone: encoded as an m record, and like it under that client's lease."""
 

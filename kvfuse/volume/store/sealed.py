@@ -82,7 +82,7 @@ def _open(key: bytes, stored: bytes) -> bytes:
 
 
 def _is_bare(key: bytes) -> bool:
-    return key[:1] == schema.MEMBER_PREFIX or key in (schema.SUPERBLOCK, schema.MOUNTED, schema.USAGE)
+    return key[:1] == schema.MEMBER_PREFIX or key in (schema.SUPERBLOCK, schema.DESTROYED, schema.MOUNTED, schema.USAGE)
 
 
 class SealedRecords(RecordDecorator):

@@ -68,6 +68,29 @@ async def test_calls_of_any_size_answer_in_the_order_of_the_keys(
     assert await other.find(keys_of(later)) == [entry if index % 2 == 0 else None for index, entry in enumerate(later)]
 
 
+async def test_clear_removes_all_entries_and_none_of_another_volume(
+    open_index: Opener, index: BlockIndex, rng: random.Random
+) -> None:
+    """Of a name that begins alike, or has characters that a server takes for a pattern."""
+    neighbours = [await open_index(name) for name in ("kv2", "k", "k?", "[k]v", "*")]
+    entries = [*drawn(rng, 3000), Entry(bytes(KEY_SIZE), 1, b"first"), Entry(b"\xff" * KEY_SIZE, 1, b"last")]
+    for engine in (index, *neighbours):
+        await engine.put(entries)
+    await index.clear()
+    await neighbours[2].clear()
+    for engine in (index, neighbours[2]):
+        assert await engine.find(keys_of(entries)) == [None] * len(entries)
+    for engine in neighbours[:2] + neighbours[3:]:
+        assert await engine.find(keys_of(entries)) == entries
+        await engine.clear()
+        await engine.clear()
+        assert await found(engine, entries[0].key) is None
+        await engine.aclose()
+    await neighbours[2].aclose()
+    await put(index, 1)
+    assert await found(index) is not None
+
+
 async def test_some_keys_are_there_and_others_not(index: BlockIndex, rng: random.Random) -> None:
     entries = drawn(rng, 100)
     await index.put(entries[::3])

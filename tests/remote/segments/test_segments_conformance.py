@@ -108,6 +108,17 @@ async def test_a_removed_segment_is_gone_and_comes_back_as_zeros(store: SegmentS
     assert await read(store, 0, 3) == bytes(3)
 
 
+async def test_a_store_that_was_discarded_is_empty(opener: Opener, store: SegmentStore) -> None:
+    await write(store, SIZE - 10, b"x" * 10)
+    await store.discard()
+    await store.discard()
+    again = await opener()
+    assert await again.list() == []
+    await again.create(1, SIZE)
+    assert await read(again, 0, SIZE) == bytes(SIZE)
+    await again.aclose()
+
+
 async def test_removing_a_segment_under_a_call_harms_no_other(store: SegmentStore) -> None:
     data = b"2" * SIZE
     await write(store, 0, data, segment=2)

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Self, TypeVar
 
 import trio
@@ -23,6 +24,7 @@ from kvfuse.remote.index.engine import STORED_SIZE_MAX, IndexEngine, Row, side_b
 from kvfuse.remote.index.etcd.templates import IndexMessages
 from kvfuse.remote.records.etcd import messages
 from kvfuse.remote.records.etcd.calls import KV_TXN, EtcdClient, EtcdPlace
+from kvfuse.remote.records.etcd.messages import prefix_end
 
 _I = TypeVar("_I")
 
@@ -64,6 +66,14 @@ class EtcdIndex(IndexEngine):
 
     async def _drop(self, entries: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
         return await self._side_by_side(self._drop_some, entries)
+
+    async def _clear(self) -> None:
+        """A transaction for each first byte of keys: the server does nothing else meanwhile."""
+        prefix = self._messages.prefix
+        starts = [prefix, *(prefix + bytes([first]) for first in range(1, 256)), prefix_end(prefix)]
+        for start, end in pairwise(starts):
+            message = messages.transaction([], [messages.delete_operation(start, end)])
+            await self._transact(message, trio.current_time() + self._client.options.deadline)
 
     async def _close(self) -> None:
         await self._client.aclose()

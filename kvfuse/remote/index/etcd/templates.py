@@ -33,6 +33,7 @@ class IndexMessages:
     """Transactions for many entries under a prefix."""
 
     def __init__(self, prefix: bytes) -> None:
+        self.prefix = prefix
         self._key = key = prefix + _hole(KEY_SIZE)
         self._lower, self._upper = _hole(len(below(0))), _hole(len(above(0)))
         key_hole = _hole(KEY_SIZE)

@@ -24,7 +24,7 @@ from kvfuse.remote.index.engine import IndexEngine, Row, below
 from kvfuse.remote.segments.api import SegmentCounters
 from kvfuse.remote.segments.rados.dispatcher import Dispatcher
 from kvfuse.remote.segments.rados.librados import OmapChange, OmapValues, PoolPlace, RadosPool
-from kvfuse.remote.segments.rados.objects import ObjectRequest
+from kvfuse.remote.segments.rados.objects import ObjectRequest, RemoveRequest
 
 _I = TypeVar("_I")
 
@@ -130,6 +130,10 @@ class OmapIndex(IndexEngine):
             return ABSENT if before[:8] == below(sequences[key]) else None
 
         return await self._change([*sequences], after)
+
+    async def _clear(self) -> None:
+        for name in self._names:
+            await self._dispatcher.perform([RemoveRequest(name)])
 
     async def _close(self) -> None:
         await self._dispatcher.aclose()

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from kvfuse.remote.index.engine import IndexEngine, Row, below
 
 KEYS_MAX = 500
 """of one command; Lua takes some thousand arguments"""
+SCANNED = 1000
+"""keys of the server that it looks at for one answer, about"""
 CONNECTIONS_MAX = 8
 PORT = 6379
 RECEIVED_MAX = 1 << 18
@@ -122,6 +125,16 @@ class RedisIndex(IndexEngine):
 
     async def _drop(self, entries: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
         return await self._run(DROP, [(key, below(sequence)) for key, sequence in entries])
+
+    async def _clear(self) -> None:
+        """The server is asked for all its keys, some at a time: it has no order of keys."""
+        pattern, cursor = re.sub(rb"([\\*?\[\]])", rb"\\\1", self._place.prefix) + b"*", b"0"
+        while True:
+            ((cursor, keys),) = await self._ask([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCANNED)])
+            if keys:
+                await self._ask([(b"UNLINK", *keys)])
+            if cursor == b"0":
+                return
 
     async def _run(self, script: bytes, pairs: Sequence[tuple[bytes, bytes]]) -> list[bytes | None]:
         """Run a script for each (key, argument). Returns what the keys had before."""

@@ -75,9 +75,9 @@ def put_operation(request: bytes) -> bytes:
     return _sized(2, request)
 
 
-def delete_operation(key: bytes) -> bytes:
-    """RequestOp."""
-    return _sized(3, _sized(1, key))
+def delete_operation(key: bytes, end: bytes = b"") -> bytes:
+    """RequestOp: of one key, or of those from it to before ``end``."""
+    return _sized(3, _sized(1, key) + _bytes(2, end))
 
 
 def transaction_operation(request: bytes) -> bytes:

@@ -125,6 +125,12 @@ class RadosSegments(SegmentStore):
                 finally:
                     del self._segments[segment]
 
+    async def discard(self) -> None:
+        """The table of sizes goes last: it says which objects there may be."""
+        await super().discard()
+        with self._working():
+            await self._dispatcher.perform([RemoveRequest(TABLE_NAME)])
+
     async def list(self) -> list[SegmentInfo]:
         with self._working():
             table = await self._read_table()
