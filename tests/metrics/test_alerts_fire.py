@@ -226,7 +226,9 @@ def test_limits_make_callers_wait(tmp_path: Path) -> None:
         made = run("namespace", "create", mount.point / "slow", "--bandwidth", "1MiB")
         assert made.returncode == 0, made.stderr
         writers = [
-            subprocess.Popen(["dd", "if=/dev/zero", f"of={mount.point}/slow/{number}", "bs=1M", "count=30", "oflag=direct"])
+            subprocess.Popen(
+                ["dd", "if=/dev/zero", f"of={mount.point}/slow/{number}", "bs=1M", "count=30", "oflag=direct"]
+            )
             for number in range(4)
         ]
         try:
