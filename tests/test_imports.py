@@ -19,7 +19,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 PACKAGE = Path(kvfuse.__file__).parent
 ROOT = PACKAGE.parent
 
-BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing"}
+BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing", "serving"}
 DOOR = BASE | {"native", "options", "errnos", "machine_memory", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "machine_memory": set(),
     "touchpage": set(),
     "failing": {"errors"},
+    "serving": set(),
     "native": {"checksum"},
     "kept": set(),
     "mounttable": set(),

@@ -125,6 +125,7 @@ UNSET: dict[str, str] = {
     "peer.rdma_mtu": "4096",
     "peer.rdma_traffic_class": "0",
     "metrics.listen": "nowhere",
+    "log.journal": "where stderr is the journal",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
 """texts for keys whose value is None, or an empty list that says nothing"""

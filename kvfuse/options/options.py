@@ -459,6 +459,10 @@ class LogOptions(_Section, frozen=True):
     """The daemon's log: how much, and where."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+    """json: an object a line"""
+    journal: bool | None = None
+    """lines go to systemd's journal; None: where stderr is the journal, lines there say their priority"""
     file: Path | None = None
     """None: ``Options.log_file`` for a background daemon, stderr in the foreground"""
 
