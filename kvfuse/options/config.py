@@ -173,6 +173,16 @@ NAMES |= {key: key for key in KEYS} | _SHORT_WORDS
 # -- one value --------------------------------------------------------------------------------------
 
 
+def flag_words() -> Iterator[tuple[str, tuple[str, bool | str]]]:
+    """(``-o`` word without a value, (key, value))."""
+    yield from _FLAG_WORDS.items()
+
+
+def expectation(key: str) -> str:
+    """What a value of ``key`` looks like, in words."""
+    return _expectation(KEYS[key])
+
+
 def _holds_sizes(annotation: Any) -> bool:
     return annotation in SIZES or any(_holds_sizes(part) for part in get_args(annotation))
 
