@@ -179,7 +179,7 @@ def _kernel_lines() -> str:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         return f"(not readable: {error.strerror})\n"
-    lines = []
+    lines: list[str] = []
     with open(descriptor, "rb", buffering=0) as stream:
         while True:
             try:

@@ -36,8 +36,8 @@ def priority_of(record: logging.LogRecord) -> int:
 
 def note_request(record: logging.LogRecord) -> bool:
     """A filter, which lets all pass: adds the request that is served where the line is written."""
-    record.request = serving.described()
-    record.serving = f" [{record.request}]" if record.request is not None else ""
+    request = serving.described()
+    vars(record).update(request=request, serving=f" [{request}]" if request is not None else "")
     return True
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -196,6 +197,6 @@ FILES: dict[str, Callable[[], str]] = {
     "man/man1/kvfuse.1": make_kvfuse_page,
     "man/man5/kvfuse.conf.5": make_conf_page,
     "man/man8/mount.kvfuse.8": make_mount_page,
-    **{file: lambda shell=shell: make_completion(shell) for shell, file in COMPLETIONS.items()},
+    **{file: partial(make_completion, shell) for shell, file in COMPLETIONS.items()},
 }
 """file below the folder -> its content"""
