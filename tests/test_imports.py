@@ -90,13 +90,18 @@ OUTSIDE: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli"},
     "zstandard": {"volume.store.codec"},
+    "opentelemetry": {"cli.tracing"},
 }
 """package of others -> the only places that may import it"""
 
 BESIDE_HOLDER = {"child", "pace", "pulse", "rights", "signals", "status_socket", "store", "things"}
 """what `holder.main`, a program without the package, finds in its own folder"""
 
-MODULES_OF = {"cuda-bindings": "cuda"}
+MODULES_OF = {
+    "cuda-bindings": "cuda",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+}
 """package -> what it is imported as, where that is another name"""
 
 OF_DAEMONS = {"daemon_side", "guarding", "takeover"}

@@ -24,6 +24,7 @@ from kvfuse.cli.checks import outliving_problem, stands_by
 from kvfuse.cli.console import note, print_traceback
 from kvfuse.cli.logs import SICK, start_logging
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
+from kvfuse.cli.tracing import tracing
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError
 from kvfuse.kept.keeper import CONTENT_SIZE_MAX, NO_KEEPER, Keeper
@@ -96,7 +97,8 @@ def run(
     if refusal is not None:
         log.warning("mount.nice is %d, which this process may not have: %s", effective.options.mount.nice, refusal)
     try:
-        trio.run(_serve, effective, point, announce, keeper, leaving)
+        with tracing(effective.options, point):
+            trio.run(_serve, effective, point, announce, keeper, leaving)
     except Exception as error:
         if not isinstance(error, KvfuseError):  # a mistake of ours: whoever reads the log wants to know where
             log.exception("the daemon failed")

@@ -125,6 +125,7 @@ UNSET: dict[str, str] = {
     "peer.rdma_mtu": "4096",
     "peer.rdma_traffic_class": "0",
     "metrics.listen": "nowhere",
+    "trace.endpoint": "nowhere",
     "log.journal": "where stderr is the journal",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
