@@ -19,7 +19,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 PACKAGE = Path(kvfuse.__file__).parent
 ROOT = PACKAGE.parent
 
-BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing"}
+BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing", "serving"}
 DOOR = BASE | {"native", "options", "errnos", "machine_memory", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "machine_memory": set(),
     "touchpage": set(),
     "failing": {"errors"},
+    "serving": set(),
     "native": {"checksum"},
     "kept": set(),
     "mounttable": set(),
@@ -90,13 +91,18 @@ OUTSIDE: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli"},
     "zstandard": {"volume.store.codec"},
+    "opentelemetry": {"cli.tracing"},
 }
 """package of others -> the only places that may import it"""
 
 BESIDE_HOLDER = {"child", "held", "pace", "pulse", "rights", "signals", "status_socket", "store", "things"}
 """what `holder.main`, a program without the package, finds in its own folder"""
 
-MODULES_OF = {"cuda-bindings": "cuda"}
+MODULES_OF = {
+    "cuda-bindings": "cuda",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+}
 """package -> what it is imported as, where that is another name"""
 
 OF_DAEMONS = {"daemon_side", "guarding", "mounting_apart", "takeover"}
@@ -298,7 +304,7 @@ def test_what_is_imported_is_declared() -> None:
         pytest.skip("not run from a source tree")
     table = tomllib.loads(project.read_text())["project"]
     optional = table["optional-dependencies"]
-    lines = table["dependencies"] + optional["gpu"] + optional["redis"]
+    lines = table["dependencies"] + optional["gpu"] + optional["redis"] + optional["traces"]
     declared = {MODULES_OF.get(name := re.split("[<>=]", line)[0], name) for line in lines}
     imported = {
         name.split(".")[0]

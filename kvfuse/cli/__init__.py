@@ -11,13 +11,16 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from kvfuse import __version__
 from kvfuse.cli.console import note, print_traceback, printable, take_any_character
 from kvfuse.errors import ConfigError, KvfuseError, MountError, VolumeBusy, VolumeError, innermost
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 class MountBusy(MountError):
@@ -65,6 +68,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fsck": ("kvfuse.cli.fsck:fsck", "Check a volume; repair or rebuild it."),
     "config": ("kvfuse.cli.config:config_command", "Effective options, and where each came from."),
     "doctor": ("kvfuse.cli.doctor:doctor", "What is missing on this machine, and what mends it."),
+    "manual": ("kvfuse.cli.manual:manual", "Write man pages and completion for shells."),
     "cluster-dev": (BESIDE, "etcd and Ceph on this machine, to try a shared volume."),
     "bench": (BESIDE, "Measure this machine, with a reference beside every figure."),
     "replay": (BESIDE, "Send KV-cache traffic through a mount and verify every byte."),
@@ -138,6 +142,14 @@ class Commands(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"{module_name}:{attribute} is no command")
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of commands from the table: importing all of them would take seconds at each Tab."""
+        from click.shell_completion import CompletionItem
+
+        found = [name for name in COMMANDS if name.startswith(incomplete)]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [*(CompletionItem(name, help=COMMANDS[name][1]) for name in found), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -152,6 +152,48 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     print_page(make_table(columns, rows))
 
 
+def print_fitting(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
+    """A table, where the terminal is wide enough for it; else each row as a block: its first cell, then name and value
+    of each other one."""
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    cells = [list(row) for row in rows]
+    table, console = make_table(columns, cells), _console()
+    wide = console.options.update(width=WIDTH)
+    if Measurement.get(console, wide, table).maximum <= console.width:
+        print_table(columns, cells, title)
+        return
+    if title is not None:
+        console.print(styled(title, "italic"))
+    for row in cells:
+        console.print(styled(text_of(row[0]), "bold"))
+        block = Table.grid(padding=(0, 2))
+        for name, value in zip(columns[1:], row[1:], strict=True):
+            block.add_row(styled(f"  {name}", "dim"), styled(text_of(value)))
+        console.print(block)
+
+
+def shorten(text: str, width: int) -> str:
+    """Printable text of at most ``width`` characters: both ends stay, as paths and names differ there."""
+    text = printable(text)
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def fill_lines(pieces: Iterable[str], width: int) -> list[str]:
+    """Pieces in as few lines as they take, two spaces apart; a line ends between two of them."""
+    lines: list[str] = []
+    for piece in pieces:
+        if lines and len(lines[-1]) + 2 + len(piece) <= width:
+            lines[-1] += f"  {piece}"
+        else:
+            lines.append(piece)
+    return lines
+
+
 IDENTIFIERS = frozenset({"pid", "ino"})
 """numbers that are names: no thousands separators"""
 
@@ -199,6 +241,12 @@ def _console(*, stderr: bool = False) -> Console:
     if not console.is_terminal:
         console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=WIDTH)
     return console
+
+
+def page_size() -> tuple[int, int | None]:
+    """Columns and rows of the terminal; None: lines may be as many as there are, as this is none."""
+    console = _console()
+    return console.width, console.height if console.is_terminal else None
 
 
 def page_of(parts: Iterable[RenderableType]) -> RenderableType:

@@ -6,11 +6,9 @@ End of file without a report means that it died.
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import logging
-import logging.handlers
 import os
 import resource
 import signal
@@ -23,13 +21,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvfuse.cli import Failure, describe
 from kvfuse.cli.checks import outliving_problem, stands_by
-from kvfuse.cli.console import LogFormatter, note, print_traceback
+from kvfuse.cli.console import note, print_traceback
+from kvfuse.cli.logs import SICK, start_logging
 from kvfuse.cli.mounts import ANSWER_SECONDS, ask_health
+from kvfuse.cli.tracing import tracing
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import ConfigError, EngineTimeout, KvfuseError
 from kvfuse.kept.keeper import CONTENT_SIZE_MAX, NO_KEEPER, Keeper
 from kvfuse.options.config import Effective
-from kvfuse.options.options import LogOptions, Options
+from kvfuse.options.options import Options
 
 if TYPE_CHECKING:
     from kvfuse.fs.doors import Door
@@ -65,9 +65,6 @@ variables say, as of a service manager or an agent, is for that one"""
 KEPT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ})
 """the kernel's alone, and those that Python ignores"""
 
-SICK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""what a disk answers on which a volume is served all the same, without its log"""
-
 COLLECTIONS = 1000, 4, 5000
 """See `gc.set_threshold`: whenever there are 1000 objects more, those are searched for cyclic garbage, each fifth
 time the newer ones, too. The event loop stands still meanwhile: 50 to 90 ms for 200,000 of them."""
@@ -98,11 +95,12 @@ def run(
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # rings and their memory take some each
     if made := ensure_volume(effective.options):
         note(made)
-    start_logging(effective.options.log, log_file)
+    start_logging(effective.options.log, log_file, point)
     if refusal is not None:
         log.warning("mount.nice is %d, which this process may not have: %s", effective.options.mount.nice, refusal)
     try:
-        trio.run(_serve, effective, point, announce, keeper, leaving, on_open)
+        with tracing(effective.options, point):
+            trio.run(_serve, effective, point, announce, keeper, leaving, on_open)
     except Exception as error:
         if not isinstance(error, KvfuseError):  # a mistake of ours: whoever reads the log wants to know where
             log.exception("the daemon failed")
@@ -228,40 +226,6 @@ async def _pass_signals_on(*, task_status: Any) -> None:
         task_status.started()
         async for _ in signals:
             os.kill(os.getppid(), signal.SIGTERM)
-
-
-class _LogFile(logging.handlers.WatchedFileHandler):
-    """A log, opened anew after logrotate moved it. A sick disk below costs lines of it, and never raises."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, delay=True)
-        try:
-            self.stream = self._open()
-            self._statstream()
-        except OSError as error:
-            if error.errno not in SICK:
-                raise
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-
-def start_logging(options: LogOptions, default_file: Path | None) -> None:
-    """Log to ``options.file``, else to ``default_file``, else to stderr."""
-    file = options.file or default_file
-    if file and not options.file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(file) if file else logging.StreamHandler()
-    handler.setFormatter(LogFormatter("%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s"))
-    logging.basicConfig(level=options.level.upper(), handlers=[handler], force=True)
-    logging.getLogger("hpack").setLevel(logging.WARNING)  # else lines for new headers of a record store
 
 
 # -- with a holder ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ import click
 
 import kvfuse
 from kvfuse.cli import checks, mounts
-from kvfuse.cli.console import print_json, print_table
+from kvfuse.cli.console import print_json, print_table, say
 from kvfuse.cli.findings import DEGRADED, MISSING, OK, WARN, Finding
 from kvfuse.cli.version import installed_version
 from kvfuse.errors import KvfuseError, MountError
@@ -385,25 +385,45 @@ class _Doctor(click.Command):
 @click.command(cls=_Doctor)
 @click.argument("source", required=False, type=Path)
 @click.option("--json", "as_json", is_flag=True, help="For programs: a list of objects.")
-def doctor(source: Path | None, as_json: bool) -> None:
+@click.option("--bundle", type=Path, metavar="FILE.tar.gz", help="Write one archive for a bug report.")
+@click.option("--names", is_flag=True, help="With --bundle: names of files stay in it.")
+def doctor(source: Path | None, as_json: bool, bundle: Path | None, names: bool) -> None:
     """What is missing on this machine, and the command that mends it. Changes nothing.
 
     With SOURCE, a volume's folder or a mount.conf: also whether what that volume lies on answers. "missing" is needed
     for a mount, and a mount that is "degraded" cannot store what is new (exit status 1); "warn" costs speed or comfort.
     'kvfuse doctor gpu' is about GPUs.
 
+    --bundle collects what a bug report needs: versions, machine, options, status, counters and logs of all mounts, and
+    lists it. Passwords, tokens, keys and names of files are removed; bytes of files are never in it. Read it before you
+    send it.
+
     \b
     Examples:
       kvfuse doctor
+      kvfuse doctor --bundle report.tar.gz
       kvfuse doctor gpu
       kvfuse doctor /etc/kvfuse/mount.conf
     """
+    if names and bundle is None:
+        raise click.UsageError("--names is for --bundle")
     findings = [finding for check in CHECKS for finding in check()]
     if source is not None:
         findings += check_engines(config.load(source).options)
+    if bundle is not None:
+        _write_bundle(bundle, findings, source, names=names)
+        return
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:
         print_table(["", "state", "found", "to mend it"], findings)
     if any(finding.state in (MISSING, DEGRADED) for finding in findings):
         raise click.exceptions.Exit(1)
+
+
+def _write_bundle(file: Path, findings: Sequence[Finding], source: Path | None, *, names: bool) -> None:
+    from kvfuse.cli.bundle import write_bundle
+
+    parts = write_bundle(file, findings, source, names=names)
+    print_table(["file", "bytes", "what it is"], [(part.name, len(part.text), part.what) for part in parts])
+    say(f"{file}: read it before you send it; nothing was sent")

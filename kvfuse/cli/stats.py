@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kvfuse.cli.console import flatten, live, make_table, page_of, print_json, print_object, styled
+from kvfuse.cli.keyboard import keyboard
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
 
 
@@ -27,7 +28,7 @@ def rate_rows(before: dict[str, Any], now: dict[str, Any], seconds: float) -> li
 @click.command()
 @click.argument("mountpoint", type=Path)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one object.")
-@click.option("--watch", is_flag=True, help="Show it live, with changes per second, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Show it live, with changes per second, until q.")
 @click.option(
     "--interval",
     type=click.FloatRange(0.1, 3600),
@@ -57,8 +58,9 @@ def stats(mountpoint: Path, as_json: bool, watch: bool, interval: float) -> None
 def _watch(point: Path, interval: float) -> None:
     before: dict[str, Any] = {}
     looked_at = time.monotonic()
-    with suppress(KeyboardInterrupt), live(styled(point)) as show:
-        while True:
+    with suppress(KeyboardInterrupt), keyboard() as keys, live(styled(point)) as show:
+        is_over = False
+        while not is_over:
             content = {
                 name: value for name, value in flatten(read_virtual(point, "stats")) if not isinstance(value, list)
             }
@@ -66,4 +68,4 @@ def _watch(point: Path, interval: float) -> None:
             rows = rate_rows(before, content, now - looked_at)
             show(page_of([styled(point, "italic"), make_table(["name", "value", "per second"], rows)]))
             before, looked_at = content, now
-            time.sleep(interval)
+            is_over = keys.wait_quit(interval)

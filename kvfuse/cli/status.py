@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvfuse.cli import Failure, holders
-from kvfuse.cli.console import print_json, print_table, say
+from kvfuse.cli.console import fill_lines, page_size, print_fitting, print_json, say, say_each
 from kvfuse.cli.mounts import ask_health, degraded, kvfuse_mounts, read_virtual
 from kvfuse.cli.peers import COLUMNS, PeerRow, peers_of, totals_of
 from kvfuse.errors import EngineTimeout, MountError
@@ -78,7 +78,7 @@ def _health(facts: dict[str, Any]) -> str:
 def _print_peers(facts: dict[str, Any]) -> None:
     """Other hosts, where the mount's daemon tells this user of them."""
     if rows := [_peer_row(peer) for peer in peers_of(facts)]:
-        print_table(COLUMNS, rows, f"other hosts, for {facts['mountpoint']}")
+        print_fitting(COLUMNS, rows, f"other hosts, for {facts['mountpoint']}")
         for line in totals_of(facts):
             say(line)
 
@@ -92,7 +92,9 @@ def _peer_row(peer: PeerRow) -> list[Any]:
 def _print_daemons(facts: dict[str, Any]) -> None:
     """What the holder of a mount tells of its daemons."""
     if facts["holder"]:
-        say(f"{facts['mountpoint']} {holders.described(facts['holder'])}")
+        pieces = [facts["mountpoint"], *holders.described(facts["holder"]).split("; ")]
+        first, *others = fill_lines(pieces, page_size()[0] - 2)
+        say_each([first, *(f"  {line}" for line in others)])
 
 
 def _matches(row: Mounted, target: Path) -> bool:
@@ -121,8 +123,8 @@ def status(target: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found:
-        columns = ["mount point", "source", "", "capacity", "used", "files", "metadata", "pid", "health"]
-        print_table(columns, map(_row, found))
+        columns = ["mount point", "source", "mode", "capacity", "used", "files", "metadata", "pid", "health"]
+        print_fitting(columns, map(_row, found))
         for facts in found:
             _print_peers(facts)
             _print_daemons(facts)

@@ -36,6 +36,7 @@ from kvfuse.fs.idempotent_changes import IdempotentChanges
 from kvfuse.fs.kernel import LISTING_SECONDS, CachedNames
 from kvfuse.fs.virtual import FOLDER_INODE, FOLDER_NAME, Viewer, VirtualFolder, is_virtual, is_virtual_handle
 from kvfuse.native import fusewire
+from kvfuse.serving import NUMBERS, SERVED
 from kvfuse.volume.api import NAME_MAX, ROOT_INODE, Attributes, Caller, Changes, Handle, VolumeApi
 from kvfuse.volume.measures.profiling import PROFILE
 
@@ -86,6 +87,7 @@ def answer_request(handler: Handler[P, R]) -> Handler[P, R]:
     async def answer(self: KvfuseOperations, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self.requests[kind] += 1
         self.under_way_count += 1
+        SERVED.set((kind, next(NUMBERS)))
         profiled, has_failed = fusewire.begin_profiled() if PROFILE.is_on else None, False
         try:
             return await handler(self, *args, **kwargs)

@@ -44,6 +44,9 @@ DISK_EVENTS = {
     "error": "errors",
 }
 """event of the disk tier -> its figure"""
+LEASE_SECONDS = {"granted": "seconds", "left": "left"}
+LEASE_EVENTS = {"late": "late_renewals", "lost": "losses"}
+"""label -> its figure"""
 PEER_READ_RESULTS = ("right", "absent", "moved", "busy", "wrong", "lost", "late")
 RDMA_EVENTS = {"read": "reads", "batch": "batches", "completion": "completions", "pair": "pairs"}
 PEER_ANSWERS = ("here", "absent", "moved", "elsewhere", "busy")
@@ -117,6 +120,7 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     failing = {row["reason"] for row in stats["degraded"]}
     rows = [((reason,), reason in failing) for reason in DEGRADED]
     yield _gauge("kvfuse_degraded", "1: what is new cannot be stored at present, for this reason.", ("reason",), rows)
+    yield from _lease(stats.get("lease"))
     yield _gauge("kvfuse_volume_size_bytes", "What df shows as the size.", (), [((), space["size"])])
     yield _gauge("kvfuse_volume_free_bytes", "What df shows as available.", (), [((), space["free"])])
     yield _gauge("kvfuse_files", "Inodes of the volume.", (), [((), space["files"] - space["files_free"])])
@@ -143,6 +147,14 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     peers = stats.get("peers") or {"asked": Counter(), "served": Counter(), "hosts": ()}
     yield from _peers(peers)
     yield from _rdma(peers.get("rdma") or Counter(), peers["served"])
+
+
+def _lease(lease: Stats | None) -> Iterator[Metric]:
+    """No series where one host has the volume: 0 s would say that a lease is lost."""
+    rows: Rows = [((kind,), lease[key]) for kind, key in LEASE_SECONDS.items()] if lease else []
+    yield _gauge("kvfuse_lease_seconds", "This host's lease of the volume, and what is left of it.", ("kind",), rows)
+    rows = [((event,), lease[key]) for event, key in LEASE_EVENTS.items()] if lease else []
+    yield _counter("kvfuse_lease_events", "Renewals that got no answer, and leases that were lost.", ("event",), rows)
 
 
 def _reports(reports: Stats) -> Iterator[Metric]:

@@ -125,6 +125,8 @@ UNSET: dict[str, str] = {
     "peer.rdma_mtu": "4096",
     "peer.rdma_traffic_class": "0",
     "metrics.listen": "nowhere",
+    "trace.endpoint": "nowhere",
+    "log.journal": "where stderr is the journal",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
 }
 """texts for keys whose value is None, or an empty list that says nothing"""
@@ -170,6 +172,16 @@ NAMES |= {key: key for key in KEYS} | _SHORT_WORDS
 
 
 # -- one value --------------------------------------------------------------------------------------
+
+
+def flag_words() -> Iterator[tuple[str, tuple[str, bool | str]]]:
+    """(``-o`` word without a value, (key, value))."""
+    yield from _FLAG_WORDS.items()
+
+
+def expectation(key: str) -> str:
+    """What a value of ``key`` looks like, in words."""
+    return _expectation(KEYS[key])
 
 
 def _holds_sizes(annotation: Any) -> bool:

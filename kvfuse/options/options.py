@@ -69,6 +69,10 @@ RedisUrl = Annotated[
         description='a URL such as "redis://10.0.0.1:6379", with rediss:// for TLS',
     ),
 ]
+TraceUrl = Annotated[
+    str, Meta(pattern=r"^https?://[^\s@]+$", description='a URL such as "http://10.0.0.1:4318/v1/traces"')
+]
+TraceRatio = Annotated[float, Meta(ge=0, le=1, description="a share from 0 to 1")]
 Shards = Annotated[int, Meta(ge=1, le=4096, description="a whole number, 1 to 4096")]
 VolumeName = Annotated[
     str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$", description="up to 100 letters, digits and ._-")
@@ -455,10 +459,23 @@ class MetricsOptions(_Section, frozen=True):
     """HOST:PORT where it answers ``GET /metrics``; None: nowhere"""
 
 
+class TraceOptions(_Section, frozen=True):
+    """Spans of requests, for a collector of OpenTelemetry."""
+
+    endpoint: TraceUrl | None = None
+    """URL for OTLP over HTTP; None: nothing is traced"""
+    ratio: TraceRatio = 0.01
+    """share of requests that are traced"""
+
+
 class LogOptions(_Section, frozen=True):
     """The daemon's log: how much, and where."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+    """json: an object a line"""
+    journal: bool | None = None
+    """lines go to systemd's journal; None: where stderr is the journal, lines there say their priority"""
     file: Path | None = None
     """None: ``Options.log_file`` for a background daemon, stderr in the foreground"""
 
@@ -481,6 +498,7 @@ class Options(_Section, frozen=True):
     peer: PeerOptions = msgspec.field(default_factory=PeerOptions)
     scrub: ScrubOptions = msgspec.field(default_factory=ScrubOptions)
     metrics: MetricsOptions = msgspec.field(default_factory=MetricsOptions)
+    trace: TraceOptions = msgspec.field(default_factory=TraceOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
 
     @property

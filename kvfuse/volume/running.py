@@ -93,6 +93,7 @@ class Running:
         self._looking = trio.CancelScope()
         self._reaping = trio.CancelScope()
         self._scrubber = Scrubber(lambda: volume.parts, options)
+        self._lost_leases = 0
 
     async def start(self) -> None:
         """Begin to commit and to write back, and free files that the last daemon could not free."""
@@ -125,6 +126,8 @@ class Running:
             self._nursery.start_soon(failing.vital_task, self._show_alive)
         if parts.core.tier.capacity:
             self._nursery.start_soon(failing.service, "tier", self._free_touched)
+        if self._held.member is not None:
+            self._volume.sections["lease"] = self._describe_lease
         if (disk := parts.core.disk) is not None:
             self._volume.sections["disk"] = disk.statistics
             self._nursery.start_soon(failing.service, "disk tier", partial(disk.run, parts.core.reads.speeds.disk))
@@ -273,6 +276,7 @@ class Running:
         """Drop all that is not stored, and join again. Calls meanwhile read the former state, and change nothing."""
         former = self._volume.parts
         await former.abandon()
+        self._lost_leases += 1
         log.error("the lease of the volume was lost, with all changes not stored by then: joining again")
         core = former.core
         while self._volume.parts is former:
@@ -292,6 +296,17 @@ class Running:
         for ino, parent, name in core.places:
             news.name(parent, name)
             news.content(ino)
+
+    def _describe_lease(self) -> dict[str, float]:
+        """Seconds that the store granted, seconds that are left for sure, and counts since this daemon began."""
+        member = self._held.member
+        assert member is not None
+        return {
+            "seconds": member.lease.ttl,
+            "left": round(member.seconds_left, 3),
+            "late_renewals": member.late_renewals,
+            "losses": self._lost_leases,
+        }
 
     async def _run_again(self, parts: Parts) -> None:
         try:

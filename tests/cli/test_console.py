@@ -213,6 +213,7 @@ def shown_by(hostile: Hostile) -> Iterator[tuple[str, list[str | Path], str]]:
     yield "connectors", ["check", NAME, point], ""
     yield "format", [hostile.volume], f"volume{SHOWN[:-4]}"
     yield "format", [file, "--capacity", NAME], ""
+    yield "resize", [nothing, "--capacity", "1GiB"], f"nothing{SHOWN}"
     yield "fsck", [hostile.volume], f"volume{SHOWN[:-4]}"
     yield "fsck", [nothing], f"nothing{SHOWN}"
     yield "config", [hostile.volume], f"volume{SHOWN[:-4]}"

@@ -154,7 +154,7 @@ def test_mount_and_umount_find_the_helpers(folder: Path) -> None:
 
 
 def install(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    places = [f"--{name}={base / name}" for name in ("prefix", "bin", "sbin")]
+    places = [f"--{name}={base / name}" for name in ("prefix", "bin", "sbin", "share")]
     command = [ROOT / "scripts" / "install", *(part for place in places for part in place.split("=")), *arguments]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
@@ -197,6 +197,9 @@ def test_install_and_uninstall(folder: Path) -> None:
         assert os.access(helper, os.X_OK)
         assert f"kvfuse={folder}/prefix/bin/kvfuse\n" in helper.read_text()
         assert "@" not in helper.read_text().replace("$@", "")
+
+    assert "kvfuse COMMAND" in (folder / "share/man/man1/kvfuse.1").read_text().replace("\n", " ").replace(".B ", "")
+    assert "complete" in (folder / "share/bash-completion/completions/kvfuse").read_text()
 
     if os.geteuid() == 0:  # for all users, so not with a Python of root's own, as it was first in PATH
         assert is_for_all(folder / "prefix/bin/python")

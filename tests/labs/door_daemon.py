@@ -20,7 +20,7 @@ from typing import Any
 import trio
 from mounting import PATIENCE_S, wait_until
 
-from kvfuse.cli.daemon import start_logging
+from kvfuse.cli.logs import start_logging
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.fs.doors import Door
 from kvfuse.fs.mount_session import serve_mount

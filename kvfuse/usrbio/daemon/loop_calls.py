@@ -20,6 +20,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.errnos import errno_of
+from kvfuse.serving import NUMBERS, SERVED
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
 from kvfuse.usrbio.daemon.call import Call, Done, ServedRing
 from kvfuse.usrbio.daemon.call_memory import Share
@@ -40,6 +41,9 @@ from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.kernel_cache import KernelCache
 
 log = logging.getLogger(__name__)
+
+KINDS = {int(op): f"ring {op.name.lower()}" for op in Op}
+"""operation -> kind of request, as log lines have it"""
 
 
 @dataclass
@@ -97,6 +101,7 @@ class Calls:
 
     async def _run_writes(self, file: OpenFile, calls: list[Call]) -> None:
         """Execute small writes of one file: together, as far as possible; the others one by one."""
+        SERVED.set((KINDS[Op.WRITE], next(NUMBERS)))
         written = [False] * len(calls)
         if len(calls) > 1 and not file.measures.limiters:
             try:
@@ -163,6 +168,7 @@ class Calls:
 
     async def _run(self, call: Call) -> None:
         completions = call.ring.completions
+        SERVED.set((KINDS[call.entry.op], next(NUMBERS)))
         try:
             with trio.CancelScope() as scope:
                 call.scope = scope

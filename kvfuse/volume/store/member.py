@@ -119,6 +119,8 @@ class Member:
         self._alive_until = joined + lease.ttl
         self._heard = trio.Event()
         """the next renewal, or the loss"""
+        self.late_renewals = 0
+        """renewals that got no answer"""
         self._writes: set[trio.CancelScope] = set()
         """under way: they end with the lease"""
         self._renewing = trio.CancelScope(shield=True)
@@ -253,6 +255,7 @@ class Member:
                         log.error("this client's lease of the volume is lost: nothing is written any more")
                         self.lose()
                 except EngineError as error:
+                    self.late_renewals += 1
                     log.warning("the lease was not renewed: %s", error)
                     delay = min(RETRY_SECONDS, self.lease.ttl / RENEWALS)
 
