@@ -59,6 +59,16 @@ def test_a_volume_hits_what_the_simulation_hits(point: Path, policy: str, admiss
     assert not [name for name in os.listdir(point) if name.startswith("replay")], "its namespace is gone"
 
 
+def test_a_fast_replay_learns_the_pace_of_the_traffic(point: Path) -> None:
+    """What clients asked for counts before the clock moves on: else seconds of a replay pass for a chain's pace."""
+    with namespace_for(point, Setup("chain", "adaptive", 2000)) as folder:
+        result = replay_on_cache(Generator(), folder, replace(PLAN, request_max=1500), lambda result: None)
+    simulated = result.simulated()
+    assert result.tally.hits == pytest.approx(simulated.hits, rel=0.08)
+    assert result.tally.written == pytest.approx(simulated.written, rel=0.15)
+    assert result.tally.written < result.simulated_lru().written / 3
+
+
 def test_the_clock_follows_the_traffic(point: Path) -> None:
     blocks = tuple(range(100))
     with namespace_for(point, Setup("lru", "all", 500)) as folder:
