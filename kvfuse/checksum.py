@@ -6,7 +6,6 @@ The hardware library does the work; crcmod stands in where no wheel of it exists
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -35,13 +34,15 @@ def _find_extend() -> Extend:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # it warns where it has no C code
-            hardware = importlib.import_module("google_crc32c")
-        if hardware.implementation == "c":
-            found: Extend = hardware.extend
+            import google_crc32c
+        if google_crc32c.implementation == "c":
+            found: Extend = google_crc32c.extend
             return found
     except ImportError:
         pass
-    of_crcmod = importlib.import_module("crcmod.predefined").mkPredefinedCrcFun("crc-32c")
+    import crcmod.predefined
+
+    of_crcmod = crcmod.predefined.mkPredefinedCrcFun("crc-32c")
     return lambda value, data: int(of_crcmod(bytes(data), value))
 
 

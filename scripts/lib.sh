@@ -130,7 +130,7 @@ ensure_venv() {
         "$PYTHON" -m venv "$venv"
     fi
     say "Installing kvfuse and its dependencies into $venv"
-    (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check \
+    (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check --use-pep517 \
         -e '.[dev]' -e ./tools/cluster -e './benchmarks[plot]')
     rm -f "$venv"/.kvfuse-*
     touch "$stamp"
