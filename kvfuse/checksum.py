@@ -12,12 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias
 
-import crcmod.predefined
 import numpy as np
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", RuntimeWarning)  # it warns where it has no C code; crcmod is used then
-    import google_crc32c
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -31,16 +26,27 @@ CHECKSUM_SIZE = 4
 """Bytes of one stored checksum, little endian."""
 
 _POLYNOMIAL = 0x82F63B78
-_crcmod_extend: Callable[[bytes, int], int] = crcmod.predefined.mkPredefinedCrcFun("crc-32c")
+Extend: TypeAlias = Callable[[int, bytes | np.ndarray], int]
 
 
-def _extend_portable(value: int, data: bytes | np.ndarray) -> int:
-    return _crcmod_extend(bytes(data), value)
+def _find_extend() -> Extend:
+    """The hardware library, if it has its code in C; crcmod, which is installed where that has no wheel."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # it warns where it has no C code
+            import google_crc32c
+        if google_crc32c.implementation == "c":
+            found: Extend = google_crc32c.extend
+            return found
+    except ImportError:
+        pass
+    import crcmod.predefined
+
+    of_crcmod = crcmod.predefined.mkPredefinedCrcFun("crc-32c")
+    return lambda value, data: int(of_crcmod(bytes(data), value))
 
 
-extend: Callable[[int, bytes | np.ndarray], int] = (
-    google_crc32c.extend if google_crc32c.implementation == "c" else _extend_portable
-)
+extend: Extend = _find_extend()
 """`crc32c` of bytes, with the arguments the other way round: for values so short that a call of Python counts."""
 
 RESIDUE = 0x48674BC7

@@ -71,7 +71,8 @@ _python_is_for_all() {
 import os, sys, sysconfig
 places = [sys.executable, os.__file__]
 if sysconfig.get_config_var("Py_ENABLE_SHARED"):
-    places.append(os.path.join(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LDLIBRARY")))
+    library = os.path.join(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LDLIBRARY"))
+    places += [library] * os.path.exists(library)  # Debian's python has none: its headers' package brings that
 places[0] = os.path.realpath(places[0])
 for place in map(os.path.realpath, places):
     wanted = 0o005 if place == places[0] else 0o004
@@ -129,7 +130,7 @@ ensure_venv() {
         "$PYTHON" -m venv "$venv"
     fi
     say "Installing kvfuse and its dependencies into $venv"
-    (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check \
+    (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check --use-pep517 \
         -e '.[dev]' -e ./tools/cluster -e './benchmarks[plot]' -e ./kubernetes)
     rm -f "$venv"/.kvfuse-*
     touch "$stamp"

@@ -77,6 +77,7 @@ class CacheFolder(AbstractContextManager["CacheFolder"]):
         answer = ChainAnswer(done=len(keys))
         names = [key.hex() for key in keys]
         there = self._store.exists(names)
+        self._advance(0)  # an engine computes before it stores: by then the cache has heard what was asked for
         prefix = len(keys) if there.all() else int(there.argmin())
         found = self._get(keys[:prefix], names[:prefix], answer, goes_on)
         absent = np.flatnonzero(~there).tolist()
@@ -125,8 +126,11 @@ class CacheFolder(AbstractContextManager["CacheFolder"]):
         """At least so much time has passed for the cache since this was made: its clock is advanced by what lacks."""
         lacking = seconds - self._seconds - (time.monotonic() - self._start)
         if lacking > 0:
-            os.setxattr(self._namespace, f"{_NAMESPACE}.advance", f"{lacking:.6f}".encode())
+            self._advance(lacking)
             self._seconds += lacking
+
+    def _advance(self, seconds: float) -> None:
+        os.setxattr(self._namespace, f"{_NAMESPACE}.advance", f"{seconds:.6f}".encode())
 
     def statistics(self) -> dict[str, Any]:
         """Of the namespace that the folder is in."""

@@ -19,6 +19,8 @@ from kvfuse_bench.simulate import Setup, Tally, simulate
 from kvfuse_bench.traffic import Request
 
 FOLDER = "blocks"
+TIERS = ("dram", "disk", "remote")
+"""where blocks come from: memory, the disk tier, the segments"""
 SAMPLE_SECONDS = 0.5
 _WRONG_NAMED_MAX = 20
 
@@ -30,6 +32,8 @@ class Sample(NamedTuple):
     blocks: int
     evicted: int
     """since the replay began"""
+    hits: tuple[int, ...] = (0, 0, 0)
+    """blocks since the replay began that came from each of `TIERS`"""
 
 
 @dataclass
@@ -53,6 +57,8 @@ class CacheReplay:
     seconds: float = 0.0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
+    _known: dict[Setup, Tally] = field(default_factory=dict)
+    """what was simulated"""
 
     @property
     def evicted(self) -> int:
@@ -75,11 +81,17 @@ class CacheReplay:
 
     def simulated(self, factor: float = 1.0) -> Tally:
         """The same policy, with its water marks, on the same requests. ``factor``: times the capacity."""
-        return simulate(self.requests, _times(self.tally.setup, factor))
+        return self._simulated(_times(self.tally.setup, factor))
 
     def simulated_lru(self, factor: float = 1.0) -> Tally:
         """What evicts what was not used for longest, and stores everything, at the same size."""
-        return simulate(self.requests, _times(Setup("lru", "all", self.tally.setup.capacity), factor))
+        return self._simulated(_times(Setup("lru", "all", self.tally.setup.capacity), factor))
+
+    def _simulated(self, setup: Setup) -> Tally:
+        known = self._known.get(setup)
+        if known is None or len(known.requests) != len(self.requests):
+            known = self._known[setup] = simulate(self.requests, setup)
+        return known
 
 
 def _times(setup: Setup, factor: float) -> Setup:
@@ -130,7 +142,8 @@ def _has_time(plan: ReplayPlan, start: float) -> bool:
 def _sample(result: CacheReplay, found: dict[str, Any], before: dict[str, Any]) -> None:
     now = result.requests[-1].arrival_ms / 1000 if result.requests else 0.0
     evicted = found["cache"]["room"] - before["cache"]["room"]
-    result.samples.append(Sample(now, found["cache"]["blocks"], evicted))
+    hits = tuple(found["cache"]["hits"][tier] - before["cache"]["hits"][tier] for tier in TIERS)
+    result.samples.append(Sample(now, found["cache"]["blocks"], evicted, hits))
 
 
 def _setup_of(found: dict[str, Any], plan: ReplayPlan) -> Setup:

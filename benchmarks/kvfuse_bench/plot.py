@@ -1,9 +1,8 @@
-"""Simulations as a picture. matplotlib is an extra: it is imported when a plot is asked for."""
+"""Figures as pictures. matplotlib is an extra: it is imported when a plot is asked for."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -11,15 +10,12 @@ from typing import TYPE_CHECKING
 
 from kvfuse.errors import ConfigError
 from kvfuse.sizes import format_size
-from kvfuse_bench.cachereplay import CacheReplay
 from kvfuse_bench.hosts import HostsReplay
 from kvfuse_bench.outlive import GOAL_SECONDS, GOAL_SIZE, Fit, Outlived
 from kvfuse_bench.peers.hot import Spread
 from kvfuse_bench.scale.run import Scale
-from kvfuse_bench.simulate import Tally
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -29,70 +25,6 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("plots need matplotlib: pip install 'matplotlib>=3.8'") from error
-
-
-def plot_replays(results: Sequence[CacheReplay], path: Path) -> None:
-    """A PNG of replays on a volume, beside simulations of them.
-
-    Hit ratio over time, blocks and evictions over time (both at the middle capacity), and hit ratio over capacity with
-    what the volume estimates.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    by_time, held, by_capacity = figure.subplots(1, 3)
-    shown = sorted(results, key=lambda result: result.tally.setup.capacity)[len(results) // 2]
-    for name, tally in {"": shown.tally, ", simulated": shown.simulated(), "lru": shown.simulated_lru()}.items():
-        ratios = [(seconds / 60, ratio) for seconds, ratio in tally.hit_ratios()]
-        by_time.plot(*zip(*ratios, strict=True), label="LRU, simulated" if name == "lru" else tally.setup.name + name)
-    by_time.set(title="Hit ratio over time", xlabel="minutes of traffic", ylabel="hit ratio", ylim=(0, None))
-    by_time.legend()
-    _blocks_over_time(held, shown)
-    _replays_over_capacity(by_capacity, results)
-    _save(figure, path)
-
-
-def _blocks_over_time(axes: Axes, result: CacheReplay) -> None:
-    minutes = [sample.now / 60 for sample in result.samples]
-    axes.plot(minutes, [sample.blocks for sample in result.samples], label="in the cache")
-    axes.plot(minutes, [sample.evicted for sample in result.samples], label="evicted so far")
-    axes.axhline(result.tally.setup.capacity, color="red", linestyle="--", label="capacity")
-    axes.set(title="Blocks over time", xlabel="minutes of traffic", ylabel="blocks", ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-
-
-def _replays_over_capacity(axes: Axes, results: Sequence[CacheReplay]) -> None:
-    """Points of the replays and of the volume's estimates; lines of simulations through them."""
-    capacities = {result.tally.setup.capacity for result in results}
-    factors = (1.0,) if len(capacities) > 1 else (0.25, 0.5, 1.0, 2.0, 4.0)
-    simulated = [result.simulated(factor) for result in results for factor in factors]
-    lru = {tally.setup: tally for tally in (result.simulated_lru(f) for result in results for f in factors)}
-    _over_capacity(axes, simulated, lambda tally: tally.hit_ratio, ", simulated")
-    _over_capacity(axes, list(lru.values()), lambda tally: tally.hit_ratio, ", simulated (LRU)")
-    axes.set_prop_cycle(None)
-    for name in dict.fromkeys(result.tally.setup.name for result in results):
-        points = [(r.tally.setup.capacity, r.tally.hit_ratio) for r in results if r.tally.setup.name == name]
-        axes.plot(*zip(*points, strict=True), "D", label=f"{name}, replayed")
-    estimates = sorted({point for result in results for point in result.estimates if math.isfinite(point[0])})
-    axes.plot(*zip(*estimates, strict=True), "kx", label="LRU, as the volume estimates it")
-    axes.set(title="Hit ratio over capacity", ylabel="hit ratio", ylim=(0, None))
-    axes.legend()
-
-
-def plot(results: Sequence[Tally], path: Path) -> None:
-    """A PNG: hit ratio over capacity, blocks written over capacity, hit ratio over time at the middle capacity."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    by_capacity, written, by_time = figure.subplots(1, 3)
-    _over_capacity(by_capacity, results, lambda result: result.hit_ratio)
-    by_capacity.set(title="Hit ratio over capacity", ylabel="hit ratio", ylim=(0, None))
-    _over_capacity(written, results, lambda result: result.written / 1000)
-    written.set(title="Written over capacity", ylabel="thousand blocks written", ylim=(0, None))
-    _over_time(by_time, results)
-    by_capacity.legend()
-    _save(figure, path)
 
 
 def plot_hosts(result: HostsReplay, path: Path) -> None:
@@ -217,22 +149,3 @@ def _save(figure: Figure, path: Path) -> None:
         figure.savefig(path, format="png", dpi=100)
     except OSError as error:
         raise ConfigError(f"{path}: the plot cannot be written: {error.strerror}") from error
-
-
-def _over_capacity(axes: Axes, results: Sequence[Tally], figure_of: Callable[[Tally], float], more: str = "") -> None:
-    for name in dict.fromkeys(result.setup.name for result in results):
-        line = sorted((result.setup.capacity, figure_of(result)) for result in results if result.setup.name == name)
-        axes.plot(*zip(*line, strict=True), marker="o", label=name + more)
-    axes.set(xlabel="capacity (blocks)", xscale="log")
-    axes.grid(alpha=0.3)
-
-
-def _over_time(axes: Axes, results: Sequence[Tally]) -> None:
-    capacities = sorted({result.setup.capacity for result in results})
-    capacity = capacities[len(capacities) // 2]
-    for result in results:
-        if result.setup.capacity == capacity:
-            minutes_and_ratios = [(seconds / 60, ratio) for seconds, ratio in result.hit_ratios()]
-            axes.plot(*zip(*minutes_and_ratios, strict=True), label=result.setup.name)
-    axes.set(title=f"Hit ratio over time, {capacity:,} blocks", xlabel="minutes", ylabel="hit ratio", ylim=(0, None))
-    axes.grid(alpha=0.3)

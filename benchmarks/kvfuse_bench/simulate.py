@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice, product, takewhile
+from itertools import accumulate, islice, product, takewhile
 from typing import NamedTuple
 
 from kvfuse.errors import ConfigError
@@ -48,6 +48,7 @@ class Served(NamedTuple):
     now: float
     asked: int
     hits: int
+    written: int
 
 
 @dataclass
@@ -69,18 +70,27 @@ class Tally:
         self.asked += asked
         self.hits += hits
         self.written += written
-        self.requests.append(Served(now, asked, hits))
+        self.requests.append(Served(now, asked, hits, written))
 
     def hit_ratios(self, count: int = POINTS) -> list[tuple[float, float]]:
         """(end in seconds, hit ratio) of ``count`` spans of the time; those without requests are left out."""
         start, end = self.requests[0].now, self.requests[-1].now
         span = (end - start) / count or 1.0
         sums = [[0, 0] for _ in range(count)]
-        for now, asked, hits in self.requests:
+        for now, asked, hits, _ in self.requests:
             row = sums[min(int((now - start) / span), count - 1)]
             row[0] += asked
             row[1] += hits
         return [(start + (place + 1) * span, hits / asked) for place, (asked, hits) in enumerate(sums) if asked]
+
+    def writes(self, count: int = POINTS) -> list[tuple[float, float]]:
+        """(end in seconds, blocks written by then) of ``count`` spans of the time."""
+        start, end = self.requests[0].now, self.requests[-1].now
+        sums = [0] * count
+        for now, _, _, written in self.requests:
+            sums[min(int((now - start) * count / (end - start or 1.0)), count - 1)] += written
+        ends = (start + (place + 1) * (end - start) / count for place in range(count))
+        return list(zip(ends, map(float, accumulate(sums)), strict=True))
 
 
 def make_setups(policies: Iterable[str], admissions: Iterable[str], capacities: Iterable[int]) -> list[Setup]:

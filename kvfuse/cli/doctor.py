@@ -65,7 +65,15 @@ def _requirements() -> list[str]:
     except metadata.PackageNotFoundError:  # run from a source tree
         project = tomllib.loads((Path(kvfuse.__file__).parents[1] / "pyproject.toml").read_text())["project"]
         declared = project["dependencies"]
-    return [requirement for requirement in declared if "extra ==" not in requirement]
+    parts = (requirement.partition(";") for requirement in declared)
+    return [requirement.strip() for requirement, _, marker in parts if _is_needed(marker)]
+
+
+def _is_needed(marker: str) -> bool:
+    """On this machine, as kvfuse writes its markers: no extra, "==" of one of some machines, or "!=" of all of them."""
+    named = re.findall(r"platform_machine ([!=]=) [\"'](\w+)[\"']", marker)
+    hits = [(sign == "==") == (name == platform.machine()) for sign, name in named]
+    return "extra ==" not in marker and (not hits or (any(hits) if "==" in named[0] else all(hits)))
 
 
 def _numbers(version: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""``kvfuse replay --simulate``: the counts of a simulation, the table, the picture, and what is refused."""
+"""``kvfuse replay --simulate``: the counts of a simulation, the table, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvfuse.errors import ConfigError
 from kvfuse.policy import POLICIES
-from kvfuse_bench.plot import plot, require_matplotlib
+from kvfuse_bench.plot import require_matplotlib
 from kvfuse_bench.simulate import Setup, limited, make_setups, simulate
 from kvfuse_bench.traffic import Generator, Request
 
@@ -83,31 +83,21 @@ def test_setups_are_all_combinations_once() -> None:
     ]  # fmt: skip
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    results = [simulate(REQUESTS, setup) for setup in make_setups(["lru", "chain"], ["all"], [2, 10])]
-    plot(results, tmp_path / "hits.png")
-    assert (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        plot(results, tmp_path / "absent" / "hits.png")
-
-
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install 'matplotlib>="):
         require_matplotlib()
 
 
-def test_the_command(tmp_path: Path) -> None:
-    picture = tmp_path / "hits.png"
+def test_the_command() -> None:
     done = run_simulation(
         *("--policy", "lru", "--policy", "chain", "--admission", "all", "--admission", "adaptive"),
-        *("--capacity-blocks", "100,1000", "--requests", "300", "--plot", str(picture)),
+        *("--capacity-blocks", "100,1000", "--requests", "300"),
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if " + " in line]
     assert [row[:3] for row in rows] == [[p, "+", a] for p in ("lru", "chain") for a in ("all", "adaptive")]
     assert all(0 < float(row[3]) <= float(row[6]) < 1 for row in rows)
-    assert picture.stat().st_size > 1000
 
 
 def test_the_command_takes_a_trace(tmp_path: Path) -> None:

@@ -52,10 +52,9 @@ def test_it_mounts_and_replays_and_runs_again(tmp_path: Path, environment: dict[
         first = quickstart(environment, *places, "--duration", "2")
         assert first.returncode == 0, first.stdout + first.stderr
         assert os.path.ismount(point), "it stays mounted"
-        assert (tmp_path / "kvfuse-replay.png").read_bytes().startswith(b"\x89PNG")
+        assert "GB/s on this machine" in (tmp_path / "kvfuse-replay.html").read_text()
         assert "of a cache that starts empty" in first.stdout
         assert "umount " + str(point).replace(" ", "\\ ") in first.stderr
-        assert list((point / "blocks").iterdir())
         assert json.loads(kvfuse("namespace", "show", point, "--json").stdout)["settings"]["kind"] == "blocks"
         again = quickstart(environment, *places, "--trace", str(trace), "--duration", "2")
         assert again.returncode == 0, again.stdout + again.stderr

@@ -1,7 +1,9 @@
 """CRC32C of buffers, granules and concatenations, against crcmod and the check value of the standard."""
 
 import random
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import crcmod.predefined
 import numpy as np
@@ -27,10 +29,15 @@ def test_equals_the_reference_for_every_kind_of_buffer(kind: type, length: int) 
     assert crc32c(kind(DATA[:length])) == reference(DATA[:length])
 
 
-def test_portable_code_equals_hardware_code() -> None:
+@pytest.mark.parametrize("instead", [None, SimpleNamespace(implementation="python")])
+def test_portable_code_equals_hardware_code(monkeypatch: pytest.MonkeyPatch, instead: object) -> None:
+    """Where the hardware library is absent, or has no code in C, crcmod takes its place."""
+    monkeypatch.setitem(sys.modules, "google_crc32c", instead)
+    portable = checksum._find_extend()
+    assert portable is not checksum.extend
     for length in LENGTHS:
         data = np.frombuffer(DATA[:length], np.uint8)
-        assert checksum._extend_portable(7, data) == checksum.extend(7, data)
+        assert portable(7, data) == checksum.extend(7, data)
 
 
 def test_continues_a_value() -> None:

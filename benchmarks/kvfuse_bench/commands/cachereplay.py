@@ -1,4 +1,4 @@
-"""``kvfuse replay`` on a cache: the run, tables of it beside simulations, and pictures."""
+"""``kvfuse replay`` on a cache: the run, tables of it beside simulations, bars, and a page."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from kvfuse.cli import Failure
-from kvfuse.cli.console import bars, note, print_table
+from kvfuse.cli.console import bars, doing, note, print_table
 from kvfuse.cli.mounts import mount_of
 from kvfuse.sizes import format_size
 from kvfuse_bench.cachefolder import namespace_for
 from kvfuse_bench.cachereplay import CacheReplay, replay_on_cache
-from kvfuse_bench.measures import disk_rates
-from kvfuse_bench.plot import plot_replays, require_matplotlib
+from kvfuse_bench.models import MODELS
 from kvfuse_bench.replay import ReplayPlan
+from kvfuse_bench.runpage import write_page
+from kvfuse_bench.runreport import Report, Table, report_of_caches
 from kvfuse_bench.simulate import Setup, Tally
+from kvfuse_bench.speeds import Speeds, measure_speeds
+from kvfuse_bench.textplot import bars as bars_of
 from kvfuse_bench.textplot import chart
 from kvfuse_bench.traffic import Request, measure
 
-DISK_SIZE = 256 << 20
-"""bytes by which the disk below is measured"""
+SPEED_TOKENS = 16
+"""of the model, in a block by which speeds are measured"""
 COLUMNS = 60
 """of charts in the terminal"""
 
@@ -29,15 +32,13 @@ Requests = Callable[[], Iterable[Request]]
 
 
 def run_on_cache(
-    requests: Requests, target: Path, plan: ReplayPlan, setups: Sequence[Setup], picture: Path | None
+    requests: Requests, target: Path, plan: ReplayPlan, setups: Sequence[Setup], prefill: float, page: Path | None
 ) -> None:
     """Replay on the cache that ``target`` is in, or on namespaces made in it, one for each of ``setups``.
 
-    Failure, if a block was wrong; ConfigError where the picture cannot be made, before anything is replayed.
+    ``prefill``: tokens a second that an engine computes. Failure, if a block was wrong; ConfigError: the ``page``
+    cannot be written.
     """
-    if picture:
-        require_matplotlib()
-    disk = _disk_below(target)
     results = []
     tried: Sequence[Setup | None] = setups or [None]
     for setup in tried:
@@ -46,29 +47,37 @@ def run_on_cache(
     if not all(result.requests for result in results):
         note("no request is within the limits")
         return
-    for result in results:
-        print_table(("what", "figure"), _rows(result, disk), _title(result))
-    if len(results) > 1:
-        print_table(
-            ("policy", "blocks", "hit ratio", "simulated", "LRU", "written", "simulated", "LRU"), _compared(results)
-        )
-    for line in _charts(results[-1]):
-        note(line)
-    if picture:
-        plot_replays(results, picture)
-        note(f"plotted in {picture}")
+    with doing("measuring speeds, simulating policies"):
+        speeds = measure_speeds(target, Path(mount_of(target).source), MODELS[plan.model].block_size(SPEED_TOKENS))
+        tables = list(_tables(results, speeds))
+        report = report_of_caches(results, speeds, prefill, tables[0].title, tables, has_charts=page is not None)
+    _show(report, tables, results[-1])
+    if page:
+        write_page(report, page)
+        note(f"a page of it: {page}")
     for detail in (detail for result in results for detail in result.wrong_details):
         note(f"wrong block: {detail}")
     if wrong := sum(result.wrong for result in results):
         raise Failure(f"{wrong} blocks were wrong")
 
 
-def _disk_below(target: Path) -> tuple[float, float] | None:
-    """GB/s that can be written to and read from the disk of the volume; None where that cannot be measured."""
-    try:
-        return disk_rates(Path(mount_of(target).source), DISK_SIZE)
-    except OSError:
-        return None
+def _tables(results: Sequence[CacheReplay], speeds: Speeds) -> Iterator[Table]:
+    for result in results:
+        yield Table(_title(result), ["what", "figure"], [list(row) for row in _rows(result, speeds)])
+    if len(results) > 1:
+        columns = ["policy", "blocks", "hit ratio", "simulated", "LRU", "written", "simulated", "LRU"]
+        yield Table("Policies, as measured and simulated", columns, [list(row) for row in _compared(results)])
+
+
+def _show(report: Report, tables: Sequence[Table], last: CacheReplay) -> None:
+    for table in tables:
+        print_table(table.columns, table.rows, table.title)
+    for group in report.glance:
+        for line in bars_of(group.title, [(bar.name, bar.value, bar.text) for bar in group.bars]):
+            note(line)
+    ratios = [ratio for _, ratio in last.tally.hit_ratios(COLUMNS)]
+    for line in chart("Hit ratio over the time of the traffic", ratios, max(ratios), f"{max(ratios):.0%}"):
+        note(line)
 
 
 def _run_one(requests: Iterable[Request], folder: Path, plan: ReplayPlan) -> CacheReplay:
@@ -94,7 +103,7 @@ def _title(result: CacheReplay) -> str:
     return f"{len(result.requests):,} requests of {plan.model} on a cache of {size}, {setup.name}"
 
 
-def _rows(result: CacheReplay, disk: tuple[float, float] | None) -> Iterator[tuple[str, str]]:
+def _rows(result: CacheReplay, speeds: Speeds) -> Iterator[tuple[str, str]]:
     tally, block_size = result.tally, result.plan.block_size
     simulated = (result.simulated(), result.simulated_lru()) if result.begins_empty else None
     yield "blocks asked for", f"{tally.asked:,}"
@@ -110,10 +119,9 @@ def _rows(result: CacheReplay, disk: tuple[float, float] | None) -> Iterator[tup
     yield "  not stored: not admitted, or no room", f"{result.refused:,}"
     yield "  evicted", f"{result.evicted:,}"
     yield "wrong", f"{result.wrong:,}"
-    rates = (disk and disk[1], disk and disk[0])
-    yield "read", _rate(tally.hits * block_size, result.read_seconds, rates[0])
+    yield "read", _rate(tally.hits * block_size, result.read_seconds, speeds.disk_read)
     offered = tally.written + result.refused
-    yield "put, with those that were not stored", _rate(offered * block_size, result.write_seconds, rates[1])
+    yield "put, with those that were not stored", _rate(offered * block_size, result.write_seconds, speeds.disk_write)
     span = (result.requests[-1].arrival_ms - result.requests[0].arrival_ms) / 60_000
     yield "time", f"{span:,.0f} min of traffic in {result.seconds:,.0f} s"
 
@@ -135,14 +143,3 @@ def _compared(results: Sequence[CacheReplay]) -> Iterator[tuple[str, ...]]:
         ratios = (f"{one.hit_ratio:.3f}" for one in (tally, same, lru))
         written = (f"{one.written:,}" for one in (tally, same, lru))
         yield tally.setup.name, f"{tally.setup.capacity:,}", *ratios, *written
-
-
-def _charts(result: CacheReplay) -> Iterator[str]:
-    setup, samples = result.tally.setup, result.samples
-    ratios = [ratio for _, ratio in result.tally.hit_ratios(COLUMNS)]
-    yield from chart("hit ratio over the time of the traffic", ratios, 1.0, "100 %")
-    held = [samples[place * len(samples) // COLUMNS] for place in range(COLUMNS)]
-    blocks = [sample.blocks for sample in held]
-    yield from chart("blocks in the cache; the line is its capacity", blocks, 1.2 * setup.capacity, "", setup.capacity)
-    evicted = [sample.evicted for sample in held]
-    yield from chart("blocks evicted so far", evicted, max(evicted), f"{max(evicted):,}")

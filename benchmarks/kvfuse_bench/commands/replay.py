@@ -20,6 +20,8 @@ from kvfuse_bench.simulate import limited, make_setups
 from kvfuse_bench.traffic import DEFAULT_SEED, Generator, Request, read_trace, share_of
 
 DURATION_DEFAULT = 60.0
+TOKENS_DEFAULT = 16
+SMALL_TOKENS, SMALL_SIZE, SMALL_CAPACITY = 512, 16 << 10, 4096
 SIMULATED = ("lru", "chain"), ("all", "adaptive")
 """policies and admissions that are simulated by default"""
 
@@ -70,9 +72,7 @@ class Counts(click.ParamType[tuple[int, ...]]):
     "--tokens-per-block",
     "block_tokens",
     type=click.Choice([8, 16, 32, 64, 128, 256, 512]),
-    default=16,
-    show_default=True,
-    help="Tokens of one block of the engine.",
+    help=f"Tokens of one block of the engine. [default: {TOKENS_DEFAULT}]",
 )
 @click.option("--block-size", type=click.IntRange(32), help="Bytes of a block, instead of the model's.")
 @click.option("--workers", "worker_count", type=click.IntRange(1, 256), default=2, show_default=True)
@@ -101,10 +101,24 @@ class Counts(click.ParamType[tuple[int, ...]]):
     help="Admission to try, each with every --policy; may be repeated. [--simulate: all and adaptive]",
 )
 @click.option(
-    "--plot",
-    "picture",
+    "--small",
+    is_flag=True,
+    help=f"A large cache in a minute: blocks of {SMALL_TOKENS} tokens that have {format_size(SMALL_SIZE)} each,"
+    f" instead of the model's, in a cache of {SMALL_CAPACITY:,}; an hour, or what"
+    f" {DURATION_DEFAULT:.0f} s do of it. Policies go by blocks and times, not by bytes.",
+)
+@click.option(
+    "--prefill",
+    type=click.FloatRange(0, min_open=True),
+    default=10_000.0,
+    show_default=True,
+    help="Of caches: tokens a second that an engine computes, for the times to first tokens.",
+)
+@click.option(
+    "--html",
+    "page",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Of caches: write a PNG of the hit ratios over capacity and time (needs matplotlib).",
+    help="Of caches and simulations: write a page of the run, in one file.",
 )
 def replay(
     target: Path | None,
@@ -115,20 +129,23 @@ def replay(
     block_max: int | None,
     duration: float | None,
     model: str,
-    block_tokens: int,
+    block_tokens: int | None,
     block_size: int | None,
     worker_count: int,
     capacities: tuple[int, ...] | None,
     simulate: bool,
     policies: tuple[str, ...],
     admissions: tuple[str, ...],
-    picture: Path | None,
+    small: bool,
+    prefill: float,
+    page: Path | None,
 ) -> None:
     """Replay KV-cache traffic on the folder TARGET, as an engine that keeps one file a block. Every byte is verified.
 
     In a cache of kvfuse the chain of each prompt is asked for, what is there is got and the rest put, over rings; the
-    cache makes room by itself, and its clock is advanced as the traffic's time passes. --policy, --admission or
-    --capacity-blocks: in a namespace that is made for it in TARGET, and removed. Simulations stand beside the figures.
+    cache makes room by itself, and its clock is advanced as the traffic's time passes. --policy, --admission,
+    --capacity-blocks or --small: in a namespace that is made for it in TARGET, and removed. Beside the figures are
+    simulations of the same requests, what the cache saves of the times to first tokens, and the speeds of this machine.
 
     On other file systems each block is looked up as a file; a hit is read, a miss is written under a temporary name and
     renamed, and the least recently used blocks make room.
@@ -138,9 +155,9 @@ def replay(
 
     \b
     Examples:
-      kvfuse replay /mnt/kv --share 0.005
+      kvfuse replay /mnt/kv --small --html run.html
       kvfuse replay /mnt/kv --trace FILE --tokens-per-block 512 --block-size 16384 --policy lru --policy chain \\
-        --capacity-blocks 1000,5000,10000 --plot hits.png
+        --capacity-blocks 1000,5000,10000 --html run.html
     """
 
     def requests() -> Iterator[Request]:
@@ -150,18 +167,22 @@ def replay(
         if trace is None and request_max is block_max is duration is None:
             request_max = REQUESTS_DEFAULT
         setups = make_setups(policies or SIMULATED[0], admissions or SIMULATED[1], capacities or CAPACITIES_DEFAULT)
-        run_simulation(limited(requests(), request_max, block_max, duration), setups, picture)
+        run_simulation(limited(requests(), request_max, block_max, duration), setups, page)
         return
     if target is None:
         raise click.UsageError("TARGET is missing: a folder, or --simulate")
+    if small:
+        block_tokens, block_size = block_tokens or SMALL_TOKENS, block_size or SMALL_SIZE
+        capacities = capacities or (SMALL_CAPACITY,)
+    block_tokens = block_tokens or TOKENS_DEFAULT
     is_tried = bool(policies or admissions or capacities)
     on_cache = round_trips(target) is not None and (is_tried or is_in_cache(target))
-    if not on_cache and (policies or admissions):
-        raise click.UsageError(f"--policy and --admission are for caches of kvfuse, and {target} is in none")
+    if not on_cache and (policies or admissions or page):
+        raise click.UsageError(f"--policy, --admission and --html are for caches of kvfuse, and {target} is in none")
     if capacities and len(capacities) > 1 and not on_cache:
         raise click.BadParameter("one number, unless for caches of kvfuse", param_hint="--capacity-blocks")
     if request_max is block_max is duration is None:
-        duration = DURATION_DEFAULT
+        duration, request_max = DURATION_DEFAULT, REQUESTS_DEFAULT if small else None
     size = block_size or MODELS[model].block_size(block_tokens)
     if size % 8:
         raise click.BadParameter("a multiple of 8 bytes is needed", param_hint="--block-size")
@@ -169,7 +190,7 @@ def replay(
     note(f"replaying on {target}, for {_limits(plan)}")
     if on_cache:
         tried = make_setups(policies or (DEFAULT_POLICY,), admissions or (DEFAULT_ADMISSION,), capacities or (0,))
-        run_on_cache(requests, target, plan, tried if is_tried else [], picture)
+        run_on_cache(requests, target, plan, tried if is_tried else [], prefill, page)
     else:
         _run_on_folder(requests(), target, plan, capacities[0] * size if capacities else None)
 

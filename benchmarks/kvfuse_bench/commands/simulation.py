@@ -1,4 +1,4 @@
-"""``kvfuse replay --simulate``: policies alone on a run of requests, as a table and as a picture."""
+"""``kvfuse replay --simulate``: policies alone on a run of requests, as a table and as a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvfuse.cli.console import bars, note, print_table
-from kvfuse_bench.plot import plot, require_matplotlib
+from kvfuse_bench.runpage import write_page
+from kvfuse_bench.runreport import Table, report_of_simulations
 from kvfuse_bench.simulate import Setup, Tally, simulate
 from kvfuse_bench.traffic import Request, measure
 
@@ -15,10 +16,8 @@ REQUESTS_DEFAULT = 12_000
 """of generated traffic: about an hour"""
 
 
-def run_simulation(requests: Sequence[Request], setups: Sequence[Setup], picture: Path | None) -> None:
-    """Prints the table; ConfigError where the picture cannot be made, before anything is simulated."""
-    if picture:
-        require_matplotlib()
+def run_simulation(requests: Sequence[Request], setups: Sequence[Setup], page: Path | None) -> None:
+    """Prints the table, and writes the ``page``. ConfigError: it cannot be written."""
     results = []
     done, total = 0, len(setups) * len(requests)
     with bars() as progress:
@@ -37,10 +36,12 @@ def run_simulation(requests: Sequence[Request], setups: Sequence[Setup], picture
         f" A cache that never forgets: {ideal.hit_ratio:.3f}"
     )
     capacities = list(dict.fromkeys(setup.capacity for setup in setups))
-    print_table(("policy", *(f"{capacity:,}" for capacity in capacities)), _rows(results, capacities), title)
-    if picture:
-        plot(results, picture)
-        note(f"plotted in {picture}")
+    columns, rows = ["policy", *(f"{capacity:,}" for capacity in capacities)], list(_rows(results, capacities))
+    print_table(columns, rows, title)
+    if page:
+        table = Table("Hit ratio / blocks written, by capacity in blocks", columns, [list(row) for row in rows])
+        write_page(report_of_simulations(results, requests, "Policies alone, simulated", [table]), page)
+        note(f"a page of it: {page}")
 
 
 def _rows(results: Sequence[Tally], capacities: Sequence[int]) -> Iterator[tuple[str, ...]]:

@@ -498,7 +498,8 @@ class BlockEngine:
         return found.settings.recompute_rate if found is not None else 0
 
     def advance(self, number: int, seconds: float) -> None:
-        """Move the clock by which a namespace judges its blocks."""
+        """Move the clock by which a namespace judges its blocks. What clients asked for before counts as before."""
+        self.shown.sample()
         self.eviction.advance(number, seconds)
         self.update_quotas()
         self.wake()

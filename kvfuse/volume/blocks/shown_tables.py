@@ -207,7 +207,7 @@ class ShownTables:
         left, now = SAMPLED_AT_ONCE, int(time.time())
         for touches in list(self._touches):
             self._touches.rotate(-1)
-            left -= self._note(touches, now)
+            left -= self._note(touches, now + self.eviction.ahead.get(touches.table.namespace, 0))
             if left <= 0:
                 break
 
