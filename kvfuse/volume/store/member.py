@@ -149,7 +149,7 @@ class Member:
         puts = dict.fromkeys((key, schema.MOUNTED) if alone else (key,), schema.encode_member(said))
         while True:
             if alone:
-                await _wait_forothers_of(records, title, 2 * lease_seconds)
+                await _wait_for_others(records, title, 2 * lease_seconds)
             asked = trio.current_time()
             lease = await records.lease(lease_seconds)
             Standing(client, lease.identity).keep(keeper)
@@ -372,7 +372,7 @@ async def others_of(records: RecordStore, client: int = schema.NOBODY) -> list[M
     return [_said(row.value) for row in rows if schema.key_client(row.key) != client]
 
 
-async def _wait_forothers_of(records: RecordStore, title: str, seconds: float) -> None:
+async def _wait_for_others(records: RecordStore, title: str, seconds: float) -> None:
     """Return when nobody has the volume, if that is to be expected within ``seconds``. VolumeBusy otherwise."""
     deadline = trio.current_time() + seconds
     while others := await others_of(records):
