@@ -173,6 +173,8 @@ def glance_of(lines: Sequence[Line], engine: PromptEngine | None, speeds: Speeds
     if engine is not None:
         saved = [Bar(line.name, line.saved, f"{line.saved:,.0f} s") for line in lines if line.saved is not None]
         how = f"{engine.prefill:,.0f} tokens/s computed, {engine.load_rate / 1e9:.1f} GB/s loaded"
+        if engine.load_rate < engine.prefill * engine.token_size:
+            how += ": slower than computing, so nothing is loaded"
         bars.append(Bars(f"Waiting for first tokens saved, all requests together ({how})", saved))
     if speeds is not None:
         bars.append(Bars("GB/s on this machine", list(_speed_bars(speeds))))
