@@ -13,8 +13,8 @@ import click
 
 from kvfuse.cli import Failure
 from kvfuse.cli.console import live, make_table, page_of, print_json, print_page, styled
+from kvfuse.cli.keyboard import keyboard
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
-from kvfuse.cli.quit_key import waiting
 from kvfuse.mounttable import Mounted
 from kvfuse.sizes import format_size
 
@@ -100,8 +100,8 @@ def _measure(mount: Mounted, seconds: float, interval: float) -> list[CallRate]:
 def _watch(mount: Mounted, seconds: float | None, interval: float) -> None:
     deadline = time.monotonic() + seconds if seconds is not None else float("inf")
     before = _read(mount)
-    with suppress(KeyboardInterrupt), waiting() as wait, live(_page(mount, []), screen=True) as show:
-        while time.monotonic() < deadline and wait(min(interval, max(0.0, deadline - time.monotonic()))):
+    with suppress(KeyboardInterrupt), keyboard() as keys, live(_page(mount, []), screen=True) as show:
+        while (left := deadline - time.monotonic()) > 0 and not keys.wait_quit(min(interval, left)):
             now = _read(mount)
             show(_page(mount, rates_between(before, now)))
             before = now
