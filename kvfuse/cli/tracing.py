@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.5
 """for the last spans at the end: nobody waits longer for a collector that is away"""
 EXPORT_SECONDS = 5.0
-REMEDY = "type: pip install 'kvfuse[traces]', in the environment of kvfuse"
+REMEDY = "type, in the environment of kvfuse: pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 
 
 Method = Callable[..., Awaitable[Any]]
