@@ -263,6 +263,8 @@ class OpenFiles:
         """content was lost with the former daemon"""
         self._handles: dict[int, Handle] = {}
         self._inodes: dict[int, int] = {}
+        self._given_by: dict[int, int] = {}
+        """number of a former daemon's request that made a file -> its fh"""
 
     def __len__(self) -> int:
         return len(self._handles) + (len(self._table.before) if self._table is not None else 0)
@@ -282,8 +284,11 @@ class OpenFiles:
         self._handles[fh] = handle
         return fh
 
-    def add_given(self, fh: int, handle: Handle) -> bool:
-        """Add a file that C opened; see `GIVEN_IN_C`. False: it is there."""
+    def add_given(self, fh: int, handle: Handle, unique: int = 0) -> bool:
+        """Add a file that C opened; see `GIVEN_IN_C`. ``unique``: number of the request, if a former daemon may not have
+        answered it. False: it is there."""
+        if unique:
+            self._given_by[unique] = fh
         return self._handles.setdefault(fh, handle) is handle
 
     async def find(self, fh: int) -> Handle:
@@ -325,6 +330,8 @@ class OpenFiles:
     async def drop_resent(self, unique: int) -> None:
         """Release what a resent request had opened before: the kernel never learned that fh, and gets another one."""
         fh = self._table.pop_opened_by(unique) if self._table is not None else None
+        if fh is None:
+            fh = self._given_by.pop(unique, None)
         if fh is not None:
             await self.release(fh)
 

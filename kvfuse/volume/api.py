@@ -364,6 +364,9 @@ class RestoredFilesApi(Protocol):
     def give_up(self, ino: int, *, writable: bool) -> None:
         """Note that one of the handles will never be made."""
 
+    async def close_unknown(self, ino: int) -> None:
+        """The kernel has closed a handle of an inode, and this daemon never made it again. The errors of a release."""
+
 
 class VolumeApi(Protocol):
     """A volume, for the FUSE door. Ask for each part anew after an await: another membership brings others."""

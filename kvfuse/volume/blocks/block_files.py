@@ -25,6 +25,7 @@ from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import is_block
 from kvfuse.volume.blocks.kernel_answers import Notes
 from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, NameSearch, OpenBlock, OpenBlocks
+from kvfuse.volume.blocks.sketch_memory import SketchMemory
 from kvfuse.volume.blocks.sketches import FLOOR, HOLE_MAX, Sketch, Sketches, SketchHandle
 from kvfuse.volume.content.cutting import Cutter
 from kvfuse.volume.content.writer import Writer
@@ -35,7 +36,7 @@ from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.views import clock
-from kvfuse.volume.views.handover import DECIDED
+from kvfuse.volume.views.handover import DECIDED, OpenBefore
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,9 @@ class BlockFiles:
 
     def __post_init__(self) -> None:
         memory = CopyMemory(self.engine.staging_size)
-        self.sketches = Sketches(memory, self.engine.names_held, self.engine.answers)
+        core, engine = self.core, self.engine
+        slots = SketchMemory(engine.keeper, core.superblock.volume_id, core.geometry.slab_size)
+        self.sketches = Sketches(memory, slots, engine.names_held, engine.answers)
         self.open_blocks = OpenBlocks(self.engine, memory)
         self.search = NameSearch(self.engine)
         self._bare: dict[int, list[bytes] | None] = {}
@@ -94,6 +97,7 @@ class BlockFiles:
         self.engine.answers.on_notes.append(self._hear)
         self._restored: dict[int, OpenBlock] = {}
         """blocks that were open in the former daemon, and whose handles were not asked for yet"""
+        self._restore_sketches()
 
     async def offer(self, folder: Node) -> None:
         """Have C answer the kernel about a folder of which it just asked, if all its blocks are known."""
@@ -144,16 +148,17 @@ class BlockFiles:
     def take_over(self, *, is_all: bool = False) -> Iterator[tuple[int, SketchHandle]]:
         """(handle of the kernel, what it is) of files that C made, and whose next request is not for it."""
         for draft in self.engine.answers.taken(is_all=is_all):
-            folder = self._offered[draft.directory]
+            namespace = self.engine.tables.all[draft.table].namespace
             mode = S_IFREG | draft.mode
-            sketch = Sketch(draft.ino, draft.directory, folder.namespace, draft.name, mode, draft.uid, draft.gid)
+            sketch = Sketch(draft.ino, draft.directory, namespace, draft.name, mode, draft.uid, draft.gid)
             self.sketches.take(sketch, max(FLOOR, len(draft.content)))
-            sketch.data += draft.content
+            sketch.content.put(0, draft.content)
             sketch.is_changed = sketch.is_rewritten = bool(draft.content)
             sketch.atime, sketch.mtime, sketch.ctime = draft.made, draft.mtime, draft.mtime
-            self.sketches.add(sketch)
             handle = SketchHandle(sketch, draft.flags, Caller(draft.uid, draft.gid, draft.pid))
-            handle.has_written = bool(draft.content)
+            handle.has_written, handle.unique = bool(draft.content), draft.unique
+            self.open_blocks.written.forget(sketch.ino)
+            self.sketches.add(sketch)
             yield draft.fh, handle
 
     async def _is_bare(self, directory: int) -> bool:
@@ -273,13 +278,13 @@ class BlockFiles:
             data = b"" if is_empty else await self.open_blocks.read_whole(entry)
             other = self.find(entry.directory, name)
         except BaseException:
-            self.sketches.resize(sketch, 0)
+            self.sketches.drop_bytes(sketch)
             raise
         if isinstance(other, Sketch) and other.ino == ino:  # somebody was faster
-            self.sketches.resize(sketch, 0)
+            self.sketches.drop_bytes(sketch)
             return other
         sketch.nlink = int(other is not None and other.ino == ino)
-        sketch.data += data
+        sketch.content.put(0, data)
         sketch.is_changed = sketch.is_rewritten = is_empty
         sketch.block = None if is_empty or not sketch.nlink else entry
         sketch.sequence = entry.sequence
@@ -290,6 +295,36 @@ class BlockFiles:
         return sketch
 
     # -- from the former daemon ------------------------------------------------------------------------
+
+    def _restore_sketches(self) -> None:
+        still_open = self.core.nodes.handover.still_open
+        for slot, facts, sequence in self.sketches.slots.restore():
+            ino = slot.ino
+            if ino in self.sketches.by_ino or not self.engine.is_block_namespace(facts.namespace):
+                slot.end()
+                continue
+            sketch = Sketch.restore(slot, facts, sequence, still_open.get(ino) or OpenBefore())
+            self.open_blocks.written.forget(ino)
+            self.sketches.add_restored(sketch)
+            entry = self.search.find(*sketch.place) if sketch.nlink and not sketch.is_changed else None
+            sketch.block = entry if entry is not None and entry.sequence == sequence else None
+
+    def restore_sketch(self, ino: int, flags: int, caller: Caller) -> SketchHandle | None:
+        """A handle of the former daemon, of a file that is being written. None: it is no such file."""
+        sketch = self.sketches.by_ino.get(ino)
+        if sketch is None:
+            return None
+        handle = SketchHandle(sketch, flags, caller)
+        handle.has_written = sketch.was_being_written and handle.writable
+        if sketch.node is not None:
+            handle.file = FileHandle(sketch.node, flags, caller)
+        return handle
+
+    async def close_unknown(self, ino: int) -> None:
+        """Handles were closed that this daemon never saw. A file that nobody else has open is as after its last close."""
+        sketch = self.sketches.by_ino.get(ino)
+        if sketch is not None and not sketch.is_open:
+            await self.release(SketchHandle(sketch, os.O_WRONLY, NOBODY))
 
     async def keep_restored(self, ino: int) -> None:
         """Keep the content of a block that was open in the former daemon, until `all_restored`. Stale, EngineError."""
@@ -322,7 +357,8 @@ class BlockFiles:
                 return await self.open_blocks.read(handle, offset, size)
         else:
             sketch = handle.sketch
-        return bytes(memoryview(sketch.data)[offset : offset + size])
+        with sketch.content.view() as content:
+            return bytes(content[offset : offset + size])
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -359,7 +395,7 @@ class BlockFiles:
     async def _has_room(self, sketch: Sketch, start: int, end: int) -> bool:
         """Whether a sketch has memory for bytes up to ``end``. False: the caller looks at it again, as it has waited,
         or the sketch has become an ordinary file."""
-        size = len(sketch.data)
+        size = sketch.size
         if end <= self.engine.block_max and start - size <= HOLE_MAX:
             if self.sketches.resize(sketch, max(sketch.reserved, FLOOR, end)):
                 return True
@@ -380,6 +416,7 @@ class BlockFiles:
             return
         sketch = handle.sketch
         handle.has_written = False
+        sketch.keep_flags()
         if sketch.nlink and not sketch.is_being_written:
             try:
                 sketch.lock.acquire_nowait()
@@ -389,6 +426,7 @@ class BlockFiles:
                 await self.publish(sketch)
             except errors.OperationError:
                 sketch.is_refused = True
+                sketch.keep_flags()
                 raise
             finally:
                 sketch.lock.release()
@@ -401,7 +439,7 @@ class BlockFiles:
         """What is in the file now survives a loss of power."""
         if isinstance(handle, SketchHandle) and handle.sketch.nlink:
             async with handle.sketch.lock:
-                if handle.sketch.data:
+                if handle.sketch.size:
                     await self.publish(handle.sketch)
                 elif handle.sketch.node is None:
                     await self._become_ordinary(handle.sketch)
@@ -413,13 +451,13 @@ class BlockFiles:
 
         NoSpace, QuotaExceeded, EngineError: the name means what it meant.
         """
-        if sketch.node is not None or not sketch.is_changed or not sketch.data:
+        if sketch.node is not None or not sketch.is_changed or not sketch.size:
             return
-        if sketch.mode & 0o7777 & ~PERMISSIONS or len(sketch.data) > self.engine.block_max:
+        if sketch.mode & 0o7777 & ~PERMISSIONS or sketch.size > self.engine.block_max:
             await self._become_ordinary(sketch)
             return
         try:
-            with memoryview(sketch.data) as content:
+            with sketch.content.view() as content:
                 sketch.block = await self.put(sketch, sketch.directory, sketch.name, content)
         except errors.FileTooLarge:
             await self._become_ordinary(sketch)
@@ -427,6 +465,7 @@ class BlockFiles:
             sketch.is_changed = sketch.is_refused = False
             if sketch.block is not None:
                 sketch.sequence = sketch.block.sequence
+            sketch.keep()
 
     async def put(
         self, like: Sketch | BlockEntry, directory: int, name: bytes, content: memoryview
@@ -506,13 +545,14 @@ class BlockFiles:
             self.open_blocks.release(handle)
             return
         sketch = handle.sketch
-        is_settled = not sketch.is_changed and sketch.data and not sketch.lock.locked()
+        is_settled = not sketch.is_changed and sketch.size and not sketch.lock.locked()
         if handle.writable and sketch.writers == 1 and sketch.nlink and sketch.node is None and not is_settled:
             await self._settle(sketch, handle)
         del sketch.handles[handle]
-        if not sketch.handles:
+        if not sketch.is_open:
             if sketch.is_rewritten and sketch.node is None:
-                self.open_blocks.rewrite(sketch.ino, bytes(sketch.data))
+                with sketch.content.view() as content:
+                    self.open_blocks.rewrite(sketch.ino, bytes(content))
             if sketch.block is not None and not sketch.is_changed and sketch.nlink and sketch.node is None:
                 self.open_blocks.written.note(sketch.ino, sketch.block)
                 self.open_blocks.looked_up.note(replace(sketch.block, ino=sketch.ino), sketch.name)
@@ -532,7 +572,7 @@ class BlockFiles:
                     return
                 if sketch.is_refused:  # by now the name may mean what another host stored
                     raise errors.EngineError("its close has failed, and said so")
-                if sketch.data:
+                if sketch.size:
                     await self.publish(sketch)
                 elif (entry := self.search.find(*sketch.place)) is not None and entry.sequence != sketch.sequence:
                     self.sketches.unlink(sketch)
@@ -573,7 +613,9 @@ class BlockFiles:
 
     async def _become_ordinary(self, sketch: Sketch) -> Node:
         """Under the lock of the sketch."""
-        data, ino = bytes(sketch.data), 0 if is_block(sketch.ino) else sketch.ino
+        with sketch.content.view() as content:
+            data = bytes(content)
+        ino = 0 if is_block(sketch.ino) else sketch.ino
         name = sketch.name if sketch.nlink else DRAFT + b"%x" % sketch.ino
         node = await self._make_file(sketch, sketch.directory, name, data, ino)
         for handle in sketch.handles:
@@ -583,8 +625,7 @@ class BlockFiles:
             reader.file = FileHandle(node, os.O_RDONLY, reader.caller)
         sketch.node = node
         self.sketches.leave(sketch)
-        sketch.data = bytearray()
-        self.sketches.resize(sketch, 0)
+        self.sketches.drop_bytes(sketch)
         if ino:
             self.sketches.lose_number(ino)
         if sketch.nlink:
@@ -661,8 +702,9 @@ class BlockFiles:
             found.atime = found.atime if changes.atime is None else clock.storable(changes.atime)
             if changes.mtime is not None:
                 found.mtime = clock.storable(changes.mtime)
-                found.is_changed |= bool(found.data)
+                found.is_changed |= bool(found.size)
             found.ctime = clock.now()
+            found.keep()
         elif isinstance(found, BlockEntry) and found.nlink:
             mtime = found.mtime if changes.mtime is None else 1000 * _microseconds(changes.mtime)
             if is_other or mtime != found.mtime:
