@@ -22,6 +22,7 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.kept.rows import COUNT_MIN, Rows
 from kvfuse.native import fusewire
 from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
+from kvfuse.volume.blocks.kernel_answers import ACCESS_SHIFT
 
 FORM = 1
 """number of the rows' format"""
@@ -48,8 +49,7 @@ SERIAL_MAX = (1 << 60 - PLACE_BITS) - 1
 GIVEN_IN_C = 1 << 60
 """mark of an fh that C gave to a block which is read. Its row is C's: see ``native/blockdoor.h``"""
 MADE_IN_C = 1 << 59
-"""likewise, to a file that it made (``native/blockdrafts.h``); the access mode is at `_ACCESS_SHIFT`"""
-_ACCESS_SHIFT = 57
+"""likewise, to a file that it made (``native/blockdrafts.h``); the access mode is at `ACCESS_SHIFT`"""
 NOBODY = Caller(0, 0)
 NO_PLACE = (1 << PLACE_BITS) - 1
 """place of a handle without a row: it does not outlive this daemon"""
@@ -301,6 +301,8 @@ class OpenFiles:
                 handle = await self._open_given(fh, ino)
                 if self._handles.setdefault(fh, handle) is not handle:  # another request was faster
                     await self._volume.files.release(handle)
+                elif fh & MADE_IN_C:
+                    self._volume.files.note_given(handle, fh)
                 continue
             if row is None or self._table is None:
                 raise BadHandle(f"handle {fh} is not open")
@@ -316,7 +318,7 @@ class OpenFiles:
     async def _open_given(self, fh: int, ino: int) -> Handle:
         """Open what C gave a handle of. EngineError, also for bytes that the former daemon had not stored."""
         try:
-            handle: Handle = await self._volume.files.open(ino, fh >> _ACCESS_SHIFT & os.O_ACCMODE, NOBODY)
+            handle: Handle = await self._volume.files.open(ino, fh >> ACCESS_SHIFT & os.O_ACCMODE, NOBODY)
         except Stale as error:
             if not fh & MADE_IN_C:
                 raise

@@ -90,7 +90,7 @@ class Volume:
                     names.files.open_blocks.release(handle)
 
         way = engine.begin_answers(attr_timeout, kept, take_handles)
-        for fh, handle in names.files.take_over(is_all=True):
+        for fh, handle in (*names.files.restore_given(), *names.files.take_over(is_all=True)):
             add_handle(fh, handle, handle.unique)
         return way
 

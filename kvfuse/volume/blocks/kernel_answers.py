@@ -30,6 +30,8 @@ OFFER_SECONDS = 1.0
 """for which C answers about a folder, before Python looks at it again"""
 TABLES_MAX = 8
 """groups of blocks that a folder may have"""
+ACCESS_SHIFT = 57
+"""of the access mode in the handle of a file that C made"""
 NUMBERS = 1024
 """of inodes, that C has at a time"""
 KINDS = frozenset(kind for kind, _, may, _ in ANSWERS if may)
