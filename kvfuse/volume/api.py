@@ -137,6 +137,8 @@ class Handle(Protocol):
     """opened with O_DIRECT"""
     appends: bool
     """opened with O_APPEND"""
+    caller: Caller
+    """who opened it"""
 
     @property
     def number(self) -> int:
@@ -263,9 +265,6 @@ class FileApi(Protocol[H]):
     def take_over(self, *, is_all: bool = False) -> Iterator[tuple[int, H]]:
         """(handle that the kernel has, what it is) of files that C answered about alone so far; see `KernelAnswers`.
         ``is_all``: all of them, and not just those of which somebody is about to ask."""
-
-    def note_given(self, handle: H, fh: int) -> None:
-        """A handle is the one that the kernel has had since C made the file: the next daemon makes it again."""
 
     async def read(self, handle: H, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Bytes at ``offset``, short at the end of the file. A memoryview is to be consumed before any await."""

@@ -370,10 +370,6 @@ class Files:
             self._blocks.engine.answers.hear()
             yield from self._blocks.take_over(is_all=is_all)
 
-    def note_given(self, handle: FileHandle | BlockHandle, fh: int) -> None:
-        if isinstance(handle, SketchHandle):
-            handle.give(fh)
-
     async def _write_sketch(
         self, handle: BlockHandle, offset: int, data: bytes | memoryview, began: float
     ) -> int | None:

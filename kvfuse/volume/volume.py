@@ -90,8 +90,9 @@ class Volume:
                     names.files.open_blocks.release(handle)
 
         way = engine.begin_answers(attr_timeout, kept, take_handles)
-        for fh, handle in (*names.files.restore_given(), *names.files.take_over(is_all=True)):
-            add_handle(fh, handle, handle.unique)
+        for fh, handle in names.files.take_over(is_all=True):
+            if not add_handle(fh, handle, handle.unique):
+                del handle.sketch.handles[handle]
         return way
 
     def end_kernel_answers(self) -> None:

@@ -23,7 +23,7 @@ from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import Caller, Changes, RowTerms
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import is_block
-from kvfuse.volume.blocks.kernel_answers import ACCESS_SHIFT, Notes
+from kvfuse.volume.blocks.kernel_answers import Notes, TakenFile
 from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, NameSearch, OpenBlock, OpenBlocks
 from kvfuse.volume.blocks.sketch_memory import SketchMemory
 from kvfuse.volume.blocks.sketches import FLOOR, HOLE_MAX, Sketch, Sketches, SketchHandle
@@ -148,19 +148,23 @@ class BlockFiles:
     def take_over(self, *, is_all: bool = False) -> Iterator[tuple[int, SketchHandle]]:
         """(handle of the kernel, what it is) of files that C made, and whose next request is not for it."""
         for draft in self.engine.answers.taken(is_all=is_all):
-            namespace = self.engine.tables.all[draft.table].namespace
-            mode = S_IFREG | draft.mode
-            sketch = Sketch(draft.ino, draft.directory, namespace, draft.name, mode, draft.uid, draft.gid)
-            self.sketches.take(sketch, max(FLOOR, len(draft.content)))
-            sketch.content.put(0, draft.content)
-            sketch.is_changed = sketch.is_rewritten = bool(draft.content)
-            sketch.atime, sketch.mtime, sketch.ctime = draft.made, draft.mtime, draft.mtime
+            sketch = self.sketches.by_ino.get(draft.ino)  # of the former daemon, which was about to do the same
+            if sketch is None:
+                self.sketches.add(sketch := self._sketch_of(draft))
             handle = SketchHandle(sketch, draft.flags, Caller(draft.uid, draft.gid, draft.pid))
             handle.has_written, handle.unique = bool(draft.content), draft.unique
-            handle.give(draft.fh)
-            self.open_blocks.written.forget(sketch.ino)
-            self.sketches.add(sketch)
             yield draft.fh, handle
+
+    def _sketch_of(self, draft: TakenFile) -> Sketch:
+        namespace = self.engine.tables.all[draft.table].namespace
+        mode = S_IFREG | draft.mode
+        sketch = Sketch(draft.ino, draft.directory, namespace, draft.name, mode, draft.uid, draft.gid)
+        self.sketches.take(sketch, max(FLOOR, len(draft.content)))
+        sketch.content.put(0, draft.content)
+        sketch.is_changed = sketch.is_rewritten = bool(draft.content)
+        sketch.atime, sketch.mtime, sketch.ctime = draft.made, draft.mtime, draft.mtime
+        self.open_blocks.written.forget(sketch.ino)
+        return sketch
 
     async def _is_bare(self, directory: int) -> bool:
         """All names of it that mean inodes are held, now and until another one is about to: the others have blocks, or
@@ -320,15 +324,6 @@ class BlockFiles:
         if sketch.node is not None:
             handle.file = FileHandle(sketch.node, flags, caller)
         return handle
-
-    def restore_given(self) -> Iterator[tuple[int, SketchHandle]]:
-        """As `take_over`, of files of the former daemon which Python went on with there. Once."""
-        for sketch in list(self.sketches.by_ino.values()):
-            if sketch.given and not any(handle.is_given for handle in sketch.handles):
-                handle = SketchHandle(sketch, sketch.given >> ACCESS_SHIFT & os.O_ACCMODE, NOBODY)
-                handle.has_written = sketch.was_being_written and handle.writable
-                handle.give(sketch.given)
-                yield sketch.given, handle
 
     async def close_unknown(self, ino: int) -> None:
         """Handles were closed that this daemon never saw. A file that nobody else has open is as after its last close."""
@@ -559,8 +554,6 @@ class BlockFiles:
         if handle.writable and sketch.writers == 1 and sketch.nlink and sketch.node is None and not is_settled:
             await self._settle(sketch, handle)
         del sketch.handles[handle]
-        if handle.is_given:
-            handle.give(0)
         if not sketch.is_open:
             if sketch.is_rewritten and sketch.node is None:
                 with sketch.content.view() as content:

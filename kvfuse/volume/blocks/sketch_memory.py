@@ -34,9 +34,9 @@ STEP = 64 << 10
 """bytes whose pages a slot gets at least, and retains when it is free"""
 _HEAD_SIZE = 1024
 _WORDS = _HEAD_SIZE // 8
-_INO, _SIZE, _MTIME, _CTIME, _FLAGS, _SEQUENCE, _COPY, _GIVEN = range(8)
+_INO, _SIZE, _MTIME, _CTIME, _FLAGS, _SEQUENCE, _COPY = range(7)
 """words of a head: 0, or the inode of a live sketch; bytes; nanoseconds, twice; `CHANGED` and others; that of the sketch;
-the valid copy; `Sketch.given`"""
+the valid copy"""
 _COPIES_AT, _COPY_SIZE = 64, 480
 _COPY_FORM = Struct("<QQqIIIIIBB")
 _MAX = (1 << 64) - 1
@@ -96,7 +96,6 @@ class SketchBytes:
         """The bytes were changed."""
 
     def note_flags(self, flags: int) -> None: ...
-    def note_given(self, fh: int) -> None: ...
     def note_facts(self, ino: int, sequence: int, facts: SketchFacts) -> None: ...
     def end(self) -> None:
         """Nobody needs the bytes any more."""
@@ -146,9 +145,6 @@ class SketchSlot(SketchBytes):
     def note_flags(self, flags: int) -> None:
         self._words[_FLAGS] = flags
 
-    def note_given(self, fh: int) -> None:
-        self._words[_GIVEN] = fh
-
     def note_facts(self, ino: int, sequence: int, facts: SketchFacts) -> None:
         """The next daemon finds it from here on."""
         words, copy = self._words, 1 - (self._words[_COPY] & 1)
@@ -161,7 +157,7 @@ class SketchSlot(SketchBytes):
 
     def end(self) -> None:
         self._words[_INO] = 0
-        self._words[_SIZE] = self._words[_GIVEN] = self._size = 0
+        self._words[_SIZE] = self._size = 0
         self._memory.free(self.number)
 
     # -- from the former daemon ------------------------------------------------------------------------
@@ -189,10 +185,6 @@ class SketchSlot(SketchBytes):
     @property
     def flags(self) -> int:
         return self._words[_FLAGS]
-
-    @property
-    def given(self) -> int:
-        return self._words[_GIVEN]
 
 
 class SketchMemory:

@@ -68,8 +68,6 @@ class Sketch:
         """when the former daemon ended"""
         self.is_named = False
         """its name means it"""
-        self.given = 0
-        """the kernel's handle of who made the file, if C made it and he has it open"""
         self.node: Node | None = None
         """the ordinary file that it has become"""
         self.lock = trio.Lock()
@@ -127,7 +125,6 @@ class Sketch:
         content = self.content
         if content.is_kept:
             content.note_times(self.mtime, self.ctime, self._flags | sketch_memory.WRITTEN * self.is_being_written)
-            content.note_given(self.given)
             content.note_facts(self.ino, self.sequence, self._facts())
 
     def keep_flags(self) -> None:
@@ -149,7 +146,7 @@ class Sketch:
         sketch.atime, (sketch.mtime, sketch.ctime) = facts.atime, slot.times
         sketch.is_changed, sketch.is_rewritten = bool(flags & sketch_memory.CHANGED), bool(flags & sketch_memory.REWRITTEN)
         sketch.is_refused, sketch.was_being_written = bool(flags & sketch_memory.REFUSED), bool(flags & sketch_memory.WRITTEN)
-        sketch.is_named, sketch.given = bool(flags & sketch_memory.NAMED), slot.given
+        sketch.is_named = bool(flags & sketch_memory.NAMED)
         return sketch
 
 
@@ -158,7 +155,6 @@ class SketchHandle:
 
     cache_valid = True
     is_new = True
-    number = 0
 
     def __init__(self, sketch: Sketch, flags: int, caller: Caller) -> None:
         self.id = next_handle()
@@ -174,14 +170,11 @@ class SketchHandle:
         """since the last close of a descriptor"""
         self.unique = 0
         """number of the request by which C made the file; 0: it did not"""
-        self.is_given = False
-        """see `Sketch.given`"""
         sketch.handles[self] = None
 
-    def give(self, fh: int) -> None:
-        """It is the one by that handle of the kernel, which C gave when it made the file; 0: it was closed."""
-        self.is_given, self.sketch.given = bool(fh), fh
-        self.sketch.content.note_given(fh)
+    @property
+    def number(self) -> int:
+        return self.sketch.ino
 
     @property
     def size(self) -> int:
