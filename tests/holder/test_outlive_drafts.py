@@ -115,6 +115,9 @@ def hold_all(point: Path) -> dict[str, Held]:
     held["hole"].write(20_000, b"behind a hole")
     os.fsync(held["python"].descriptor)  # C leaves it to Python
     held["python"].write(0, b"by Python" * 1000)
+    held["synced"] = Held(opened(point / "not synced", new), (point / "not synced"))
+    held["synced"].path = (point / "not synced").rename(point / "synced")
+    os.fsync(held["synced"].descriptor)  # what is empty becomes an ordinary file
     os.close(os.dup(held["closed"].descriptor))
     held["closed, renamed"] = Held(opened(point / "former", new), point / "latter", bytearray(b"bytes"))
     os.write(held["closed, renamed"].descriptor, b"bytes")

@@ -261,6 +261,7 @@ class BlockNames:
             sketch.keep()
             if not is_block(sketch.ino):
                 self._core.places.set(sketch.ino, new.ino, new_name)
+                self._core.nodes.handover.moved(sketch.ino, new.ino, new_name)  # C may have told the kernel of it
             return True
 
 
