@@ -233,7 +233,16 @@ class Player:
     def step(self) -> None:
         choices = [self.open_new, self.open_again]
         if self.held:
-            choices = [*choices, *[self.write] * 6, self.cut, self.rename, self.remove, self.close, self.flush, self.mode]
+            choices = [
+                *choices,
+                *[self.write] * 6,
+                self.cut,
+                self.rename,
+                self.remove,
+                self.close,
+                self.flush,
+                self.mode,
+            ]
         self.rng.choice(choices)()
 
     def pick(self) -> Held:

@@ -79,7 +79,7 @@ class SketchBytes:
         """Have memory for so many bytes. False: there is none."""
         return True
 
-    def put(self, offset: int, data: bytes | memoryview) -> None:
+    def put(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes that have memory; what lies before them, and was not written, is zero."""
         if offset > len(self._bytes):
             self._bytes.extend(bytes(offset - len(self._bytes)))
@@ -125,7 +125,7 @@ class SketchSlot(SketchBytes):
     def allocate(self, size: int) -> bool:
         return self._memory.allocate(self.number, size)
 
-    def put(self, offset: int, data: bytes | memoryview) -> None:
+    def put(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         memory, start, end = self._memory.bytes, self._start + offset, offset + len(data)
         if offset > self._size:
             memory[self._start + self._size : start] = bytes(offset - self._size)
@@ -171,7 +171,7 @@ class SketchSlot(SketchBytes):
         at = self._copies_at + (self._words[_COPY] & 1) * _COPY_SIZE
         *facts, length = _COPY_FORM.unpack_from(self._memory.bytes, at)
         at += _COPY_FORM.size
-        found = SketchFacts(*facts, name=bytes(self._memory.bytes[at : at + length]))
+        found = SketchFacts(*facts, bytes(self._memory.bytes[at : at + length]))
         if self._words[_SIZE] > self._memory.stride or found.nlink > 1 or not found.directory or b"/" in found.name:
             return None
         self._size = self._words[_SIZE]

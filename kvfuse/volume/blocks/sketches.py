@@ -144,8 +144,14 @@ class Sketch:
         sketch.content, sketch.sequence, sketch.left, flags = slot, sequence, left, slot.flags
         sketch.nlink, sketch.expires, sketch.priority = facts.nlink, facts.expires, facts.priority
         sketch.atime, (sketch.mtime, sketch.ctime) = facts.atime, slot.times
-        sketch.is_changed, sketch.is_rewritten = bool(flags & sketch_memory.CHANGED), bool(flags & sketch_memory.REWRITTEN)
-        sketch.is_refused, sketch.was_being_written = bool(flags & sketch_memory.REFUSED), bool(flags & sketch_memory.WRITTEN)
+        sketch.is_changed, sketch.is_rewritten = (
+            bool(flags & sketch_memory.CHANGED),
+            bool(flags & sketch_memory.REWRITTEN),
+        )
+        sketch.is_refused, sketch.was_being_written = (
+            bool(flags & sketch_memory.REFUSED),
+            bool(flags & sketch_memory.WRITTEN),
+        )
         sketch.is_named = bool(flags & sketch_memory.NAMED)
         return sketch
 
