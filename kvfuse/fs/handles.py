@@ -319,8 +319,8 @@ class OpenFiles:
         return fh
 
     def add_given(self, fh: int, handle: Handle, unique: int = 0) -> bool:
-        """Add a file that C opened; see `GIVEN_IN_C`. ``unique``: number of the request, if a former daemon may not have
-        answered it. False: it is there."""
+        """Add a file that C opened; see `GIVEN_IN_C`. ``unique``: number of the request, if a former daemon may not
+        have answered it. False: it is there."""
         if fh in self._handles or (self._table is not None and fh in self._table.before):
             return False
         if unique:

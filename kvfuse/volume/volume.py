@@ -78,8 +78,9 @@ class Volume:
         self, attr_timeout: float, kept: KeptRows, add_handle: Callable[[int, Handle, int], bool]
     ) -> object | None:
         """What C may answer the kernel by; see `Door`. ``attr_timeout``: seconds for which it keeps attributes.
-        ``kept``: see `KernelAnswers.begin`. ``add_handle``: as `OpenFiles.add_given`; gets handles that C gave, once C does not know all of their
-        files any more, and those of files that C was making when the former daemon ended. None: there is nothing that C may answer."""
+        ``kept``: see `KernelAnswers.begin`. ``add_handle``: as `OpenFiles.add_given`. It gets handles that C gave, once
+        C does not know all of their files any more, and those of files that C was making when the former daemon ended.
+        None: there is nothing that C may answer."""
         engine, names = self.parts.engine, self.parts.block_names
         if engine is None or names is None or engine.is_shared:
             return None

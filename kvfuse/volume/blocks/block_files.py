@@ -326,7 +326,7 @@ class BlockFiles:
         return handle
 
     async def close_unknown(self, ino: int) -> None:
-        """Handles were closed that this daemon never saw. A file that nobody else has open is as after its last close."""
+        """Handles were closed that this daemon never saw: a file that nobody else has open is as after its close."""
         sketch = self.sketches.by_ino.get(ino)
         if sketch is not None and not sketch.is_open:
             await self.release(SketchHandle(sketch, os.O_WRONLY, NOBODY))

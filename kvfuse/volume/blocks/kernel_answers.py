@@ -162,8 +162,8 @@ class KernelAnswers:
             tell(notes)
 
     def taken(self, *, is_all: bool = False) -> Iterator[TakenFile]:
-        """Files that Python takes over; ``is_all``: those of which it was not asked, too. The next daemon finds each with
-        C until the caller asks for the one after it, and has to find it elsewhere from then on."""
+        """Files that Python takes over; ``is_all``: those of which it was not asked, too. The next daemon finds each
+        with C until the caller asks for the one after it, and has to find it elsewhere from then on."""
         if is_all:
             self.door.take_all()
         while (found := self.door.next_taken()) is not None:

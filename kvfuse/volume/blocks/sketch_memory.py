@@ -1,8 +1,8 @@
 """Keeps sketches in shared memory, where the next daemon finds them: their bytes, and what else they are.
 
 A kept sketch has a *slot*: a head, and room for as many bytes as a block may have. Only bytes that somebody wrote have
-pages, and some of them stay with a free slot for the next sketch. A head has words that are stored at once, and two copies
-of the rest, of which one word names the valid one: a kill leaves a sketch as it was before a change, or after it. The
+pages, and a free slot retains some for the next sketch. A head has words that are stored at once, and two copies of
+the rest, of which one word names the valid one: a kill leaves a sketch as it was before a change, or after it. The
 kernel sends a request again that the daemon did not answer.
 
 A sketch without a slot is in the memory of this process, and ends with it.
@@ -35,8 +35,8 @@ STEP = 64 << 10
 _HEAD_SIZE = 1024
 _WORDS = _HEAD_SIZE // 8
 _INO, _SIZE, _MTIME, _CTIME, _FLAGS, _SEQUENCE, _COPY = range(7)
-"""words of a head: 0, or the inode of a live sketch; bytes; nanoseconds, twice; `CHANGED` and others; that of the sketch;
-the valid copy"""
+"""words of a head: 0, or the inode of a live sketch; bytes; nanoseconds, twice; `CHANGED` and others; that of the
+sketch; the valid copy"""
 _COPIES_AT, _COPY_SIZE = 64, 480
 _COPY_FORM = Struct("<QQqIIIIIBB")
 _MAX = (1 << 64) - 1
@@ -171,7 +171,7 @@ class SketchSlot(SketchBytes):
         at = self._copies_at + (self._words[_COPY] & 1) * _COPY_SIZE
         *facts, length = _COPY_FORM.unpack_from(self._memory.bytes, at)
         at += _COPY_FORM.size
-        found = SketchFacts(*facts, bytes(self._memory.bytes[at : at + length]))
+        found = SketchFacts._make([*facts, bytes(self._memory.bytes[at : at + length])])
         if self._words[_SIZE] > self._memory.stride or found.nlink > 1 or not found.directory or b"/" in found.name:
             return None
         self._size = self._words[_SIZE]
@@ -188,7 +188,7 @@ class SketchSlot(SketchBytes):
 
 
 class SketchMemory:
-    """All slots of a volume. Event loop only. ``stride``: bytes of the largest block that it may ever have, in pages."""
+    """All slots of a volume. Event loop only. ``stride``: bytes of the largest block that it may ever have."""
 
     def __init__(self, keeper: Keeper, volume_id: bytes, stride: int) -> None:
         self.stride = stride
