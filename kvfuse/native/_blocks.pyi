@@ -298,8 +298,8 @@ class Door:
     def drop_taken(self, fh: int, /) -> None:
         """Forget a file that was taken over: the next daemon finds it with whoever did that."""
     def keep_rows(self, numbers: Any, drafts: Any, /) -> None:
-        """Memory of `KEPT_NUMBERS_SIZE` and `KEPT_DRAFTS_SIZE` bytes that the next daemon finds: restores what the former
-        one left there. Once, when all tables and arenas are restored. ValueError."""
+        """Memory of `KEPT_NUMBERS_SIZE` and `KEPT_DRAFTS_SIZE` bytes that the next daemon finds: restores what the
+        former one left there. Once, when all tables and arenas are restored. ValueError."""
     def take_all(self) -> None:
         """All drafts are to be taken over."""
     def take_over(self, request: Any, /) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import signal
 import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,6 +193,24 @@ def test_a_file_that_outgrew_a_block_goes_on(mount: KvfuseMount) -> None:
         assert os.pread(descriptor, len(data), number << 20) == data
     os.close(descriptor)
     assert path.stat().st_size == 80 << 20
+    check_ended(mount)
+
+
+def test_files_become_ordinary_beside_kills(mount: KvfuseMount, rng: random.Random) -> None:
+    """An empty file does at its fsync. A daemon that is killed then has begun an ordinary file."""
+    for turn in range(scaled(6)):
+        delay, pid, names = rng.random() * 0.05, stats(mount)["pid"], list[Path]()
+        killer = threading.Timer(delay, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        while not killer.finished.is_set():
+            names.append(mount.point / f"file-{turn}-{len(names)}")
+            with names[-1].open("wb") as file:
+                os.fsync(file.fileno())
+                file.write(names[-1].name.encode())
+        killer.join()
+        for path in names:
+            assert path.read_bytes() == path.name.encode()
+            path.unlink()
     check_ended(mount)
 
 

@@ -647,16 +647,24 @@ class BlockFiles:
         moment, should the daemon end then, and the block counts.
         """
         caller = Caller(like.uid, like.gid)
-        await self.remove_file(directory, name)
+        begun = await self._find_begun(like, directory, name, ino)
+        if begun is None:
+            await self.remove_file(directory, name)
         is_block_there, final = self.engine.find(directory, name) is not None, name
         if is_block_there:
+            if begun is not None:
+                await self.remove_file(directory, name)
+                begun = None
             name = DRAFT + b"%x" % (ino or like.ino)
             await self.remove_file(directory, name)
         self._drafts.add((directory, name))
-        is_uncounted = bool(ino) and not self.core.places.known(ino)  # C gave the number to the kernel
-        _, node = await self.names.create(directory, name, S_IFREG | S_IMODE(like.mode), caller, ino=ino)
-        if not is_uncounted:
-            self.core.places.forget(node.ino, 1)
+        if begun is not None:
+            node = begun
+        else:
+            is_uncounted = bool(ino) and not self.core.places.known(ino)  # C gave the number to the kernel
+            _, node = await self.names.create(directory, name, S_IFREG | S_IMODE(like.mode), caller, ino=ino)
+            if not is_uncounted:
+                self.core.places.forget(node.ino, 1)
         node.mode, node.gid = S_IFREG | S_IMODE(like.mode), like.gid
         try:
             done = 0
@@ -676,6 +684,17 @@ class BlockFiles:
             raise
         finally:
             self._drafts.discard((directory, name))
+        return node
+
+    async def _find_begun(self, like: Sketch | BlockEntry, directory: int, name: bytes, ino: int) -> Node | None:
+        """The ordinary file of this number that a former daemon had begun to make of a sketch; empty again."""
+        if not ino or self.core.nodes.handover.is_first:
+            return None
+        node = (await self.lookups.find_name(directory, name)).node
+        if node is None or node.ino != ino or not isinstance(like, Sketch):
+            return None
+        node.handles, node.writers = like.left.handles, like.left.writers  # the sketch has had the others
+        await self.cutter.truncate(node, 0)
         return node
 
     @staticmethod
