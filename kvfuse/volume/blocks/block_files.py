@@ -623,6 +623,8 @@ class BlockFiles:
         ino = 0 if is_block(sketch.ino) else sketch.ino
         name = sketch.name if sketch.nlink else DRAFT + b"%x" % sketch.ino
         node = await self._make_file(sketch, sketch.directory, name, data, ino)
+        if self.core.unstored is not None:
+            self.core.unstored.seal()  # the next daemon finds the file before it no longer finds the sketch
         for handle in sketch.handles:
             handle.file = FileHandle(node, handle.flags, handle.caller)
             handle.file.heard = self.core.doubt.epoch
