@@ -22,6 +22,7 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.kept.rows import COUNT_MIN, Rows
 from kvfuse.native import fusewire
 from kvfuse.volume.api import NAME_MAX, Caller, Handle, VolumeApi
+from kvfuse.volume.blocks.kernel_answers import ACCESS_SHIFT
 
 FORM = 1
 """number of the rows' format"""
@@ -47,9 +48,10 @@ SERIAL_MAX = (1 << 60 - PLACE_BITS) - 1
 """an fh has 60 bits, and the mark; see `virtual` and `fusewire`"""
 GIVEN_IN_C = 1 << 60
 """mark of an fh that C gave to a block which is read. Its row is C's: see ``native/blockdoor.h``"""
+FH_BITS = GIVEN_IN_C * 2 - 1
 MADE_IN_C = 1 << 59
-"""likewise, to a file that it made (``native/blockdrafts.h``); the access mode is at `_ACCESS_SHIFT`"""
-_ACCESS_SHIFT = 57
+"""likewise, to a file that it made (``native/blockdrafts.h``); the access mode is at `ACCESS_SHIFT`. It gets a row once
+Python goes on with the file; the row's serial number is the whole fh"""
 NOBODY = Caller(0, 0)
 NO_PLACE = (1 << PLACE_BITS) - 1
 """place of a handle without a row: it does not outlive this daemon"""
@@ -106,6 +108,8 @@ class HandleTable:
         """fh of handles that have to report lost bytes -> how many writes still have to fail"""
         self.losses_dropped = trio.Event()
         """the kernel's cache has dropped what was lost with the former daemon"""
+        self._given: dict[int, int] = {}
+        """fh with `MADE_IN_C` -> offset of its row"""
         self._told: dict[int, int] = {}
         """number of an fsync's request that was about to report the loss in a former daemon -> fh"""
         self._serial = 0
@@ -115,12 +119,16 @@ class HandleTable:
     def _restore_row(self, offset: int) -> None:
         """Index a row of a former daemon; free it if it is damaged."""
         serial = ROW.unpack_from(self._rows.memory, offset)[-1]
-        row = self._read_row(offset)
-        if row is None or serial > SERIAL_MAX:
+        row, is_given = self._read_row(offset), serial & ~FH_BITS == 0 and bool(serial & GIVEN_IN_C)
+        if row is None or (serial > SERIAL_MAX and not is_given):
             self._rows.free_row(offset)
             return
-        fh = serial << PLACE_BITS | offset // ROW_SIZE
-        self._serial = max(self._serial, serial)
+        if is_given:
+            fh = serial
+            self._given[fh] = offset
+        else:
+            fh = serial << PLACE_BITS | offset // ROW_SIZE
+            self._serial = max(self._serial, serial)
         self.before[fh] = row
         (self._told if row.marks & TOLD else self._by_request)[row.unique] = fh
         self._offsets.setdefault(row.ino, []).append(offset)
@@ -143,9 +151,22 @@ class HandleTable:
     ) -> int:
         """Write a row for a file that is being opened. Returns its fh."""
         self._serial = serial = self._serial + 1 if self._serial < SERIAL_MAX else 1
+        offset = self._add_row(ino, flags, caller, place, unique, serial, is_new=is_new)
+        return serial << PLACE_BITS | (NO_PLACE if offset is None else offset // ROW_SIZE)
+
+    def add_given(self, fh: int, ino: int, caller: Caller, place: tuple[int, bytes], *, is_new: bool) -> None:
+        """Write a row for a file that C made, and that Python goes on with."""
+        offset = self._add_row(ino, fh >> ACCESS_SHIFT, caller, place, 0, fh, is_new=is_new)
+        if offset is not None:
+            self._given[fh] = offset
+
+    def _add_row(
+        self, ino: int, flags: int, caller: Caller, place: tuple[int, bytes], unique: int, serial: int, *, is_new: bool
+    ) -> int | None:
+        """Returns its offset; None: there is no room for one."""
         offset = self._rows.take_row()
         if offset is None:
-            return serial << PLACE_BITS | NO_PLACE
+            return None
         memory, (parent, name), length = self._rows.memory, place, len(place[1])
         memory[offset + _NAMES_AT : offset + _NAMES_AT + length] = name
         uid, gid, pid = caller[:3]
@@ -158,14 +179,27 @@ class HandleTable:
             self._offsets[ino] = [offset]
         else:
             rows.append(offset)
-        return serial << PLACE_BITS | offset // ROW_SIZE
+        return offset
+
+    def _offset_of(self, fh: int) -> int | None:
+        """None: it has no row."""
+        if fh & GIVEN_IN_C:
+            return self._given.get(fh)
+        return (fh & NO_PLACE) * ROW_SIZE if fh & NO_PLACE != NO_PLACE else None
+
+    def _find_offset(self, fh: int) -> int:
+        """Of a handle of a former daemon: it has a row."""
+        offset = self._offset_of(fh)
+        assert offset is not None, f"handle {fh:#x} has no row"
+        return offset
 
     def remove(self, fh: int, ino: int) -> None:
         """Free the row: the file was closed."""
-        place = fh & NO_PLACE
-        if place == NO_PLACE:
+        offset = self._offset_of(fh)
+        if offset is None:
             return
-        rows, offset = self._offsets[ino], place * ROW_SIZE
+        self._given.pop(fh, None)
+        rows = self._offsets[ino]
         if len(rows) > 1:
             rows.remove(offset)
         else:
@@ -205,7 +239,7 @@ class HandleTable:
 
     def mark_lost(self, fh: int) -> None:
         """Have the handle report lost bytes, in this daemon or a later one."""
-        self._write_marks((fh & NO_PLACE) * ROW_SIZE, self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE | TOLD) | LOST)
+        self._write_marks(self._find_offset(fh), self.before[fh].marks & ~(SAID_ONCE | SAID_TWICE | TOLD) | LOST)
         self.lost[fh] = 2
 
     def fail_write(self, fh: int) -> None:
@@ -218,7 +252,7 @@ class HandleTable:
     def fail_fsync(self, fh: int, unique: int, *, is_resent: bool) -> None:
         """EngineError for an fsync with this request number, if bytes are lost: then the handle has reported it."""
         if self.lost.pop(fh, None) is not None:
-            _REQUEST.pack_into(self._rows.memory, (fh & NO_PLACE) * ROW_SIZE + _REQUEST_AT, unique)
+            _REQUEST.pack_into(self._rows.memory, self._find_offset(fh) + _REQUEST_AT, unique)
             self._raise_lost(fh, LOST | SAID_ONCE | SAID_TWICE, TOLD)
         if is_resent and self._told.get(unique) == fh:
             self._raise_lost(fh, 0, 0)
@@ -229,7 +263,7 @@ class HandleTable:
         self._raise_lost(fh, 0, 0)
 
     def _raise_lost(self, fh: int, drop: int, add: int) -> None:
-        offset = (fh & NO_PLACE) * ROW_SIZE
+        offset = self._find_offset(fh)
         row = self._read_row(offset)
         if row is not None:
             self._write_marks(offset, row.marks & ~drop | add)
@@ -263,6 +297,8 @@ class OpenFiles:
         """content was lost with the former daemon"""
         self._handles: dict[int, Handle] = {}
         self._inodes: dict[int, int] = {}
+        self._given_by: dict[int, int] = {}
+        """number of a former daemon's request that made a file -> its fh"""
 
     def __len__(self) -> int:
         return len(self._handles) + (len(self._table.before) if self._table is not None else 0)
@@ -282,9 +318,15 @@ class OpenFiles:
         self._handles[fh] = handle
         return fh
 
-    def add_given(self, fh: int, handle: Handle) -> bool:
-        """Add a file that C opened; see `GIVEN_IN_C`. False: it is there."""
-        return self._handles.setdefault(fh, handle) is handle
+    def add_given(self, fh: int, handle: Handle, unique: int = 0) -> bool:
+        """Add a file that C opened; see `GIVEN_IN_C`. ``unique``: number of the request, if a former daemon may not
+        have answered it. False: it is there."""
+        if fh in self._handles or (self._table is not None and fh in self._table.before):
+            return False
+        if unique:
+            self._given_by[unique] = fh
+        self.take(fh, handle)
+        return True
 
     async def find(self, fh: int) -> Handle:
         """Get the handle, or restore it from its row. BadHandle: the fh was never given. EngineError, also for a file
@@ -292,10 +334,12 @@ class OpenFiles:
         """
         while (handle := self._handles.get(fh)) is None:
             row = self._table.before.get(fh) if self._table is not None else None
-            if fh & GIVEN_IN_C and (ino := fusewire.node()):
+            if row is None and fh & GIVEN_IN_C and (ino := fusewire.node()):
                 handle = await self._open_given(fh, ino)
-                if self._handles.setdefault(fh, handle) is not handle:  # another request was faster
+                if fh in self._handles:  # another request was faster
                     await self._volume.files.release(handle)
+                else:
+                    self.take(fh, handle, ino)
                 continue
             if row is None or self._table is None:
                 raise BadHandle(f"handle {fh} is not open")
@@ -311,20 +355,25 @@ class OpenFiles:
     async def _open_given(self, fh: int, ino: int) -> Handle:
         """Open what C gave a handle of. EngineError, also for bytes that the former daemon had not stored."""
         try:
-            handle: Handle = await self._volume.files.open(ino, fh >> _ACCESS_SHIFT & os.O_ACCMODE, NOBODY)
+            handle: Handle = await self._volume.files.open(ino, fh >> ACCESS_SHIFT & os.O_ACCMODE, NOBODY)
         except Stale as error:
             if not fh & MADE_IN_C:
                 raise
             raise EngineError("the daemon was killed before it had stored all that was written to the file") from error
         return handle
 
-    def take(self, fh: int, handle: Handle) -> None:
-        """Go on with a file whose handle C gave to the kernel."""
+    def take(self, fh: int, handle: Handle, ino: int = 0) -> None:
+        """Go on with a file whose handle C gave to the kernel. ``ino``: its inode, if `Handle.number` does not say."""
         self._handles[fh] = handle
+        if self._table is not None and fh & MADE_IN_C:
+            self._inodes[fh] = ino = handle.number or ino
+            self._table.add_given(fh, ino, handle.caller, handle.place, is_new=handle.is_new)
 
     async def drop_resent(self, unique: int) -> None:
         """Release what a resent request had opened before: the kernel never learned that fh, and gets another one."""
         fh = self._table.pop_opened_by(unique) if self._table is not None else None
+        if fh is None:
+            fh = self._given_by.pop(unique, None)
         if fh is not None:
             await self.release(fh)
 
@@ -366,7 +415,7 @@ class OpenFiles:
         handle = self._handles.pop(fh, None)
         if handle is None:
             return False
-        if self._table is not None and not fh & GIVEN_IN_C:
+        if self._table is not None and fh in self._inodes:
             self._remove_row(fh, self._inodes.pop(fh))
         await self._volume.files.release(handle)
         return True

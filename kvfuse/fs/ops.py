@@ -164,9 +164,9 @@ class KvfuseOperations(pyfuse3.Operations):
         """Let whoever knows this one-time name make the control socket by it. From any thread."""
         self._virtual.binding = name
 
-    def add_handle(self, fh: int, handle: Handle) -> bool:
-        """Add a file that C opened. False: it is there."""
-        return self._open.add_given(fh, handle)
+    def add_handle(self, fh: int, handle: Handle, unique: int = 0) -> bool:
+        """As `OpenFiles.add_given`."""
+        return self._open.add_given(fh, handle, unique)
 
     def add_socket(self) -> None:
         """Add the name of the control socket, which a former daemon bound."""
@@ -474,8 +474,10 @@ class KvfuseOperations(pyfuse3.Operations):
     async def release(self, fh: int) -> None:
         if is_virtual_handle(fh):
             self._virtual.release(fh)
-        else:
-            await self._open.release(fh)
+            return
+        ino = fusewire.node()
+        if not await self._open.release(fh):
+            await self._volume.left_open.close_unknown(ino)
 
     # -- directories ---------------------------------------------------------------------------------
 

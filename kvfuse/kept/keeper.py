@@ -31,7 +31,8 @@ CONTENT_SIZE_MAX = 64 << 10
 DESCRIPTORS_MAX = 16
 """descriptors of one entry"""
 KNOWN = (
-    "blocks/arena/", "blocks/slabs", "blocks/table/", "config", "fuse/answers", "fuse/answers-in-c",
+    "blocks/arena/", "blocks/drafts", "blocks/sketches", "blocks/slabs", "blocks/table/", "config",
+    "fuse/answers", "fuse/answers-in-c",
     "fuse/connection", "fuse/control", "fuse/device", "fuse/handles", "fuse/handles-in-c", "fuse/places",
     "fuse/switch", "fuse/unsaved", "lock", "member", "memory/folders",
     "ring/", "tier/alive", "tier/arena/", "tier/numbers", "tier/volume", "volume/commits-fail",

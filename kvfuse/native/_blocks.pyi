@@ -261,6 +261,10 @@ def table_get(
 ANSWERS: tuple[tuple[str, int, bool, str], ...]
 """What `Door` answers: (kind of requests, opcode, whether C may answer it, why that is right)."""
 
+KEPT_NUMBERS_SIZE: int
+KEPT_DRAFTS_SIZE: int
+"""See `Door.keep_rows`."""
+
 class Door:
     """What the file door shows of a core's blocks without the interpreter (blockdoor.h)."""
 
@@ -289,8 +293,13 @@ class Door:
         """Bytes that a block may have; rows of three u64, twice. A descriptor: readable once there are notes."""
     def next_taken(
         self,
-    ) -> tuple[int, int, int, int, int, int, int, int, bytes, bytes, int, int] | None:
-        """As `kernel_answers.TakenFile`."""
+    ) -> tuple[int, int, int, int, int, int, int, int, int, int, bytes, bytes, int, int] | None:
+        """As `kernel_answers.TakenFile`. Once for each; the door has it until `drop_taken`."""
+    def drop_taken(self, fh: int, /) -> None:
+        """Forget a file that was taken over: the next daemon finds it with whoever did that."""
+    def keep_rows(self, numbers: Any, drafts: Any, /) -> None:
+        """Memory of `KEPT_NUMBERS_SIZE` and `KEPT_DRAFTS_SIZE` bytes that the next daemon finds: restores what the
+        former one left there. Once, when all tables and arenas are restored. ValueError."""
     def take_all(self) -> None:
         """All drafts are to be taken over."""
     def take_over(self, request: Any, /) -> bool:

@@ -102,8 +102,17 @@ typedef struct {
     Note *note;
     int64_t made_ns, changed_ns;
     uint32_t table, mode, uid, gid, pid, checksum; /* ``checksum``: of all its bytes, if `has_checksum` */
-    uint8_t has_checksum, is_busy, is_settled, is_shared, is_taken, name_length, name[NAME_MAX_BYTES];
+    uint8_t has_checksum, is_busy, is_settled, is_shared, is_taken, is_given, name_length, name[NAME_MAX_BYTES];
 } Draft;
+
+/* What the next daemon finds of a draft that is not settled; ``fh`` is stored last. ``unique``: the number of its CREATE.
+   ``place``: number of the arena << 32 | page there of its bytes; 0: it has none. */
+typedef struct {
+    uint64_t fh, ino, folder, unique, place, size;
+    int64_t made_ns, changed_ns;
+    uint32_t table, mode, uid, gid, pid;
+    uint8_t name_length, name[NAME_MAX_BYTES];
+} KeptDraft;
 
 typedef struct {
     uint32_t table, row;
@@ -130,10 +139,11 @@ typedef struct {
     uint64_t use_head, use_tail;
     uint64_t kinds; /* a bit for each opcode that may be answered; any thread */
     uint64_t answered[KINDS], absent, read_bytes, written_bytes;
-    Numbered written[WRITTEN];
+    Numbered *written; /* WRITTEN of them, in shared memory where something outlives this daemon */
     uint16_t by_number[WRITTEN], by_block[WRITTEN]; /* place + 1 of the first one */
     uint32_t written_next;
     Draft drafts[DRAFTS];
+    KeptDraft *kept_drafts; /* as many, in shared memory; NULL: nothing outlives this daemon */
     uint32_t draft_count, draft_end; /* ``draft_end``: behind the last one */
     uint64_t next_number, last_number; /* of inodes that may be made; the last one may not */
     Use puts[PUTS];
@@ -143,6 +153,8 @@ typedef struct {
     uint32_t decision_count, decision_next, kept_count;
     int bell, has_rung, has_changed; /* ``bell``: a descriptor of an event, or -1; the last: some folder has changed */
 } Door;
+
+enum { KEPT_NUMBERS_SIZE = WRITTEN * sizeof(Numbered), KEPT_DRAFTS_SIZE = DRAFTS * sizeof(KeptDraft) };
 
 /* -- what Python says --------------------------------------------------------------------------------------------- */
 

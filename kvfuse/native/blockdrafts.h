@@ -3,8 +3,9 @@
    A draft is a file that was made here, and that is written by the descriptor that made it. Its bytes go to where they stay,
    an arena of the table that its block comes to; FLUSH makes it that block. From then on it is settled: its number means the
    block, as `Numbered` knows. All else is Python's, which takes a draft over before it handles a request about it
-   (`take_over`), or makes a handle of its own of a settled one. A draft ends with its daemon, as what Python has in its
-   place does; what was flushed is a block.
+   (`take_over`), or makes a handle of its own of a settled one. The next daemon finds drafts that are not settled, and numbers
+   of blocks, in shared memory (`keep_draft`, `note_written`): its Python takes these drafts over before it serves. What
+   changed when a daemon was killed belongs to a request without an answer, and the kernel sends that again.
 
    Only in folders that Python has offered for it (`is_writable`): then nobody has to hear at once of what happens here. It
    hears of it by and by, from notes. */
@@ -52,7 +53,7 @@ static void unlink_written(Door *door, Numbered *one)
     for (at = door->by_block + block_key(one->table, one->row, one->sequence); *at != place;)
         at = &door->written[*at - 1].next_block;
     *at = one->next_block;
-    one->ino = 0;
+    __atomic_store_n(&one->ino, 0, __ATOMIC_SEQ_CST);
 }
 
 static Named *named_place(Door *door, uint64_t ino) { return door->named + (ino * 0x9E3779B97F4A7C15ull >> 54) % LOOKS; }
@@ -77,8 +78,29 @@ static void note_written(Door *door, uint64_t ino, uint32_t table, uint32_t row,
         unlink_written(door, one);
     uint16_t place = (uint16_t)(one - door->written + 1);
     uint16_t *number = door->by_number + written_key(ino), *block = door->by_block + block_key(table, row, sequence);
-    *one = (Numbered){ino, sequence, table, row, *number, *block};
+    one->sequence = sequence, one->table = table, one->row = row, one->next_number = *number, one->next_block = *block;
+    __atomic_store_n(&one->ino, ino, __ATOMIC_SEQ_CST); /* last: the next daemon may find it */
     *number = *block = place;
+}
+
+/* Go on with the numbers of the former daemon whose blocks are what they were. */
+static void restore_written(Door *door)
+{
+    for (Numbered *one = door->written; one < door->written + WRITTEN; one++) {
+        const Table *table = door->core->tables + one->table % TABLES;
+        const Row *row = one->row < table->index.rows_max ? table->index.rows + one->row : NULL;
+        if (one->table >= TABLES || !table->is_known || table->is_ended || !row || !(row->version & 1) ||
+            row->sequence != one->sequence || find_written(door, one->ino))
+            one->ino = 0;
+        if (!one->ino)
+            continue;
+        uint16_t place = (uint16_t)(one - door->written + 1);
+        uint16_t *number = door->by_number + written_key(one->ino);
+        uint16_t *block = door->by_block + block_key(one->table, one->row, one->sequence);
+        one->next_number = *number, one->next_block = *block;
+        *number = *block = place;
+        door->written_next = place;
+    }
 }
 
 /* -- notes -------------------------------------------------------------------------------------------------------- */
@@ -189,8 +211,89 @@ static Draft *take_draft(Door *door, uint32_t flags)
     return NULL;
 }
 
+/* -- for the next daemon ------------------------------------------------------------------------------------------ */
+
+static KeptDraft *kept_of(const Door *door, const Draft *draft)
+{
+    return door->kept_drafts ? door->kept_drafts + (draft - door->drafts) : NULL;
+}
+
+static void keep_draft(Door *door, const Draft *draft, uint64_t unique)
+{
+    KeptDraft *kept = kept_of(door, draft);
+    if (!kept)
+        return;
+    kept->ino = draft->ino, kept->folder = draft->folder, kept->unique = unique, kept->place = kept->size = 0;
+    kept->made_ns = draft->made_ns, kept->changed_ns = draft->changed_ns, kept->table = draft->table, kept->mode = draft->mode;
+    kept->uid = draft->uid, kept->gid = draft->gid, kept->pid = draft->pid, kept->name_length = draft->name_length;
+    memcpy(kept->name, draft->name, draft->name_length);
+    __atomic_store_n(&kept->fh, draft->fh, __ATOMIC_SEQ_CST);
+}
+
+/* The draft has other memory, with all its bytes. */
+static void keep_place(Door *door, const Draft *draft)
+{
+    KeptDraft *kept = kept_of(door, draft);
+    if (kept)
+        __atomic_store_n(&kept->place, (uint64_t)draft->arena->number << 32 | draft->offset / PAGE, __ATOMIC_SEQ_CST);
+}
+
+static void keep_size(Door *door, const Draft *draft)
+{
+    KeptDraft *kept = kept_of(door, draft);
+    if (!kept)
+        return;
+    __atomic_store_n(&kept->changed_ns, draft->changed_ns, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&kept->size, draft->size, __ATOMIC_SEQ_CST);
+}
+
+static void end_kept_draft(Door *door, const Draft *draft)
+{
+    KeptDraft *kept = kept_of(door, draft);
+    if (kept)
+        __atomic_store_n(&kept->fh, 0, __ATOMIC_SEQ_CST);
+}
+
+/* The arena of a kept draft. NULL: the row is damaged, or its bytes are not there any more. */
+static Arena *sound_arena(Door *door, const KeptDraft *kept)
+{
+    Arena *arena = arena_of(door->core, (uint32_t)(kept->place >> 32));
+    uint64_t offset = (kept->place & UINT32_MAX) * PAGE;
+    if (!arena || arena->state == SPARE || arena->table != (int)kept->table || kept->size > arena->size ||
+        offset + padded(kept->size) > arena->tail->used || arena->tail->used > arena->size)
+        return NULL;
+    return arena;
+}
+
+/* Go on with drafts of the former daemon, for Python to take them over; see `next_taken`. */
+static void restore_drafts(Door *door)
+{
+    for (uint32_t i = 0; i < DRAFTS; i++) {
+        KeptDraft kept = door->kept_drafts[i];
+        const uint64_t marks = HANDLE_MARK | DRAFT_MARK;
+        const Table *table = door->core->tables + kept.table % TABLES;
+        Arena *arena = kept.size ? sound_arena(door, &kept) : NULL;
+        if ((kept.fh & marks) != marks || (kept.fh & (HANDLES_MAX - 1)) != i || !kept.ino || kept.table >= TABLES ||
+            !table->is_known || table->is_ended || table->index.header->directory != kept.folder || kept.mode & ~0777u ||
+            !is_plain_name(kept.name, kept.name_length) || (kept.size && !arena)) {
+            door->kept_drafts[i].fh = 0;
+            continue;
+        }
+        Draft *draft = door->drafts + i;
+        *draft = (Draft){.fh = kept.fh, .ino = kept.ino, .folder = kept.folder, .size = kept.size, .room = padded(kept.size),
+                         .offset = (kept.place & UINT32_MAX) * PAGE, .arena = arena, .made_ns = kept.made_ns,
+                         .changed_ns = kept.changed_ns, .table = kept.table, .mode = kept.mode, .uid = kept.uid,
+                         .gid = kept.gid, .pid = kept.pid, .is_taken = 1, .name_length = kept.name_length};
+        memcpy(draft->name, kept.name, kept.name_length);
+        if (arena)
+            pin_content(door, arena);
+        door->draft_end = i + 1, door->draft_count++;
+    }
+}
+
 static void give_draft(Door *door, Draft *draft)
 {
+    end_kept_draft(door, draft);
     if (draft->arena)
         unpin_content(door, draft->arena);
     draft->fh = 0, draft->arena = NULL;
@@ -198,6 +301,8 @@ static void give_draft(Door *door, Draft *draft)
     while (door->draft_end && !door->drafts[door->draft_end - 1].fh)
         door->draft_end--;
 }
+
+static void note_decision(Door *door, uint64_t ino, uint64_t other, uint64_t unique);
 
 /* As `Sketch` has it. */
 static void fill_draft(const Draft *draft, struct fuse_attr *attr)
@@ -251,6 +356,8 @@ static uint64_t answer_create(Door *door, const Request *asked)
         draft->made_ns = draft->changed_ns = coarse_time();
         fill_draft(draft, &out.entry.attr);
         out.entry.nodeid = draft->ino, out.open.fh = draft->fh;
+        note_decision(door, draft->ino, 0, asked->in->unique);
+        keep_draft(door, draft, asked->in->unique);
         note_name(door, MADE, folder->ino, name, length);
         note_change(door, folder);
     }
@@ -295,6 +402,7 @@ static int has_room(Door *door, Draft *draft, uint64_t end)
         unpin_content(door, arena);
     }
     draft->arena = other, draft->offset = offset, draft->room = wanted, draft->note = note;
+    keep_place(door, draft);
     return 1;
 }
 
@@ -327,6 +435,7 @@ static uint64_t answer_write(Door *door, const Request *asked)
     draft->checksum = checksum, draft->has_checksum = (uint8_t)(is_first || is_next);
     draft->size = draft->size > end ? draft->size : end;
     draft->changed_ns = coarse_time();
+    keep_size(door, draft);
     draft->is_busy = 0;
     door->written_bytes += in->size;
     unlock(door->core);
@@ -383,6 +492,7 @@ static int settle_draft(Door *door, Draft *draft)
     unpin_content(door, arena);
     draft->arena = NULL, draft->is_settled = 1;
     note_written(door, draft->ino, draft->table, (uint32_t)row, sequence);
+    end_kept_draft(door, draft);
     note_put(door, draft->table, row, draft->size);
     return 1;
 }
@@ -434,6 +544,8 @@ static int release_draft(Door *door, const Request *asked, uint64_t fh)
 /* What a change of names is about to do, for the next daemon: as `Decisions` of idempotent_changes.py has it. */
 static void note_decision(Door *door, uint64_t ino, uint64_t other, uint64_t unique)
 {
+    if (!door->decision_count)
+        return;
     volatile uint64_t *row = door->decisions + 3 * (door->decision_next++ % door->decision_count);
     __atomic_store_n(row + 2, 0, __ATOMIC_SEQ_CST);
     row[0] = ino, row[1] = other;
@@ -481,8 +593,7 @@ static uint64_t answer_rename(Door *door, const Request *asked)
         if (found >= 0 && is_alone(door, folder, place, plan.fingerprint) && !is_held(door, mix(HELD_INODE, number, 0)) &&
             !(replaced && is_held(door, mix(HELD_INODE, replaced, 0)))) {
             PutTerms terms = terms_now(door, table, folder->ino);
-            if (door->decision_count)
-                note_decision(door, block_inode(place, row, before), replaced, asked->in->unique);
+            note_decision(door, number, replaced, asked->in->unique);
             made = rename_block(core, table, row, before, &plan, &terms, &sequence);
             if (made >= 0) {
                 note_written(door, number, place, (uint32_t)made, sequence);

@@ -1355,7 +1355,8 @@ typedef struct {
         void *door;
         uint64_t shown; /* bits of the opcodes that it wants to see */
     } way; /* for _fusewire */
-    Py_buffer decisions, kept;
+    Py_buffer decisions, kept, numbers, drafts;
+    Numbered *own_numbers; /* in the place of kept ones */
 } DoorObject;
 
 #define DOOR (((DoorObject *)self)->door)
@@ -1371,9 +1372,11 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *words)
     DoorObject *self = NULL;
     if (multipliers.len != 8 * SUMS * MULTIPLIER_ROWS)
         PyErr_SetString(PyExc_ValueError, "no multipliers");
-    else if ((self = (DoorObject *)type->tp_alloc(type, 0)) && !(self->door = calloc(1, sizeof *self->door)))
+    else if ((self = (DoorObject *)type->tp_alloc(type, 0)) && (!(self->door = calloc(1, sizeof *self->door)) ||
+                                                               !(self->own_numbers = calloc(WRITTEN, sizeof(Numbered)))))
         PyErr_NoMemory();
-    if (self && self->door) {
+    if (self && self->own_numbers) {
+        self->door->written = self->own_numbers;
         self->of = (CoreObject *)Py_NewRef(of);
         self->door->core = of->core, self->door->attr_timeout = attr_timeout;
         self->door->tick_max_ns = tick_max_ns, self->door->lag_ns = lag_ns;
@@ -1397,14 +1400,17 @@ static void door_free(DoorObject *self)
     if (self->door) {
         free(self->door->held);
         free(self->door->handles);
-        if (self->door->bell >= 0)
+        if (self->own_numbers && self->door->bell >= 0)
             close(self->door->bell);
         free(self->door);
     }
     if (self->decisions.obj)
         PyBuffer_Release(&self->decisions);
-    if (self->kept.obj)
-        PyBuffer_Release(&self->kept);
+    free(self->own_numbers);
+    Py_buffer *kept[] = {&self->kept, &self->numbers, &self->drafts};
+    for (int i = 0; i < 3; i++)
+        if (kept[i]->obj)
+            PyBuffer_Release(kept[i]);
     Py_XDECREF(self->of);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -1600,20 +1606,58 @@ static PyObject *door_next_taken(PyObject *self, PyObject *none)
     lock(DOOR->core);
     for (uint32_t i = 0; i < DOOR->draft_end && !found; i++) {
         Draft *draft = DOOR->drafts + i;
-        if (!draft->fh || !draft->is_taken)
+        if (!draft->fh || !draft->is_taken || draft->is_given)
             continue;
+        const KeptDraft *kept = kept_of(DOOR, draft);
         const char *content = draft->arena ? (const char *)draft->arena->base + draft->offset : "";
-        found = Py_BuildValue("KKKIIIIIy#y#LL", (unsigned long long)draft->fh, (unsigned long long)draft->ino,
-                              (unsigned long long)draft->folder, draft->mode, draft->uid, draft->gid, draft->pid,
+        found = Py_BuildValue("KKKIKIIIIIy#y#LL", (unsigned long long)draft->fh, (unsigned long long)draft->ino,
+                              (unsigned long long)draft->folder, draft->table,
+                              (unsigned long long)(kept ? kept->unique : 0), draft->mode, draft->uid, draft->gid, draft->pid,
                               (unsigned)(draft->fh >> ACCESS_SHIFT) & O_ACCMODE, draft->name, (Py_ssize_t)draft->name_length,
                               content, (Py_ssize_t)draft->size, (long long)draft->made_ns, (long long)draft->changed_ns);
-        if (found)
-            give_draft(DOOR, draft);
-        else
+        if (!found)
             break;
+        draft->is_given = 1;
     }
     unlock(DOOR->core);
     return found || PyErr_Occurred() ? found : Py_NewRef(Py_None);
+}
+
+/* Python has what `next_taken` gave, and the next daemon would find it there. */
+static PyObject *door_drop_taken(PyObject *self, PyObject *args)
+{
+    unsigned long long fh;
+    if (!PyArg_ParseTuple(args, "K", &fh))
+        return NULL;
+    lock(DOOR->core);
+    Draft *draft = DOOR->drafts + fh % DRAFTS;
+    if (draft->fh == fh && draft->is_given)
+        give_draft(DOOR, draft);
+    unlock(DOOR->core);
+    Py_RETURN_NONE;
+}
+
+/* Once. */
+static PyObject *door_keep_rows(PyObject *self, PyObject *args)
+{
+    Py_buffer numbers, drafts;
+    if (!PyArg_ParseTuple(args, "w*w*", &numbers, &drafts))
+        return NULL;
+    DoorObject *mine = (DoorObject *)self;
+    int is_sound = !mine->numbers.obj && numbers.len == KEPT_NUMBERS_SIZE && drafts.len == KEPT_DRAFTS_SIZE;
+    if (!is_sound) {
+        PyBuffer_Release(&numbers);
+        PyBuffer_Release(&drafts);
+        PyErr_SetString(PyExc_ValueError, "memory of another size, or it has some");
+        return NULL;
+    }
+    mine->numbers = numbers, mine->drafts = drafts;
+    lock(DOOR->core);
+    DOOR->written = numbers.buf, DOOR->kept_drafts = drafts.buf;
+    restore_written(DOOR);
+    restore_drafts(DOOR);
+    unlock(DOOR->core);
+    Py_RETURN_NONE;
 }
 
 /* As `take_over`, for all of them. */
@@ -1654,6 +1698,9 @@ static PyObject *door_begin_drafts(PyObject *self, PyObject *args)
     mine->decisions = decisions, mine->kept = kept;
     DOOR->block_max = block_max;
     DOOR->decisions = decisions.buf, DOOR->decision_count = (uint32_t)(decisions.len / 24), DOOR->decision_next = 0;
+    for (uint32_t i = 0; i < DOOR->decision_count; i++) /* the oldest one is the first to go */
+        if (DOOR->decisions[3 * i + 2] > DOOR->decisions[3 * (DOOR->decision_next ? DOOR->decision_next - 1 : 0) + 2])
+            DOOR->decision_next = i + 1;
     DOOR->kept = kept.buf, DOOR->kept_count = (uint32_t)((size_t)kept.len / sizeof *DOOR->kept);
     int is_there = restore_handles(DOOR);
     unlock(DOOR->core);
@@ -1817,6 +1864,8 @@ static PyMethodDef door_methods[] = {
     {"take_notes", door_take_notes, METH_NOARGS, "take_notes() -> (uses, looks, puts, changed)"},
     {"begin_drafts", door_begin_drafts, METH_VARARGS, "begin_drafts(block_max, decisions, kept) -> readable once there are notes"},
     {"next_taken", door_next_taken, METH_NOARGS, "next_taken() -> a draft to take over, or None"},
+    {"drop_taken", door_drop_taken, METH_VARARGS, "drop_taken(fh): it was taken over"},
+    {"keep_rows", door_keep_rows, METH_VARARGS, "keep_rows(numbers, drafts): memory that the next daemon finds"},
     {"take_all", door_take_all, METH_NOARGS, "take_all(): all drafts are to be taken over"},
     {"has_drafts", door_has_drafts, METH_VARARGS, "has_drafts(folder)"},
     {"give_numbers", door_give_numbers, METH_VARARGS, "give_numbers(first, count; 0: none) -> how many are left"},
@@ -2130,7 +2179,9 @@ PyMODINIT_FUNC PyInit__blocks(void)
     if (made && (PyModule_AddObjectRef(made, "Core", (PyObject *)&core_type) < 0 ||
                  PyModule_AddObjectRef(made, "Batch", (PyObject *)&batch_type) < 0 ||
                  PyModule_AddObjectRef(made, "Door", (PyObject *)&door_type) < 0 ||
-                 PyModule_AddIntConstant(made, "ROW", sizeof(Row)) < 0))
+                 PyModule_AddIntConstant(made, "ROW", sizeof(Row)) < 0 ||
+                 PyModule_AddIntConstant(made, "KEPT_NUMBERS_SIZE", KEPT_NUMBERS_SIZE) < 0 ||
+                 PyModule_AddIntConstant(made, "KEPT_DRAFTS_SIZE", KEPT_DRAFTS_SIZE) < 0))
         Py_CLEAR(made);
     PyObject *rows = made ? list_answers() : NULL;
     if (made && (!rows || PyModule_AddObjectRef(made, "ANSWERS", rows) < 0))

@@ -137,6 +137,8 @@ class Handle(Protocol):
     """opened with O_DIRECT"""
     appends: bool
     """opened with O_APPEND"""
+    caller: Caller
+    """who opened it"""
 
     @property
     def number(self) -> int:
@@ -363,6 +365,9 @@ class RestoredFilesApi(Protocol):
 
     def give_up(self, ino: int, *, writable: bool) -> None:
         """Note that one of the handles will never be made."""
+
+    async def close_unknown(self, ino: int) -> None:
+        """The kernel has closed a handle of an inode, and this daemon never made it again. The errors of a release."""
 
 
 class VolumeApi(Protocol):

@@ -8,8 +8,8 @@ import trio
 
 from kvfuse import errors
 from kvfuse.volume.api import Caller
+from kvfuse.volume.blocks.block_files import BlockHandle
 from kvfuse.volume.blocks.block_numbers import is_block
-from kvfuse.volume.blocks.open_blocks import OpenBlock
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.parts import Parts
@@ -27,6 +27,8 @@ class RestoredFiles:
         self.ring_files, self.movers = handover.ring_files, handover.movers
 
     async def load(self, ino: int) -> None:
+        if self._blocks is not None and ino in self._blocks.sketches.by_ino:
+            return
         if is_block(ino):
             if self._blocks is None or ((before := self._handover.still_open.get(ino)) is not None and before.writers):
                 raise errors.Stale(f"block {ino:#x} was being written")
@@ -36,7 +38,10 @@ class RestoredFiles:
         if not node.nlink and node.handles and self._coherence is not None:
             self._coherence.hold(node)
 
-    def take_over(self, ino: int, flags: int, caller: Caller) -> FileHandle | OpenBlock:
+    def take_over(self, ino: int, flags: int, caller: Caller) -> FileHandle | BlockHandle:
+        if self._blocks is not None and (sketch := self._blocks.restore_sketch(ino, flags, caller)) is not None:
+            self._took_block(ino, writable=sketch.writable)
+            return sketch
         if is_block(ino) and self._blocks is not None:
             handle = self._blocks.restore(ino, flags, caller)
             self._took_block(ino, writable=False)
@@ -55,6 +60,10 @@ class RestoredFiles:
             self._uncount(node, writable=writable)
         else:
             self._took_block(ino, writable=writable)
+
+    async def close_unknown(self, ino: int) -> None:
+        if self._blocks is not None:
+            await self._blocks.close_unknown(ino)
 
     def _took_block(self, ino: int, *, writable: bool) -> None:
         """One handle fewer waits; also for an inode that is not in memory."""

@@ -80,21 +80,26 @@ class Volume:
         return RestoredFiles(self.parts)
 
     def begin_kernel_answers(
-        self, attr_timeout: float, kept: KeptRows, add_handle: Callable[[int, Handle], bool]
+        self, attr_timeout: float, kept: KeptRows, add_handle: Callable[[int, Handle, int], bool]
     ) -> object | None:
         """What C may answer the kernel by; see `Door`. ``attr_timeout``: seconds for which it keeps attributes.
-        ``kept``: see `KernelAnswers.begin`. ``add_handle``: gets handles that C gave, once C does not know all of their
-        files any more; False: it has one already. None: there is nothing that C may answer."""
+        ``kept``: see `KernelAnswers.begin`. ``add_handle``: as `OpenFiles.add_given`. It gets handles that C gave, once
+        C does not know all of their files any more, and those of files that C was making when the former daemon ended.
+        None: there is nothing that C may answer."""
         engine, names = self.parts.engine, self.parts.block_names
         if engine is None or names is None or engine.is_shared:
             return None
 
         def take_handles(ino: int) -> None:
             for fh, handle in names.files.open_blocks.take_over(ino):
-                if not add_handle(fh, handle):
+                if not add_handle(fh, handle, 0):
                     names.files.open_blocks.release(handle)
 
-        return engine.begin_answers(attr_timeout, kept, take_handles)
+        way = engine.begin_answers(attr_timeout, kept, take_handles)
+        for fh, handle in names.files.take_over(is_all=True):
+            if not add_handle(fh, handle, handle.unique):
+                del handle.sketch.handles[handle]
+        return way
 
     def end_kernel_answers(self) -> None:
         """C uses what is kept no more."""

@@ -77,3 +77,32 @@ def test_the_next_daemon_is_the_same_client(mounts: list[KvfuseMount]) -> None:
         assert names == {*map(str, range(5)), "theirs", "after 0", "after 1"}
         assert all((mount.point / name).read_bytes() == DATA for name in names)
     assert "lost" not in one.log.read_text() + two.log.read_text()
+
+
+def test_files_that_are_being_written_in_folders_of_blocks_go_on(mounts: list[KvfuseMount]) -> None:
+    """The other host reads what was written before the kill and after it, once the files are closed."""
+    one, two = mounts
+    folder = one.point / "kv"
+    folder.mkdir()
+    os.setxattr(folder, "user.kvfuse.namespace", b"kind=blocks")
+    (folder / "there").write_bytes(b"there before")
+    made = os.open(folder / "made", os.O_RDWR | os.O_CREAT, 0o644)
+    changed = os.open(folder / "there", os.O_RDWR)
+    data = bytearray(DATA)
+    os.write(made, data)
+    os.write(changed, b"THERE")
+    for kill in range(2):
+        pid = daemon_of(one)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: daemon_of(one) != pid, "the next daemon")
+        assert os.pread(made, len(data), 0) == data
+        assert os.pread(changed, 100, 0) == b"THERE before"
+        data[kill] = kill
+        os.pwrite(made, data[: kill + 1], 0)
+    (folder / "made").rename(folder / "renamed")
+    os.close(made)
+    os.close(changed)
+    for mount in mounts:
+        assert (mount.point / "kv" / "renamed").read_bytes() == data
+        assert (mount.point / "kv" / "there").read_bytes() == b"THERE before"
+    assert "lost" not in one.log.read_text() + two.log.read_text()

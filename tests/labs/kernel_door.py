@@ -46,7 +46,7 @@ class Kernel:
     taken: dict[int, Handle] = field(default_factory=dict)
     """fh -> handle that Python made of one of C's"""
 
-    def take(self, fh: int, handle: Handle) -> bool:
+    def take(self, fh: int, handle: Handle, unique: int = 0) -> bool:
         return self.taken.setdefault(fh, handle) is handle
 
     def request(self, opcode: int, node: int, body: bytes = b"", mark: int = 0, caller: Caller = NOBODY) -> bytes:

@@ -69,7 +69,7 @@ def has_not_grown(now: Footprint, before: Footprint) -> bool:
 
 
 @pytest.mark.timeout(scaled(600))
-@pytest.mark.parametrize("words", [(), ("standby",)], ids=["", "standby"])
+@pytest.mark.parametrize("words", [(), ("standby",), ("cache",)], ids=["", "standby", "cache"])
 def test_no_call_fails_and_no_byte_is_wrong(words: tuple[str, ...], seed: int) -> None:
     with temporary_mount((*WORDS, *words)) as mount:
         kill_beside([mount], KINDS, seed)

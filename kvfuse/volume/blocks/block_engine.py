@@ -1188,6 +1188,8 @@ class BlockEngine:
         self.arenas.restore()
         if goes_on:
             self.native.restore()
+        if self.keeper.outlives:
+            self.answers.restore(self.keeper, self.core.superblock.volume_id)
         self.core.tier.others = self.arenas
         self.slabs.to_load = sorted(lent.keys() - known)
 

@@ -23,8 +23,9 @@ from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import Caller, Changes, RowTerms
 from kvfuse.volume.blocks.block_engine import BlockEngine
 from kvfuse.volume.blocks.block_numbers import is_block
-from kvfuse.volume.blocks.kernel_answers import Notes
+from kvfuse.volume.blocks.kernel_answers import Notes, TakenFile
 from kvfuse.volume.blocks.open_blocks import BlockEntry, CopyMemory, NameSearch, OpenBlock, OpenBlocks
+from kvfuse.volume.blocks.sketch_memory import SketchMemory
 from kvfuse.volume.blocks.sketches import FLOOR, HOLE_MAX, Sketch, Sketches, SketchHandle
 from kvfuse.volume.content.cutting import Cutter
 from kvfuse.volume.content.writer import Writer
@@ -35,7 +36,7 @@ from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import Lookup
 from kvfuse.volume.views import clock
-from kvfuse.volume.views.handover import DECIDED
+from kvfuse.volume.views.handover import DECIDED, OpenBefore
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,9 @@ class BlockFiles:
 
     def __post_init__(self) -> None:
         memory = CopyMemory(self.engine.staging_size)
-        self.sketches = Sketches(memory, self.engine.names_held, self.engine.answers)
+        core, engine = self.core, self.engine
+        slots = SketchMemory(engine.keeper, core.superblock.volume_id, core.geometry.slab_size)
+        self.sketches = Sketches(memory, slots, engine.names_held, engine.answers)
         self.open_blocks = OpenBlocks(self.engine, memory)
         self.search = NameSearch(self.engine)
         self._bare: dict[int, list[bytes] | None] = {}
@@ -94,6 +97,7 @@ class BlockFiles:
         self.engine.answers.on_notes.append(self._hear)
         self._restored: dict[int, OpenBlock] = {}
         """blocks that were open in the former daemon, and whose handles were not asked for yet"""
+        self._restore_sketches()
 
     async def offer(self, folder: Node) -> None:
         """Have C answer the kernel about a folder of which it just asked, if all its blocks are known."""
@@ -144,17 +148,23 @@ class BlockFiles:
     def take_over(self, *, is_all: bool = False) -> Iterator[tuple[int, SketchHandle]]:
         """(handle of the kernel, what it is) of files that C made, and whose next request is not for it."""
         for draft in self.engine.answers.taken(is_all=is_all):
-            folder = self._offered[draft.directory]
-            mode = S_IFREG | draft.mode
-            sketch = Sketch(draft.ino, draft.directory, folder.namespace, draft.name, mode, draft.uid, draft.gid)
-            self.sketches.take(sketch, max(FLOOR, len(draft.content)))
-            sketch.data += draft.content
-            sketch.is_changed = sketch.is_rewritten = bool(draft.content)
-            sketch.atime, sketch.mtime, sketch.ctime = draft.made, draft.mtime, draft.mtime
-            self.sketches.add(sketch)
+            sketch = self.sketches.by_ino.get(draft.ino)  # of the former daemon, which was about to do the same
+            if sketch is None:
+                self.sketches.add(sketch := self._sketch_of(draft))
             handle = SketchHandle(sketch, draft.flags, Caller(draft.uid, draft.gid, draft.pid))
-            handle.has_written = bool(draft.content)
+            handle.has_written, handle.unique = bool(draft.content), draft.unique
             yield draft.fh, handle
+
+    def _sketch_of(self, draft: TakenFile) -> Sketch:
+        namespace = self.engine.tables.all[draft.table].namespace
+        mode = S_IFREG | draft.mode
+        sketch = Sketch(draft.ino, draft.directory, namespace, draft.name, mode, draft.uid, draft.gid)
+        self.sketches.take(sketch, max(FLOOR, len(draft.content)))
+        sketch.content.put(0, draft.content)
+        sketch.is_changed = sketch.is_rewritten = bool(draft.content)
+        sketch.atime, sketch.mtime, sketch.ctime = draft.made, draft.mtime, draft.mtime
+        self.open_blocks.written.forget(sketch.ino)
+        return sketch
 
     async def _is_bare(self, directory: int) -> bool:
         """All names of it that mean inodes are held, now and until another one is about to: the others have blocks, or
@@ -273,13 +283,13 @@ class BlockFiles:
             data = b"" if is_empty else await self.open_blocks.read_whole(entry)
             other = self.find(entry.directory, name)
         except BaseException:
-            self.sketches.resize(sketch, 0)
+            self.sketches.drop_bytes(sketch)
             raise
         if isinstance(other, Sketch) and other.ino == ino:  # somebody was faster
-            self.sketches.resize(sketch, 0)
+            self.sketches.drop_bytes(sketch)
             return other
         sketch.nlink = int(other is not None and other.ino == ino)
-        sketch.data += data
+        sketch.content.put(0, data)
         sketch.is_changed = sketch.is_rewritten = is_empty
         sketch.block = None if is_empty or not sketch.nlink else entry
         sketch.sequence = entry.sequence
@@ -290,6 +300,36 @@ class BlockFiles:
         return sketch
 
     # -- from the former daemon ------------------------------------------------------------------------
+
+    def _restore_sketches(self) -> None:
+        still_open = self.core.nodes.handover.still_open
+        for slot, facts, sequence in self.sketches.slots.restore():
+            ino = slot.ino
+            if ino in self.sketches.by_ino or not self.engine.is_block_namespace(facts.namespace):
+                slot.end()
+                continue
+            sketch = Sketch.restore(slot, facts, sequence, still_open.get(ino) or OpenBefore())
+            self.open_blocks.written.forget(ino)
+            self.sketches.add_restored(sketch)
+            entry = self.search.find(*sketch.place) if sketch.nlink and not sketch.is_changed else None
+            sketch.block = entry if entry is not None and entry.sequence == sequence else None
+
+    def restore_sketch(self, ino: int, flags: int, caller: Caller) -> SketchHandle | None:
+        """A handle of the former daemon, of a file that is being written. None: it is no such file."""
+        sketch = self.sketches.by_ino.get(ino)
+        if sketch is None:
+            return None
+        handle = SketchHandle(sketch, flags, caller)
+        handle.has_written = sketch.was_being_written and handle.writable
+        if sketch.node is not None:
+            handle.file = FileHandle(sketch.node, flags, caller)
+        return handle
+
+    async def close_unknown(self, ino: int) -> None:
+        """Handles were closed that this daemon never saw: a file that nobody else has open is as after its close."""
+        sketch = self.sketches.by_ino.get(ino)
+        if sketch is not None and not sketch.is_open:
+            await self.release(SketchHandle(sketch, os.O_WRONLY, NOBODY))
 
     async def keep_restored(self, ino: int) -> None:
         """Keep the content of a block that was open in the former daemon, until `all_restored`. Stale, EngineError."""
@@ -322,7 +362,8 @@ class BlockFiles:
                 return await self.open_blocks.read(handle, offset, size)
         else:
             sketch = handle.sketch
-        return bytes(memoryview(sketch.data)[offset : offset + size])
+        with sketch.content.view() as content:
+            return bytes(content[offset : offset + size])
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -359,7 +400,7 @@ class BlockFiles:
     async def _has_room(self, sketch: Sketch, start: int, end: int) -> bool:
         """Whether a sketch has memory for bytes up to ``end``. False: the caller looks at it again, as it has waited,
         or the sketch has become an ordinary file."""
-        size = len(sketch.data)
+        size = sketch.size
         if end <= self.engine.block_max and start - size <= HOLE_MAX:
             if self.sketches.resize(sketch, max(sketch.reserved, FLOOR, end)):
                 return True
@@ -380,6 +421,7 @@ class BlockFiles:
             return
         sketch = handle.sketch
         handle.has_written = False
+        sketch.keep_flags()
         if sketch.nlink and not sketch.is_being_written:
             try:
                 sketch.lock.acquire_nowait()
@@ -389,6 +431,7 @@ class BlockFiles:
                 await self.publish(sketch)
             except errors.OperationError:
                 sketch.is_refused = True
+                sketch.keep_flags()
                 raise
             finally:
                 sketch.lock.release()
@@ -401,7 +444,7 @@ class BlockFiles:
         """What is in the file now survives a loss of power."""
         if isinstance(handle, SketchHandle) and handle.sketch.nlink:
             async with handle.sketch.lock:
-                if handle.sketch.data:
+                if handle.sketch.size:
                     await self.publish(handle.sketch)
                 elif handle.sketch.node is None:
                     await self._become_ordinary(handle.sketch)
@@ -413,13 +456,13 @@ class BlockFiles:
 
         NoSpace, QuotaExceeded, EngineError: the name means what it meant.
         """
-        if sketch.node is not None or not sketch.is_changed or not sketch.data:
+        if sketch.node is not None or not sketch.is_changed or not sketch.size:
             return
-        if sketch.mode & 0o7777 & ~PERMISSIONS or len(sketch.data) > self.engine.block_max:
+        if sketch.mode & 0o7777 & ~PERMISSIONS or sketch.size > self.engine.block_max:
             await self._become_ordinary(sketch)
             return
         try:
-            with memoryview(sketch.data) as content:
+            with sketch.content.view() as content:
                 sketch.block = await self.put(sketch, sketch.directory, sketch.name, content)
         except errors.FileTooLarge:
             await self._become_ordinary(sketch)
@@ -427,6 +470,7 @@ class BlockFiles:
             sketch.is_changed = sketch.is_refused = False
             if sketch.block is not None:
                 sketch.sequence = sketch.block.sequence
+            sketch.keep()
 
     async def put(
         self, like: Sketch | BlockEntry, directory: int, name: bytes, content: memoryview
@@ -506,13 +550,14 @@ class BlockFiles:
             self.open_blocks.release(handle)
             return
         sketch = handle.sketch
-        is_settled = not sketch.is_changed and sketch.data and not sketch.lock.locked()
+        is_settled = not sketch.is_changed and sketch.size and not sketch.lock.locked()
         if handle.writable and sketch.writers == 1 and sketch.nlink and sketch.node is None and not is_settled:
             await self._settle(sketch, handle)
         del sketch.handles[handle]
-        if not sketch.handles:
+        if not sketch.is_open:
             if sketch.is_rewritten and sketch.node is None:
-                self.open_blocks.rewrite(sketch.ino, bytes(sketch.data))
+                with sketch.content.view() as content:
+                    self.open_blocks.rewrite(sketch.ino, bytes(content))
             if sketch.block is not None and not sketch.is_changed and sketch.nlink and sketch.node is None:
                 self.open_blocks.written.note(sketch.ino, sketch.block)
                 self.open_blocks.looked_up.note(replace(sketch.block, ino=sketch.ino), sketch.name)
@@ -532,7 +577,7 @@ class BlockFiles:
                     return
                 if sketch.is_refused:  # by now the name may mean what another host stored
                     raise errors.EngineError("its close has failed, and said so")
-                if sketch.data:
+                if sketch.size:
                     await self.publish(sketch)
                 elif (entry := self.search.find(*sketch.place)) is not None and entry.sequence != sketch.sequence:
                     self.sketches.unlink(sketch)
@@ -573,9 +618,13 @@ class BlockFiles:
 
     async def _become_ordinary(self, sketch: Sketch) -> Node:
         """Under the lock of the sketch."""
-        data, ino = bytes(sketch.data), 0 if is_block(sketch.ino) else sketch.ino
+        with sketch.content.view() as content:
+            data = bytes(content)
+        ino = 0 if is_block(sketch.ino) else sketch.ino
         name = sketch.name if sketch.nlink else DRAFT + b"%x" % sketch.ino
         node = await self._make_file(sketch, sketch.directory, name, data, ino)
+        if self.core.unstored is not None:
+            self.core.unstored.seal()  # the next daemon finds the file before it no longer finds the sketch
         for handle in sketch.handles:
             handle.file = FileHandle(node, handle.flags, handle.caller)
             handle.file.heard = self.core.doubt.epoch
@@ -583,8 +632,7 @@ class BlockFiles:
             reader.file = FileHandle(node, os.O_RDONLY, reader.caller)
         sketch.node = node
         self.sketches.leave(sketch)
-        sketch.data = bytearray()
-        self.sketches.resize(sketch, 0)
+        self.sketches.drop_bytes(sketch)
         if ino:
             self.sketches.lose_number(ino)
         if sketch.nlink:
@@ -601,16 +649,24 @@ class BlockFiles:
         moment, should the daemon end then, and the block counts.
         """
         caller = Caller(like.uid, like.gid)
-        await self.remove_file(directory, name)
+        begun = await self._find_begun(like, directory, name, ino)
+        if begun is None:
+            await self.remove_file(directory, name)
         is_block_there, final = self.engine.find(directory, name) is not None, name
         if is_block_there:
+            if begun is not None:
+                await self.remove_file(directory, name)
+                begun = None
             name = DRAFT + b"%x" % (ino or like.ino)
             await self.remove_file(directory, name)
         self._drafts.add((directory, name))
-        is_uncounted = bool(ino) and not self.core.places.known(ino)  # C gave the number to the kernel
-        _, node = await self.names.create(directory, name, S_IFREG | S_IMODE(like.mode), caller, ino=ino)
-        if not is_uncounted:
-            self.core.places.forget(node.ino, 1)
+        if begun is not None:
+            node = begun
+        else:
+            is_uncounted = bool(ino) and not self.core.places.known(ino)  # C gave the number to the kernel
+            _, node = await self.names.create(directory, name, S_IFREG | S_IMODE(like.mode), caller, ino=ino)
+            if not is_uncounted:
+                self.core.places.forget(node.ino, 1)
         node.mode, node.gid = S_IFREG | S_IMODE(like.mode), like.gid
         try:
             done = 0
@@ -630,6 +686,17 @@ class BlockFiles:
             raise
         finally:
             self._drafts.discard((directory, name))
+        return node
+
+    async def _find_begun(self, like: Sketch | BlockEntry, directory: int, name: bytes, ino: int) -> Node | None:
+        """The ordinary file of this number that a former daemon had begun to make of a sketch; empty again."""
+        if not ino or self.core.nodes.handover.is_first:
+            return None
+        node = (await self.lookups.find_name(directory, name)).node
+        if node is None or node.ino != ino or not isinstance(like, Sketch):
+            return None
+        node.handles, node.writers = like.left.handles, like.left.writers  # the sketch has had the others
+        await self.cutter.truncate(node, 0)
         return node
 
     @staticmethod
@@ -661,8 +728,9 @@ class BlockFiles:
             found.atime = found.atime if changes.atime is None else clock.storable(changes.atime)
             if changes.mtime is not None:
                 found.mtime = clock.storable(changes.mtime)
-                found.is_changed |= bool(found.data)
+                found.is_changed |= bool(found.size)
             found.ctime = clock.now()
+            found.keep()
         elif isinstance(found, BlockEntry) and found.nlink:
             mtime = found.mtime if changes.mtime is None else 1000 * _microseconds(changes.mtime)
             if is_other or mtime != found.mtime:

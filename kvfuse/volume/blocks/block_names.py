@@ -16,7 +16,7 @@ from kvfuse import errors
 from kvfuse.volume.api import NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
 from kvfuse.volume.blocks.block_files import PERMISSIONS, BlockFiles
 from kvfuse.volume.blocks.block_listing import BlockListing
-from kvfuse.volume.blocks.block_numbers import inode_of, is_block
+from kvfuse.volume.blocks.block_numbers import is_block
 from kvfuse.volume.blocks.open_blocks import BlockEntry
 from kvfuse.volume.blocks.sketches import FLOOR, Sketch, SketchHandle
 from kvfuse.volume.inodes import privileges
@@ -132,9 +132,11 @@ class BlockNames:
             self._names.journal.pending.touch_times(folder)
 
     def _lasting_number(self, found: Sketch | BlockEntry) -> int:
-        """The number that the name has for the next daemon, which knows no sketches."""
-        entry = self.files.search.find(*found.place) if isinstance(found, Sketch) else found
-        return inode_of(entry.table.place, entry.row, entry.sequence) if entry is not None else found.ino
+        """The number that the name has for the next daemon: it knows no sketch that is in the memory of this one."""
+        if isinstance(found, Sketch) and not found.content.is_kept:
+            entry = self.files.search.find(*found.place)
+            return self.files.open_blocks.written.show(entry).ino if entry is not None else found.ino
+        return found.ino
 
     async def _detach(self, found: Sketch | BlockEntry, name: bytes) -> bool:
         """It loses its name. False: it did not have it any more."""
@@ -256,8 +258,10 @@ class BlockNames:
                 await self._engine.remove_entry(*block, before[1])
             if target is not None:
                 self._sketches.unlink(target)
+            sketch.keep()
             if not is_block(sketch.ino):
                 self._core.places.set(sketch.ino, new.ino, new_name)
+                self._core.nodes.handover.moved(sketch.ino, new.ino, new_name)  # C may have told the kernel of it
             return True
 
 

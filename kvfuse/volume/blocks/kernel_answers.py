@@ -7,23 +7,31 @@ being written where Python is asked about them (`taken`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from mmap import mmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvfuse.kept.keeper import Keeper
+from kvfuse.kept.mappings import map_kept
 from kvfuse.native import blockforms as forms
-from kvfuse.native._blocks import ANSWERS, Door
+from kvfuse.native._blocks import ANSWERS, KEPT_DRAFTS_SIZE, KEPT_NUMBERS_SIZE, Door
 from kvfuse.volume.api import ROOT_INODE, VIRTUAL_NAME
 
 if TYPE_CHECKING:
     from kvfuse.volume.blocks.block_tables import BlockTable
 
+DRAFTS = "blocks/drafts"
+"""entry of the keeper"""
+_FORM = b"form 1"
 OFFER_SECONDS = 1.0
 """for which C answers about a folder, before Python looks at it again"""
 TABLES_MAX = 8
 """groups of blocks that a folder may have"""
+ACCESS_SHIFT = 57
+"""of the access mode in the handle of a file that C made"""
 NUMBERS = 1024
 """of inodes, that C has at a time"""
 KINDS = frozenset(kind for kind, _, may, _ in ANSWERS if may)
@@ -62,6 +70,10 @@ class TakenFile(NamedTuple):
     fh: int
     ino: int
     directory: int
+    table: int
+    """place of the table that its block comes to"""
+    unique: int
+    """number of the request that made it; 0: nothing outlives this daemon"""
     mode: int
     uid: int
     gid: int
@@ -99,6 +111,14 @@ class KernelAnswers:
         self.hold_name(ROOT_INODE, VIRTUAL_NAME, 1)  # no block, and no name of the volume's
         self.bell = self.door.begin_drafts(block_max, *kept)
         return self.door.way()
+
+    def restore(self, keeper: Keeper, volume_id: bytes) -> None:
+        """Go on with what C knew in the former daemon, and keep it for the next one: numbers of blocks that were
+        written, and files that are being written. Once, when all tables and arenas are restored."""
+        kept = map_kept(keeper, DRAFTS, _FORM + volume_id, KEPT_NUMBERS_SIZE + KEPT_DRAFTS_SIZE)
+        os.close(kept.descriptor)
+        memory = memoryview(kept.memory)
+        self.door.keep_rows(memory[:KEPT_NUMBERS_SIZE], memory[KEPT_NUMBERS_SIZE:])
 
     def answer_only(self, kinds: Collection[str]) -> None:
         """Leave all kinds of requests but these to Python."""
@@ -142,11 +162,15 @@ class KernelAnswers:
             tell(notes)
 
     def taken(self, *, is_all: bool = False) -> Iterator[TakenFile]:
-        """Files that Python takes over; ``is_all``: those of which it was not asked, too."""
+        """Files that Python takes over; ``is_all``: those of which it was not asked, too. The next daemon finds each
+        with C until the caller asks for the one after it, and has to find it elsewhere from then on."""
         if is_all:
             self.door.take_all()
         while (found := self.door.next_taken()) is not None:
-            yield TakenFile(*found)
+            try:
+                yield TakenFile(*found)
+            finally:
+                self.door.drop_taken(found[0])
 
     def give_numbers(self, take: Callable[[int], int]) -> None:
         """Have it have some inode numbers. ``take``: takes so many that follow each other; the first one."""
