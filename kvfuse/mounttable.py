@@ -28,6 +28,8 @@ class Mounted:
     read_only: bool
     user: int | None = None
     """who mounted it, of a FUSE file system"""
+    root: str = "/"
+    """the folder of the file system that is seen there: "/", but for bind mounts"""
     is_shared: bool = False
     """mounts and unmounts here are seen by other mount namespaces, and theirs here"""
 
@@ -50,14 +52,14 @@ def parse_mountinfo(text: str) -> list[Mounted]:
     rows = []
     for line in filter(None, text.split("\n")):
         before, _, after = line.partition(" - ")
-        device, _root, point, options, *propagation = before.split(" ")[2:]
+        device, root, point, options, *propagation = before.split(" ")[2:]
         file_system, source, *others = after.split(" ")
         is_read_only = "ro" in options.split(",")
         found = re.search(r"(?:^|,)user_id=(\d+)", others[0]) if others else None
         user = int(found[1]) if found else None
         is_shared = any(word.startswith("shared:") for word in propagation)
-        place = Path(_unescape(point))
-        rows.append(Mounted(place, file_system, _unescape(source), device, is_read_only, user, is_shared))
+        place, root = Path(_unescape(point)), _unescape(root)
+        rows.append(Mounted(place, file_system, _unescape(source), device, is_read_only, user, root, is_shared))
     return rows
 
 

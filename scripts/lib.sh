@@ -121,7 +121,7 @@ ensure_venv() {
     local venv stamp
     venv=$(realpath -ms -- "${KVFUSE_VENV:-$ROOT/.venv}")
     PY=$venv/bin/python
-    stamp=$venv/.kvfuse-$(cat "$ROOT"/{,tools/cluster/,benchmarks/}pyproject.toml "$ROOT"/kvfuse/native/*.[ch] | cksum | cut -d' ' -f1)
+    stamp=$venv/.kvfuse-$(cat "$ROOT"/{,tools/cluster/,benchmarks/,kubernetes/}pyproject.toml "$ROOT"/kvfuse/native/*.[ch] | cksum | cut -d' ' -f1)
     [ -e "$stamp" ] && [ -x "$PY" ] && return 0
     if [ ! -x "$PY" ]; then
         ensure_python
@@ -130,7 +130,7 @@ ensure_venv() {
     fi
     say "Installing kvfuse and its dependencies into $venv"
     (cd "$ROOT" && "$PY" -m pip install --quiet --disable-pip-version-check \
-        -e '.[dev]' -e ./tools/cluster -e './benchmarks[plot]')
+        -e '.[dev]' -e ./tools/cluster -e './benchmarks[plot]' -e ./kubernetes)
     rm -f "$venv"/.kvfuse-*
     touch "$stamp"
 }

@@ -29,6 +29,13 @@ T = TypeVar("T")
 
 
 def kvfuse_mounts() -> list[Mounted]:
+    """The mounts, without binds of their folders: those count only where the whole is not seen, as in a container."""
+    rows = _mounts_and_binds()
+    whole = {row.device for row in rows if row.root == "/"}
+    return [row for row in rows if row.root == "/" or row.device not in whole]
+
+
+def _mounts_and_binds() -> list[Mounted]:
     return [row for row in all_mounts() if row.file_system == FILE_SYSTEM]
 
 
@@ -58,7 +65,7 @@ def kvfuse_mount_at(place: Path) -> Mounted:
 def mount_of(path: Path) -> Mounted:
     """The kvfuse mount that ``path``, which may be absent, is in. MountError where it is in none."""
     real = Path(os.path.realpath(path))
-    found = [row for row in kvfuse_mounts() if row.point == real or row.point in real.parents]
+    found = [row for row in _mounts_and_binds() if row.point == real or row.point in real.parents]
     if not found:
         raise MountError(f"{path} is not in a kvfuse mount; {STATUS_HINT}")
     return max(found, key=lambda row: len(row.point.parts))

@@ -121,7 +121,7 @@ def create(path: Path, **settings: str | None) -> None:
         raise Failure(f"{path} is a namespace already; 'kvfuse namespace set' changes it")
     settings, made = _with_token({**settings, "kind": settings["kind"] or "cache"})
     try:
-        _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
+        write_settings(path, settings)
     except Failure:
         if is_new:
             path.rmdir()
@@ -155,7 +155,7 @@ def set_command(path: Path, changes: tuple[str, ...], clears: bool, **settings: 
     if not said:
         raise click.UsageError("nothing to change: say NAME=VALUE or an option")
     settings, made = _with_token(said | ({"clear": "now"} if clears else {}))
-    _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
+    write_settings(path, settings)
     _say_token(made)
 
 
@@ -343,6 +343,11 @@ def read_settings(path: Path) -> dict[str, str] | None:
             return None
         raise
     return dict(word.split("=", 1) for word in text.split())
+
+
+def write_settings(path: Path, settings: Mapping[str, str | None]) -> None:
+    """Set settings of a namespace; an empty folder becomes one. Failure says why the daemon refuses. MountError."""
+    _change(path, os.setxattr, NAMESPACE, _words(settings.items()))
 
 
 def _settings_of(path: Path) -> dict[str, str]:

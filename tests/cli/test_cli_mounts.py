@@ -206,6 +206,22 @@ def test_a_dead_mount_stays_until_the_new_one_is_in_its_place(place: Place) -> N
     assert list(Path(tempfile.gettempdir()).glob("kvfuse-mount-*")) == []
 
 
+@pytest.mark.root
+def test_a_bound_folder_of_a_mount_is_no_mount_of_its_own(place: Place) -> None:
+    """As pods have them: commands for folders work there, lists of mounts show the mount alone."""
+    place.mount()
+    folder, bound = place.point / "folder", place.base / "bound"
+    assert kvfuse("namespace", "create", folder).returncode == 0
+    bound.mkdir()
+    subprocess.run(["mount", "--bind", folder, bound], check=True)
+    try:
+        rows = json.loads(kvfuse("status", place.volume, "--json").stdout)
+        assert [row["mountpoint"] for row in rows] == [str(place.point)]
+        assert "blocks" in kvfuse("namespace", "show", bound).stdout
+    finally:
+        subprocess.run(["umount", bound], check=True)
+
+
 def test_a_folder_that_is_not_empty_is_refused_with_what_to_do(place: Place) -> None:
     (place.point / "file").touch()
     done = kvfuse("mount", place.volume, place.point, "-o", CAPACITY)

