@@ -60,7 +60,10 @@ BESIDE: dict[str, tuple[str, set[str]]] = {
         | {"kvfuse.usrbio.client", "kvfuse.usrbio.hf3fs"}
         | {"kvfuse.native", "kvfuse.options", "kvfuse.volume"},  # of hosts without mounts: `scale`
     ),
-    "kvfuse_kubernetes": ("kubernetes", {"kvfuse.cli", "kvfuse.errors", "kvfuse.sizes", "kvfuse.mounttable"}),
+    "kvfuse_kubernetes": (
+        "kubernetes",
+        {"kvfuse.cli", "kvfuse.errors", "kvfuse.sizes", "kvfuse.mounttable", "kvfuse.options"},
+    ),
 }
 """package beside kvfuse, which imports none -> (its folder, what it may import of this project beside itself)"""
 
