@@ -1,7 +1,7 @@
 """Chart and operator on a real cluster of one node: from nothing to mounted, grown, rolled, claimed, and taken away.
 
-The cluster has no service accounts and no rights that are checked: the operator gets a kubeconfig, and whether its
-ClusterRole is enough is not tested here.
+The cluster makes no tokens of service accounts: the operator gets a kubeconfig by which it is the chart's own, with the
+rights that the chart gives it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def values_of(lab: KubeLab, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lab() -> Iterator[KubeLab]:
     with cluster() as lab:
-        text = base64.b64encode((lab.folder / "kubeconfig").read_bytes()).decode()
+        text = base64.b64encode((lab.folder / "operator.kubeconfig").read_bytes()).decode()
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "kubeconfig"}}
         lab.apply({**secret, "data": {"kubeconfig": text}})
         yield lab
