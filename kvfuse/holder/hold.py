@@ -95,6 +95,8 @@ DEATH_SECONDS = 3.0
 """timeout from the supervisor's end to that of its daemon: a thread of it may be in a write to the disk (`child`)"""
 ADOPT_SECONDS = 30.0
 """timeout of a deposit, where a living mount was found: supervisors look for this process several times a second"""
+STAYS_SECONDS = 3.0
+"""after SIGTERM, until a supervisor that is still there is one that stays: both are told to end where all is removed"""
 SO_SNDBUFFORCE, LINE_SIZE = 32, 4 << 20
 """bytes of a line's send buffer: some thousands of messages"""
 PIPE_MESSAGES_MAX = 100
@@ -346,7 +348,8 @@ class Hold:
             return self.give_up(f"no supervisor had its connection within {ADOPT_SECONDS:g} s")
         if self.config["wait"] and alone > self.config["wait"] and not self.told_to_end:
             return self.give_up(f"nobody served it for {self.config['wait']:g} s")
-        if self.told_to_end and self.owner is not None and self.staged is None:
+        stays_at = self.told_to_end + STAYS_SECONDS
+        if self.told_to_end and now > stays_at and self.owner is not None and self.staged is None:
             self.say(f"this process ends; {self.owner.name} keeps the mount for the next one")
             return 0
         if self.told_to_end and now > self.told_to_end + self.config["grace"]:

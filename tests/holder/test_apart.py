@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -185,6 +186,16 @@ def test_callers_get_an_error_where_nobody_comes(mount: ApartMount) -> None:
     assert hold.wait() == 1
     assert "nobody served it for 2 s" in mount.log.read_text()
     mount.detach()
+
+
+def test_where_both_are_told_to_end_no_dead_mount_is_left(mount: ApartMount) -> None:
+    hold, serve = mount.hold("--grace", "4"), mount.serve()
+    mount.wait_until_served()
+    (mount.point / "file").write_bytes(b"x")
+    os.kill(hold.pid, signal.SIGTERM)
+    assert serve.terminate() == 0
+    assert hold.wait() == 0
+    assert not mount.is_mounted
 
 
 def test_a_second_holder_is_refused(mount: ApartMount) -> None:
