@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from kvfuse.cli import Failure
-from kvfuse.cli.console import live, make_table, page_of, print_json, print_page, styled
+from kvfuse.cli.console import live, make_table, page_of, page_size, print_json, print_page, styled
 from kvfuse.cli.keyboard import keyboard
 from kvfuse.cli.mounts import kvfuse_mount_at, read_virtual
 from kvfuse.mounttable import Mounted
@@ -68,7 +67,7 @@ def profile(mountpoint: Path, seconds: float | None, interval: float, as_json: b
       kvfuse profile /mnt/kv --seconds 60 --json > profile.json
     """
     mount = kvfuse_mount_at(mountpoint)
-    if as_json or not sys.stdout.isatty():
+    if as_json or page_size()[1] is None:
         rates = _measure(mount, seconds or ONCE_SECONDS, interval)
         if as_json:
             print_json([rate._asdict() for rate in rates])

@@ -13,7 +13,7 @@ import kvfuse
 
 pytestmark = [pytest.mark.kvfuse_only, pytest.mark.engines(*EVERYWHERE)]
 
-FILES = ["config", "stats", "version"]
+FILES = ["clients", "config", "profile", "stats", "version"]
 SOCKET = "control.sock"
 
 
