@@ -103,6 +103,8 @@ def test_files_that_are_being_written_in_folders_of_blocks_go_on(mounts: list[Kv
     os.close(made)
     os.close(changed)
     for mount in mounts:
+        # Other hosts hear of blocks a moment after the close.
+        wait_until((mount.point / "kv" / "renamed").exists, "the block")
         assert (mount.point / "kv" / "renamed").read_bytes() == data
         assert (mount.point / "kv" / "there").read_bytes() == b"THERE before"
     assert "lost" not in one.log.read_text() + two.log.read_text()

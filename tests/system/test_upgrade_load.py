@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from former_version import ROOT, VERSION, former_tree, python_of
 from killer import footprint, percentiles
+from mixed_workers import Worker, loaded
 from mounting import FOREGROUND, temporary_mount, wait_until
 from scale import scaled
 from test_outlive_hosts import clients, noticed, two_hosts
-from test_outlive_load import Worker, has_not_grown, loaded
+from test_outlive_load import has_not_grown
 from upgrading import holder_says, other_python, refused, upgrade
 
 import kvfuse
