@@ -145,7 +145,7 @@ def build_image(folder: Path, label: str = "") -> Path:
 def cluster() -> Iterator[KubeLab]:
     """An empty cluster with this tree's image, as kvfuse:latest and kvfuse:next. All of it ends."""
     require_lab("kubernetes")
-    if not (CACHE / "bin" / "kubectl").exists():
+    if not any(CACHE.glob("bin-*/kubectl")):  # the folder is named by what was mended in the sources
         pytest.skip("Kubernetes is not compiled; type: scripts/kube-lab build")
     # A short path: sockets lie below it.
     with tempfile.TemporaryDirectory(prefix="kvfuse-kube-") as name:
