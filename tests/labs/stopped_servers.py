@@ -51,6 +51,7 @@ class Servers:
             if late:
                 servers._keep(store, [batch[index] for index in sorted(late)])
                 await servers._wait(DEADLINE)
+                servers._learn([(one.segment, one.offset, len(one.buffer)) for one in map(batch.__getitem__, late)])
                 raise EngineTimeout(f"injected: a server stands still, no answer within {DEADLINE} s")
 
         monkeypatch.setattr(MemorySegments, "__init__", init)
