@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from mounting import in_own_mounts
 from places import ROOT, SCRIPTS
 from rings import require_lab
 
@@ -180,7 +181,7 @@ def test_the_package_of_debian(tmp_path: Path) -> None:
         f"mount --bind {root} {root}; mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev;"
         f' mount -t tmpfs tmpfs {root}/run; exec chroot {root} bash -c "$INNER"'
     )
-    command = ["unshare", "-m", "-p", "--fork", "--propagation", "private", "bash", "-ec", outer]
+    command = [*in_own_mounts(tmp_path, "private", "--pid", "--fork"), "bash", "-ec", outer]
     environment = {"PATH": os.environ["PATH"], "INNER": inner, "DEBIAN_FRONTEND": "noninteractive", "HOME": "/root"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import trio
-from mounting import KVFUSE, PATIENCE_S, KvfuseMount, temporary_mount, wait_until
+from mounting import KVFUSE, PATIENCE_S, KvfuseMount, in_own_mounts, temporary_mount, wait_until
 from outlive_guest import daemon_of
 from places import ROOT
 from test_outlive import OUTLIVE, settle
@@ -84,7 +84,7 @@ def test_another_user_than_root(place: Path, words: list[str]) -> None:
     (place / "fuse.conf").write_text("user_allow_other\n")
     own(place)
     inside = f'mount --bind {place}/fuse.conf /etc/fuse.conf && exec "$@"'
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside, "sh", *AS_USER, *GUEST]
+    command = [*in_own_mounts(place, "private"), "sh", "-c", inside, "sh", *AS_USER, *GUEST]
     seen = seen_by([*command, str(place), "0", *words], XDG_RUNTIME_DIR=str(place / "run"), HOME=str(place))
     assert seen["names"] == ["file", "other-0", "other-1"]
     assert f"user_id={USER}" in seen["table"]
@@ -153,7 +153,7 @@ exec setpriv --bounding-set=-all,+sys_admin,+dac_override,+dac_read_search,+chow
 
 def test_a_container_whose_first_process_is_the_holder(place: Path) -> None:
     """With a table of processes of its own, few capabilities, and a /run that cannot be written to."""
-    inside = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", CONTAINER, "sh"]
+    inside = [*in_own_mounts(place, "private", "--pid", "--fork", "--mount-proc"), "sh", "-c", CONTAINER, "sh"]
     command = [*inside, *FOREGROUND, str(place / "volume"), str(place / "mnt"), "-o", "outlive=true,capacity=64MiB"]
     log = (place / "log").open("ab")
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

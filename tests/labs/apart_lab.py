@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import trio
-from mounting import KVFUSE, PATIENCE_S, mount_rows, wait_until
+from mounting import KVFUSE, PATIENCE_S, in_own_mounts, mount_rows, wait_until
 
 from kvfuse.options import config
 from kvfuse.volume.check.volume_check import fsck
@@ -32,10 +32,10 @@ class Container:
     """A command in namespaces of its own: the process that was started ends as soon as the command's does."""
 
     def __init__(self, words: Sequence[str], log: Path, propagation: str, prefix: Sequence[str] = ()) -> None:
-        command = ["unshare", "--mount", "--propagation", propagation, "--pid", "--fork", "--kill-child=SIGKILL"]
+        command = in_own_mounts(log.parent, propagation, "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")
         with log.open("ab") as file:
             self._outer = subprocess.Popen(
-                [*command, "--mount-proc", *prefix, *KVFUSE, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                [*command, *prefix, *KVFUSE, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file
             )
         self.name = words[0]
 

@@ -33,6 +33,26 @@ FOREGROUND = (*KVFUSE, "mount", "--foreground")
 PATIENCE_S = 300.0 if "KVFUSE_RDMA_VM" in os.environ else 60.0
 """how long an outside process may take for anything; the machine of scripts/rdma-vm is slow"""
 
+OWN_MOUNTS = r"""
+base=$0
+awk '{print $5}' /proc/self/mountinfo | while read -r point; do
+    case $point in "$base" | "$base"/*) ;; *) mount --make-private "$point" 2>/dev/null || true ;; esac
+done
+awk '/ - fuse[.]kvfuse / {print $5}' /proc/self/mountinfo | while read -r point; do
+    case $point in "$base"/*) ;; *) umount -l "$point" 2>/dev/null || true ;; esac
+done
+exec "$@"
+"""
+
+
+def in_own_mounts(base: Path, propagation: str, *flags: str) -> list[str]:
+    """Words before a command that is to have a mount namespace; ``propagation``: of mounts below ``base``, one itself.
+
+    What other tests have mounted is not mounted there: else it stays so when they unmount it.
+    """
+    keep = "" if propagation == "private" else f"mount --make-{propagation} $0;"
+    return ["unshare", "--mount", "--propagation", "unchanged", *flags, "sh", "-c", keep + OWN_MOUNTS, str(base)]
+
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Poll until ``condition`` holds; fail, naming ``what``, when that takes too long."""
