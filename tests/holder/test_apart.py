@@ -222,6 +222,19 @@ def test_where_both_are_told_to_end_no_dead_mount_is_left(mount: ApartMount) -> 
     assert not mount.is_mounted
 
 
+def test_a_holder_whose_mount_goes_before_a_supervisor_has_found_it_ends(mount: ApartMount) -> None:
+    hold, serve = mount.hold(), mount.serve()
+    mount.wait_until_served()
+    hold.kill()
+    os.kill(serve.pid, signal.SIGSTOP)
+    hold = mount.hold()
+    subprocess.run(["umount", "-i", mount.point], check=True)
+    assert hold.wait() == 0
+    os.kill(serve.pid, signal.SIGCONT)
+    assert serve.wait() == 0
+    assert "is given up" not in mount.log.read_text()
+
+
 def test_a_second_holder_is_refused(mount: ApartMount) -> None:
     mount.hold()
     mount.serve()
