@@ -23,6 +23,7 @@ from kvfuse.usrbio.client.gpu.gpu_memory import DeviceCopy, GpuIov, is_staged, s
 from kvfuse.usrbio.client.gpu.prepared import DeviceEntries, Ending
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import KEY_CELL, Found, KeyArea
+from kvfuse.usrbio.client.parent_spans import ParentSpans, current_span
 from kvfuse.usrbio.client.session import Session, close_all
 from kvfuse.usrbio.client.tickets import Numbers, Tickets
 from kvfuse.usrbio.client.waiting import Waiter
@@ -85,6 +86,8 @@ class AttachedRing:
         self._waiter = Waiter(memory.cq, Bell(memory.words, Word.CLIENT_SLEEPS, descriptors[1]), descriptors[2])
         self._sq, self._cq = memory.sq, memory.cq
         self._sq_bytes = memory.bytes.data[memory.layout.sq_offset : memory.layout.cq_offset]
+        self._words = memory.words
+        self._parents = ParentSpans(memory.parents)
         self._keys = KeyArea(memory.aux[: shape.aux_size], shape.cells_size)
         self.tickets = Tickets(shape.entries)
         self._prepared = 0
@@ -332,6 +335,9 @@ class AttachedRing:
         self._before_submit.clear()
         self._on_devices.prepare(self._spoil)
         count = self._prepared
+        if self._words[Word.DAEMON_TRACES] and (span := current_span()):
+            places = [(self._sq.position + number) % self._shape.places for number in range(count)]
+            self._parents.name(span, self._sq_bytes, places)
         self._publish(count + self._place_releases() if self.session.unpins else count)
         return count
 
@@ -403,12 +409,14 @@ class AttachedRing:
                 tickets = [ticket]
             else:
                 numbers, rows["user_data"] = self.tickets.give_back(rows["user_data"])
-                tickets = numbers.tolist() if self._endings else []
+                tickets = numbers.tolist() if self._endings or self._parents.of else []
         except ValueError as error:
             raise self.session.broken(str(error)) from error
         if is_late:
             self.session.unpins.extend(rows["pin"][rows["arena"] != 0].tolist())
             rows["result"], rows["arena"] = -ETIMEDOUT, 0
+        if self._parents.of:
+            self._parents.completed(tickets)
         if self._endings:
             self._end(tickets, rows)
         if not self._prepared and len(self.session.unpins) > self._shape.entries // 2:

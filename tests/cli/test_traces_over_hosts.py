@@ -1,0 +1,232 @@
+"""One trace over two mounts that read from each other: the application's span, those of its host, and the other one's."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mounting import KvfuseMount, temporary_mount, wait_until
+from peer_lab import listening, mounted, stats, wait_for_peers
+from trace_lab import Collector, attributes, collecting
+
+from kvfuse.traceparent import SIZE
+from kvfuse.usrbio.client import BlockStore, connect
+from kvfuse.usrbio.client.parent_spans import current_span
+from kvfuse.usrbio.protocol.wire import PARENTS_MAX, PARENTS_OFFSET, SQE_STRUCT, Op, Word
+from kvfuse_cluster.etcd import EtcdServers
+
+sdk = pytest.importorskip("opentelemetry.sdk.trace")
+
+BLOCK_SIZE = 100_000
+STRICT = ('publish.mode = "strict"', 'cache.tier_size = "128MiB"')
+RELAXED = ('publish.mode = "relaxed"', 'cache.tier_size = "128MiB"')
+SMALL_TIER = ('publish.mode = "relaxed"', 'cache.tier_size = "16MiB"')
+
+
+@pytest.fixture
+def tracer() -> Any:
+    return sdk.TracerProvider().get_tracer("application")
+
+
+def words(collector: Collector | None) -> tuple[str, ...]:
+    """Of a mount without traces of its own: only what clients and hosts name is traced."""
+    own = () if collector is None else (f"trace.endpoint={collector.endpoint}", "trace.ratio=0")
+    return (*listening(), *own)
+
+
+@contextmanager
+def traced_pair(
+    etcd: EtcdServers, lines: Sequence[str], own: Callable[[Collector], Sequence[str]] = words
+) -> Iterator[tuple[list[KvfuseMount], list[Collector]]]:
+    """Two mounts, each with a collector of its own."""
+    with ExitStack() as stack:
+        collectors = [stack.enter_context(collecting()) for _ in range(2)]
+        mounts = stack.enter_context(mounted(etcd, [own(one) for one in collectors], lines))
+        wait_for_peers(mounts)
+        yield mounts, collectors
+
+
+def blocks(count: int) -> dict[bytes, bytes]:
+    return {b"%d" % number: secrets.token_bytes(BLOCK_SIZE) for number in range(count)}
+
+
+def put(store: BlockStore, data: dict[bytes, bytes]) -> None:
+    assert store.put_many(list(data), list(data.values())).all()
+
+
+def got(store: BlockStore, keys: Sequence[bytes]) -> list[bytes]:
+    return [bytes(found or b"") for found in store.get_many(list(keys))]
+
+
+def came(collector: Collector, trace_id: int, name: str, count: int = 1) -> list[Any]:
+    """So many spans of a name, once they have come."""
+
+    def found() -> list[Any]:
+        return [span for span in collector.of(trace_id) if span.name == name]
+
+    wait_until(lambda: len(found()) >= count, f"{name} of the trace")
+    return found()
+
+
+def test_a_put_and_a_get_are_one_trace_over_two_hosts(etcd: EtcdServers, tracer: Any) -> None:
+    data = blocks(3)
+    with traced_pair(etcd, STRICT) as ((one, two), (first, second)):
+        with BlockStore(one.point, "blocks") as store, BlockStore(two.point, "blocks") as reader:
+            with tracer.start_as_current_span("request") as span:
+                top = span.get_span_context()
+                put(store, data)
+                assert got(reader, list(data)) == list(data.values())
+        calls = came(first, top.trace_id, "ring call", len(data))
+        assert [attributes(call)["kvfuse.request"].rpartition(" ")[0] for call in calls] == ["ring put"] * len(data)
+        assert {call.parent_span_id for call in calls} == {top.span_id.to_bytes(8, "big")}
+        answers = came(first, top.trace_id, "peer answer_blocks")
+        asked = {span.span_id: span for span in came(second, top.trace_id, "peers read_blocks")}
+        gets = {span.span_id: span for span in came(second, top.trace_id, "ring call")}
+        finds = came(second, top.trace_id, "index find")
+    assert {span.parent_span_id for span in gets.values()} == {top.span_id.to_bytes(8, "big")}
+    assert {span.parent_span_id for span in finds} <= set(gets)
+    assert {span.parent_span_id for span in asked.values()} <= set(gets)
+    assert {answer.parent_span_id for answer in answers} == set(asked)
+    assert sum(attributes(span)["kvfuse.items"] for span in asked.values()) == len(data)
+    assert sum(attributes(answer)["kvfuse.found"] for answer in answers) == len(data)
+    assert sum(attributes(answer)["kvfuse.bytes"] for answer in answers) == len(data) * BLOCK_SIZE
+    for answer in answers:  # of two processes of one machine, which have one clock
+        question = asked[answer.parent_span_id]
+        assert question.start_time_unix_nano <= answer.start_time_unix_nano <= answer.end_time_unix_nano
+        assert answer.end_time_unix_nano <= question.end_time_unix_nano
+    for collector, mount in ((first, one), (second, two)):
+        assert collector.facts["kvfuse.mount"] == str(mount.point)
+        assert collector.facts["host.name"]
+        assert len(collector.of(top.trace_id)) == len(collector.spans), "ratio 0: what nobody named has no span"
+
+
+def test_blocks_that_the_rings_thread_answers_have_one_span_together(etcd: EtcdServers, tracer: Any) -> None:
+    data = blocks(20)
+    with traced_pair(etcd, RELAXED) as ((one, two), (first, second)):
+        with BlockStore(one.point, "blocks") as store, BlockStore(two.point, "blocks") as reader:
+            with tracer.start_as_current_span("request") as span:
+                top = span.get_span_context()
+                put(store, data)
+            wait_until(lambda: bool(reader.exists(list(data)).all()), "the names")
+            with tracer.start_as_current_span("other") as span:
+                other = span.get_span_context()
+                assert got(reader, list(data)) == list(data.values())
+            batches = came(first, top.trace_id, "ring batch")
+            assert {attributes(batch)["kvfuse.operation"] for batch in batches} == {"ring put"}
+            together = sum(attributes(batch)["kvfuse.items"] for batch in batches)
+            wait_until(lambda: together + len(first.named("ring call")) == len(data), "spans of all blocks")
+            assert together > len(data) / 2
+            assert {span.parent_span_id for span in first.of(top.trace_id)} == {top.span_id.to_bytes(8, "big")}
+            answers = came(first, other.trace_id, "peer answer_blocks")
+            asked = came(second, other.trace_id, "peers read_blocks")
+            assert {answer.parent_span_id for answer in answers} <= {span.span_id for span in asked}
+
+
+def test_files_of_another_host_and_its_disk_are_in_the_trace(etcd: EtcdServers, tracer: Any, tmp_path: Path) -> None:
+    def own(collector: Collector) -> Sequence[str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        disk = (f"cache.disk_path={folder}", "cache.disk_size=256MiB", "cache.disk_keep=all")
+        return (*words(collector), *disk)
+
+    with traced_pair(etcd, SMALL_TIER, own) as ((one, two), (first, second)):
+        content = secrets.token_bytes(8 << 20)
+        names = [f"file{number}" for number in range(6)]
+        for name in names:
+            with (one.point / name).open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())
+        wait_until(lambda: all((two.point / name).exists() for name in names), "the names on the other host")
+        with connect(two.point) as client, client.ring(8) as ring, client.iov(len(content)) as iov:
+            with tracer.start_as_current_span("request") as span:
+                top = span.get_span_context()
+                for name in names:
+                    with client.file(two.point / name) as file:
+                        ring.prep_read(iov, 0, file, 0, len(content))
+                        ring.submit()
+                        (row,) = ring.wait(1, 20.0)
+                    assert row["result"] == len(content)
+                    assert iov.array.tobytes() == content
+        answers = came(first, top.trace_id, "peer answer")
+        asked = {span.span_id for span in came(second, top.trace_id, "peers read")}
+        assert {answer.parent_span_id for answer in answers} <= asked
+        read = came(first, top.trace_id, "disk stored")
+        assert {span.parent_span_id for span in read} <= {answer.span_id for answer in answers}
+
+
+def test_a_host_without_traces_is_sent_none(etcd: EtcdServers, tracer: Any) -> None:
+    """As one of an older version: it would cut off who does."""
+    data = blocks(3)
+    with collecting() as collector, mounted(etcd, [words(None), words(collector)], RELAXED) as (one, two):
+        wait_for_peers([one, two])
+        with BlockStore(one.point, "blocks") as store, BlockStore(two.point, "blocks") as reader:
+            with tracer.start_as_current_span("request") as span:
+                top = span.get_span_context()
+                put(store, data)
+            wait_until(lambda: bool(reader.exists(list(data)).all()), "the names")
+            with tracer.start_as_current_span("other") as span:
+                other = span.get_span_context()
+                assert got(reader, list(data)) == list(data.values())
+        came(collector, other.trace_id, "peers read_blocks")
+        assert collector.of(top.trace_id) == []
+        assert stats(one)["peers"]["served"]["malformed"] == 0
+        assert stats(two)["peers"]["asked"]["lost"] == 0
+
+
+def test_what_no_span_is_recording_is_named_by_nobody(tracer: Any) -> None:
+    from opentelemetry.trace import INVALID_SPAN, use_span
+
+    assert current_span() == b""
+    with use_span(INVALID_SPAN):
+        assert current_span() == b""
+    sampler = pytest.importorskip("opentelemetry.sdk.trace.sampling")
+    with sdk.TracerProvider(sampler=sampler.ALWAYS_OFF).get_tracer("application").start_as_current_span("request"):
+        assert current_span() == b""
+    with tracer.start_as_current_span("request") as span:
+        assert len(current_span()) == SIZE
+        span.end()
+        assert current_span() == b""
+
+
+def test_parents_that_are_malformed_are_ignored(tracer: Any) -> None:
+    with collecting() as collector:
+        endpoint = f"trace.endpoint={collector.endpoint},trace.ratio=0"
+        with temporary_mount([f"capacity=64MiB,{endpoint}"]) as mount:
+            with (
+                connect(mount.point) as client,
+                client.ring(8) as ring,
+                client.file(mount.point / "file", "rw") as file,
+            ):
+                attached = ring.attached
+                words = attached._words
+                assert words[Word.DAEMON_TRACES] == 1
+                for row in (bytes(SIZE), secrets.token_bytes(SIZE), bytes(16) + b"\1" * 9 + bytes(7), b"\xff" * SIZE):
+                    words.obj[PARENTS_OFFSET : PARENTS_OFFSET + SIZE] = row
+                    assert submit_naming(ring, file, 1) == 0
+                assert submit_naming(ring, file, PARENTS_MAX + 1) < 0
+                with tracer.start_as_current_span("request") as span:
+                    top = span.get_span_context()
+                    ring.prep_fsync(file)
+                    ring.submit()
+                    assert ring.wait(1, 20.0)["result"].tolist() == [0]
+            came(collector, top.trace_id, "ring call")
+            assert len(collector.of(top.trace_id)) == len(collector.spans)
+            log = mount.log.read_text()
+    assert log.count("names a parent span that is malformed") == 1
+
+
+def submit_naming(ring: Any, file: Any, number: int) -> int:
+    """The result of an entry that names that parent."""
+    attached = ring.attached
+    place = attached._sq.position % attached._shape.places * SQE_STRUCT.size
+    ring.prep_fsync(file)
+    assert attached._sq_bytes[place] == Op.FSYNC
+    attached._sq_bytes[place + 60 : place + 64] = number.to_bytes(4, "little")
+    ring.submit()
+    (row,) = ring.wait(1, 20.0)
+    return int(row["result"])
