@@ -37,16 +37,25 @@ class SpanPlace(NamedTuple):
         return _ROW.pack(self.trace_id.to_bytes(16, "big"), self.span_id.to_bytes(8, "big"), SAMPLED)
 
 
+NoteSpan = Callable[[str, SpanPlace, int, int, Mapping[str, int | str]], None]
+"""Makes a span of something that is over: name, parent, begin and end in ns since 1970, attributes."""
+
+
 @dataclass
 class Traces:
     """What this daemon does about spans. Any thread."""
 
     is_on: bool = False
     """it makes spans, heeds parents and tells other hosts of its own"""
-    note: Callable[[str, SpanPlace, int, int, Mapping[str, int | str]], None] = lambda *_: None
-    """Make a span of something that is over: name, parent, begin and end in ns since 1970, attributes."""
+    note: NoteSpan = lambda *_: None
     malformed: int = 0
     """parents that were ignored"""
+
+    def begin(self, note: NoteSpan) -> None:
+        self.is_on, self.note = True, note
+
+    def end(self) -> None:
+        self.is_on = False
 
     def parse(self, row: bytes, sender: str) -> SpanPlace | None:
         """The parent that ``sender`` gives; None: none that is kept, or it is malformed, which is logged once."""

@@ -5,7 +5,8 @@ of the record store, the index, the segments and other hosts that the request wa
 span has a name of a file. Calls that commits and write-behind make for many requests are spans of their own.
 
 A request of a ring is a child of the span that its client names, whatever ``trace.ratio`` says, and has a span also
-where the ring's thread answers it at once, together with those beside it (``ring batch``). A question of another host is a child of that host's span, or has none. The kernel names no parents.
+where the ring's thread answers it at once, together with those beside it (``ring batch``). A question of another host
+is a child of that host's span, or has none. The kernel names no parents.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import functools
 import importlib
 import inspect
 import random
-import threading
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -26,8 +27,8 @@ import kvfuse
 from kvfuse.errors import ConfigError
 from kvfuse.options.options import Options
 from kvfuse.serving import SERVED
-from kvfuse.volume.views.neighbours import WantedBlocks
 from kvfuse.traceparent import HEARD, RING_CLIENT, SPAN, TRACES, SpanPlace
+from kvfuse.volume.views.neighbours import WantedBlocks
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -116,11 +117,11 @@ def tracing(options: Options, point: Path) -> Iterator[None]:
     provider.add_span_processor(BatchSpanProcessor(exporter))
     tracer = provider.get_tracer("kvfuse", kvfuse.__version__)
     wrap_all(tracer, options)
-    TRACES.is_on, TRACES.note = True, functools.partial(_note_span, tracer)
+    TRACES.begin(functools.partial(_note_span, tracer))
     try:
         yield
     finally:
-        TRACES.is_on = False
+        TRACES.end()
         flushing = threading.Thread(target=provider.force_flush, daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)

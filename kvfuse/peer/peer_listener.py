@@ -28,6 +28,7 @@ from kvfuse.peer.peer_wire import (
     MessageHead,
     Rows,
     WireError,
+    check_parent,
     check_question,
     magic_of,
     parse_head,
@@ -262,7 +263,8 @@ class Listener:
                 self.neighbourhood().used(rows)
                 continue
             if magic == PARENT_MAGIC:
-                HEARD.set(rows[:1].tobytes())
+                check_parent(rows)
+                HEARD.set(rows.tobytes())
                 continue
             check_question(rows)
             self.spread.tell_load(caller, head.load)

@@ -1,12 +1,13 @@
 """Messages between hosts: sizes, fields, and what is refused. All numbers are little endian.
 
 A connection begins with a greeting (`greeting`), which says of which kind it is. Of kind `GRANULES`, who connected
-sends questions, each with rows that want granules of sealed extents, and the other side answers each question, in
-their order: one row for each of its rows, after all rows the places of those that have some (`read_plans`), and then
-the bytes of the others that are `HERE`, one after the other. It also tells which blocks of the other side it used, in a
+sends questions, each with rows that want granules of sealed extents, and the other side answers each question, in their
+order: one row for each of its rows, after all rows the places of those that have some (`read_plans`), and then the
+bytes of the others that are `HERE`, one after the other. It also tells which blocks of the other side it used, in a
 message of their rows (`USE`), which is not answered. A message with one row of `traceparent.SIZE` bytes names the span
-that the next question belongs to; a host gets it only if its record says that it understands it. Of kind `BLOCKS` the rows of questions want whole blocks, and one
-is answered by messages with some of its rows each, and the bytes of those that are `HERE`. Nothing else is ever sent.
+that the next question belongs to; a host gets it only if its record says that it understands it. Of kind `BLOCKS` the
+rows of questions want whole blocks, and one is answered by messages with some of its rows each, and the bytes of those
+that are `HERE`. Nothing else is ever sent.
 
 Nothing that comes from the network is believed: `WireError` ends the connection, and whoever gets bytes verifies them.
 """
@@ -138,6 +139,12 @@ def check_question(rows: Rows) -> None:
         raise WireError("a question wants a part of a granule")
     if (rows["base"] > 1 << 62).any() or int((high - low).sum()) > QUESTION_BYTES_MAX:
         raise WireError("a question wants more than one may")
+
+
+def check_parent(rows: Rows) -> None:
+    """WireError where several spans are named."""
+    if len(rows) != 1:
+        raise WireError(f"a question belongs to {len(rows)} spans")
 
 
 def check_answer(rows: Rows) -> list[Answer]:

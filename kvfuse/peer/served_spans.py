@@ -33,6 +33,6 @@ async def note_spans(server: Server) -> None:
             client = f"{int(row['client']):016x}"
             if (parent := TRACES.parse(row["parent"].tobytes(), f"host {client}")) is None:
                 continue
-            facts = {"kvfuse.client": client, "kvfuse.items": int(row["rows"])}
+            facts: dict[str, int | str] = {"kvfuse.client": client, "kvfuse.items": int(row["rows"])}
             facts |= {"kvfuse.found": int(row["here"]), "kvfuse.bytes": int(row["bytes"])}
             TRACES.note("peer answer_blocks", parent, int(row["begin"]), int(row["end"]), facts)

@@ -1,4 +1,4 @@
-"""One trace over two mounts that read from each other: the application's span, those of its host, and the other one's."""
+"""One trace over two mounts that read from each other: spans of the application, its host, and the other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mounting import KvfuseMount, temporary_mount, wait_until
 from peer_lab import listening, mounted, stats, wait_for_peers
+from redis_lab import redis_server
 from trace_lab import Collector, attributes, collecting
 
+from kvfuse.connectors.steady_store import SteadyStore
+from kvfuse.connectors.vllm.transfers import Transfers
 from kvfuse.traceparent import SIZE
 from kvfuse.usrbio.client import BlockStore, connect
 from kvfuse.usrbio.client.parent_spans import current_span
@@ -73,14 +77,29 @@ def came(collector: Collector, trace_id: int, name: str, count: int = 1) -> list
     return found()
 
 
-def test_a_put_and_a_get_are_one_trace_over_two_hosts(etcd: EtcdServers, tracer: Any) -> None:
+@pytest.fixture(params=["etcd", "redis"])
+def index_lines(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
+    """Which index a volume has."""
+    if request.param == "etcd":
+        yield ('index.engine = "etcd"',)
+        return
+    with redis_server() as server:
+        yield ('index.engine = "redis"', f'index.url = "{server.url}"')
+
+
+def test_a_put_and_a_get_are_one_trace_over_two_hosts(
+    etcd: EtcdServers, tracer: Any, index_lines: tuple[str, ...]
+) -> None:
     data = blocks(3)
-    with traced_pair(etcd, STRICT) as ((one, two), (first, second)):
-        with BlockStore(one.point, "blocks") as store, BlockStore(two.point, "blocks") as reader:
-            with tracer.start_as_current_span("request") as span:
-                top = span.get_span_context()
-                put(store, data)
-                assert got(reader, list(data)) == list(data.values())
+    with traced_pair(etcd, (*STRICT, *index_lines)) as ((one, two), (first, second)):
+        with (
+            BlockStore(one.point, "blocks") as store,
+            BlockStore(two.point, "blocks") as reader,
+            tracer.start_as_current_span("request") as span,
+        ):
+            top = span.get_span_context()
+            put(store, data)
+            assert got(reader, list(data)) == list(data.values())
         calls = came(first, top.trace_id, "ring call", len(data))
         assert [attributes(call)["kvfuse.request"].rpartition(" ")[0] for call in calls] == ["ring put"] * len(data)
         assert {call.parent_span_id for call in calls} == {top.span_id.to_bytes(8, "big")}
@@ -105,26 +124,72 @@ def test_a_put_and_a_get_are_one_trace_over_two_hosts(etcd: EtcdServers, tracer:
         assert len(collector.of(top.trace_id)) == len(collector.spans), "ratio 0: what nobody named has no span"
 
 
-def test_blocks_that_the_rings_thread_answers_have_one_span_together(etcd: EtcdServers, tracer: Any) -> None:
-    data = blocks(20)
-    with traced_pair(etcd, RELAXED) as ((one, two), (first, second)):
-        with BlockStore(one.point, "blocks") as store, BlockStore(two.point, "blocks") as reader:
+def test_what_a_host_stores_for_many_requests_has_spans_of_its_own(
+    etcd: EtcdServers, tracer: Any, index_lines: tuple[str, ...]
+) -> None:
+    def own(collector: Collector) -> Sequence[str]:
+        return (*listening(), f"trace.endpoint={collector.endpoint}", "trace.ratio=1")
+
+    data = blocks(3)
+    with traced_pair(etcd, (*STRICT, *index_lines), own) as ((one, _), (first, _)):
+        with BlockStore(one.point, "blocks") as store, tracer.start_as_current_span("request") as span:
+            top = span.get_span_context()
+            put(store, data)
+        calls = came(first, top.trace_id, "ring call", len(data))
+        assert len(calls) == len(data)
+        wait_until(lambda: bool(first.named("index put") and first.named("records commit")), "spans of stores")
+        assert sum(attributes(span)["kvfuse.items"] for span in first.named("index put")) >= len(data)
+        assert not any(name in str(first.spans) for name in ("blocks", "namespace")), "no names of files"
+
+
+def test_the_threads_of_an_adapter_have_the_span_of_who_submits(tracer: Any) -> None:
+    row_size, count = 4096, 8
+    with collecting() as collector:
+        with temporary_mount([f"capacity=64MiB,trace.endpoint={collector.endpoint},trace.ratio=0"]) as mount:
+            store = SteadyStore(mount.point, "blocks", descriptor={"model": "some"}, deadline=20.0)
+            memory = np.full(row_size * count, 7, np.uint8)
+            transfers = Transfers(store, store.register(memory), row_size, deadline=20.0, backlog=1 << 20, threads=2)
+            keys = [b"%d" % number for number in range(count)]
             with tracer.start_as_current_span("request") as span:
                 top = span.get_span_context()
-                put(store, data)
-            wait_until(lambda: bool(reader.exists(list(data)).all()), "the names")
-            with tracer.start_as_current_span("other") as span:
-                other = span.get_span_context()
-                assert got(reader, list(data)) == list(data.values())
-            batches = came(first, top.trace_id, "ring batch")
-            assert {attributes(batch)["kvfuse.operation"] for batch in batches} == {"ring put"}
-            together = sum(attributes(batch)["kvfuse.items"] for batch in batches)
-            wait_until(lambda: together + len(first.named("ring call")) == len(data), "spans of all blocks")
-            assert together > len(data) / 2
-            assert {span.parent_span_id for span in first.of(top.trace_id)} == {top.span_id.to_bytes(8, "big")}
-            answers = came(first, other.trace_id, "peer answer_blocks")
-            asked = came(second, other.trace_id, "peers read_blocks")
-            assert {answer.parent_span_id for answer in answers} <= {span.span_id for span in asked}
+                transfers.submit(1, keys, range(count), is_load=False)
+            transfers.drain()
+            transfers.submit(2, keys, range(count), is_load=False)
+            transfers.drain()
+            assert [outcome.moved.all() for outcome in transfers.take_outcomes()] == [True] * 2
+            transfers.close()
+            store.close()
+            wait_until(lambda: bool(collector.of(top.trace_id)), "the first job's spans")
+            (mount.point / "file").touch()
+        found = collector.of(top.trace_id)
+        assert {span.name for span in found} <= {"ring batch", "ring call", "records get"}
+        assert {one.parent_span_id for one in found if one.name.startswith("ring")} == {top.span_id.to_bytes(8, "big")}
+        assert len(found) == len(collector.spans), "the second job had no span"
+
+
+def test_blocks_that_the_rings_thread_answers_have_one_span_together(etcd: EtcdServers, tracer: Any) -> None:
+    data = blocks(20)
+    with (
+        traced_pair(etcd, RELAXED) as ((one, two), (first, second)),
+        BlockStore(one.point, "blocks") as store,
+        BlockStore(two.point, "blocks") as reader,
+    ):
+        with tracer.start_as_current_span("request") as span:
+            top = span.get_span_context()
+            put(store, data)
+        wait_until(lambda: bool(reader.exists(list(data)).all()), "the names")
+        with tracer.start_as_current_span("other") as span:
+            other = span.get_span_context()
+            assert got(reader, list(data)) == list(data.values())
+        batches = came(first, top.trace_id, "ring batch")
+        assert {attributes(batch)["kvfuse.operation"] for batch in batches} == {"ring put"}
+        together = sum(attributes(batch)["kvfuse.items"] for batch in batches)
+        wait_until(lambda: together + len(first.named("ring call")) == len(data), "spans of all blocks")
+        assert together > len(data) / 2
+        assert {span.parent_span_id for span in first.of(top.trace_id)} == {top.span_id.to_bytes(8, "big")}
+        answers = came(first, other.trace_id, "peer answer_blocks")
+        asked = came(second, other.trace_id, "peers read_blocks")
+        assert {answer.parent_span_id for answer in answers} <= {span.span_id for span in asked}
 
 
 def test_files_of_another_host_and_its_disk_are_in_the_trace(etcd: EtcdServers, tracer: Any, tmp_path: Path) -> None:
@@ -142,16 +207,20 @@ def test_files_of_another_host_and_its_disk_are_in_the_trace(etcd: EtcdServers, 
                 file.write(content)
                 os.fsync(file.fileno())
         wait_until(lambda: all((two.point / name).exists() for name in names), "the names on the other host")
-        with connect(two.point) as client, client.ring(8) as ring, client.iov(len(content)) as iov:
-            with tracer.start_as_current_span("request") as span:
-                top = span.get_span_context()
-                for name in names:
-                    with client.file(two.point / name) as file:
-                        ring.prep_read(iov, 0, file, 0, len(content))
-                        ring.submit()
-                        (row,) = ring.wait(1, 20.0)
-                    assert row["result"] == len(content)
-                    assert iov.array.tobytes() == content
+        with (
+            connect(two.point) as client,
+            client.ring(8) as ring,
+            client.iov(len(content)) as iov,
+            tracer.start_as_current_span("request") as span,
+        ):
+            top = span.get_span_context()
+            for name in names:
+                with client.file(two.point / name) as file:
+                    ring.prep_read(iov, 0, file, 0, len(content))
+                    ring.submit()
+                    (row,) = ring.wait(1, 20.0)
+                assert row["result"] == len(content)
+                assert iov.array.tobytes() == content
         answers = came(first, top.trace_id, "peer answer")
         asked = {span.span_id for span in came(second, top.trace_id, "peers read")}
         assert {answer.parent_span_id for answer in answers} <= asked
@@ -178,7 +247,7 @@ def test_a_host_without_traces_is_sent_none(etcd: EtcdServers, tracer: Any) -> N
         assert stats(two)["peers"]["asked"]["lost"] == 0
 
 
-def test_what_no_span_is_recording_is_named_by_nobody(tracer: Any) -> None:
+def test_only_spans_that_are_kept_are_named(tracer: Any) -> None:
     from opentelemetry.trace import INVALID_SPAN, use_span
 
     assert current_span() == b""
@@ -190,7 +259,7 @@ def test_what_no_span_is_recording_is_named_by_nobody(tracer: Any) -> None:
     with tracer.start_as_current_span("request") as span:
         assert len(current_span()) == SIZE
         span.end()
-        assert current_span() == b""
+        assert len(current_span()) == SIZE, "what it began goes on"
 
 
 def test_parents_that_are_malformed_are_ignored(tracer: Any) -> None:
@@ -204,7 +273,7 @@ def test_parents_that_are_malformed_are_ignored(tracer: Any) -> None:
             ):
                 attached = ring.attached
                 words = attached._words
-                assert words[Word.DAEMON_TRACES] == 1
+                assert words[Word.DAEMON_TRACES] == words[Word.DAEMON_EPOCH] > 0
                 for row in (bytes(SIZE), secrets.token_bytes(SIZE), bytes(16) + b"\1" * 9 + bytes(7), b"\xff" * SIZE):
                     words.obj[PARENTS_OFFSET : PARENTS_OFFSET + SIZE] = row
                     assert submit_naming(ring, file, 1) == 0

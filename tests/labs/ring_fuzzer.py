@@ -244,7 +244,8 @@ class Fuzzer:
         rng = self.rng
         op = rng.choice(list(Op))
         handles = client.files if op in FILE_OPS else client.namespaces
-        row["op"], row["priority"], row["flags"], row["parent"] = op, rng.randrange(3), 0, rng.choice((0, 0, 1, PARENTS_MAX))
+        row["op"], row["priority"], row["flags"] = op, rng.randrange(3), 0
+        row["parent"] = rng.choice((0, 0, 1, PARENTS_MAX))
         row["flags"] = rng.randrange(2) * (Flag.VIEW if op == Op.GET else Flag.PREFIX if op == Op.EXISTS else 0)
         row["handle"] = rng.choice([*(handles * 5), *client.handles]) & 0xFFFFFFFF
         row["iov"] = rng.choice([handle for handle, *_ in client.iovs] or [0])

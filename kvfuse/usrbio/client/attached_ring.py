@@ -27,7 +27,7 @@ from kvfuse.usrbio.client.parent_spans import ParentSpans, current_span
 from kvfuse.usrbio.client.session import Session, close_all
 from kvfuse.usrbio.client.tickets import Numbers, Tickets
 from kvfuse.usrbio.client.waiting import Waiter
-from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
+from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory, heeds_parents
 from kvfuse.usrbio.protocol.wire import CQE, ENTRIES_MAX, KEY_OPS, SQE, SQE_STRUCT, Layout, Op, Request, Word, pack_keys
 
 SPANS_SIZE = 1 << 20
@@ -37,6 +37,7 @@ NO_ENTRY = (1 << 64) - 1
 _TICKET = struct.Struct("<Q")
 """the first word of a CQE"""
 
+_TRACES = int(Word.DAEMON_TRACES)  # a plain number: it is looked at for each submission
 _TIMEOUT = struct.Struct("<I")
 _TIMEOUT_OFFSET = 56
 """of timeout_us in an SQE, in bytes"""
@@ -335,7 +336,7 @@ class AttachedRing:
         self._before_submit.clear()
         self._on_devices.prepare(self._spoil)
         count = self._prepared
-        if self._words[Word.DAEMON_TRACES] and (span := current_span()):
+        if self._words[_TRACES] and heeds_parents(self._words) and (span := current_span()):
             places = [(self._sq.position + number) % self._shape.places for number in range(count)]
             self._parents.name(span, self._sq_bytes, places)
         self._publish(count + self._place_releases() if self.session.unpins else count)

@@ -1,4 +1,4 @@
-"""Has the daemon's spans be children of the application's: the current one of OpenTelemetry's API, if it is recorded.
+"""Has the daemon's spans be children of the application's: the current one of OpenTelemetry's API, if it is sampled.
 
 The API is not imported: where the application has not done so, there is no span. A ring has room for a few spans at a
 time; each is written once, however many entries name it, and stays until these have completed.
@@ -10,7 +10,6 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 
 from kvfuse.traceparent import SIZE, SpanPlace
 from kvfuse.usrbio.protocol.wire import PARENTS_MAX, SQE_STRUCT, Op
@@ -24,15 +23,16 @@ _WITHOUT = (Op.CANCEL, Op.RELEASE)
 
 
 def current_span() -> bytes:
-    """The packed span of the calling thread or task; empty: there is none, or nobody records it."""
+    """The packed span of the calling thread or task; empty: there is none, or nobody keeps it."""
     api = sys.modules.get(_API)
     if api is None:
         return b""
-    with suppress(AttributeError, OverflowError):  # it is being imported, or the span is of another kind
-        span = api.get_current_span()
-        context = span.get_span_context()
-        if span.is_recording() and context.is_valid and context.trace_flags.sampled:
+    try:
+        context = api.get_current_span().get_span_context()
+        if context.is_valid and context.trace_flags.sampled:  # also one that has ended: work that it began goes on
             return SpanPlace(context.trace_id, context.span_id).pack()
+    except (AttributeError, OverflowError):  # the API is being imported, or the span is of another kind
+        pass
     return b""
 
 

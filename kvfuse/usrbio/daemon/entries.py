@@ -9,6 +9,7 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.traceparent import RING_CLIENT, TRACES
 from kvfuse.usrbio.daemon.batches import LEFT, Batch, InThread, Together
 from kvfuse.usrbio.daemon.call import Call, Completion, Entry, RefusedEntry, ServedRing, Short
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
@@ -28,7 +29,6 @@ from kvfuse.usrbio.daemon.penalty import MALFORMED
 from kvfuse.usrbio.daemon.row_keys import RowKeys
 from kvfuse.usrbio.daemon.row_ops import RowOps
 from kvfuse.usrbio.daemon.write_finder import WriteFinder
-from kvfuse.traceparent import RING_CLIENT, TRACES
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import PARENTS_MAX, SQE, SQE_STRUCT, Op, Priority
 from kvfuse.volume.measures.measures import Histogram
@@ -172,7 +172,7 @@ class EntryServer:
         """Make a span of what this thread did at once."""
         parent = TRACES.parse(self._completions.read_parent(number), RING_CLIENT)
         if parent is not None:
-            facts = {"kvfuse.items": count, "kvfuse.operation": f"ring {Op(op).name.lower()}"}
+            facts: dict[str, int | str] = {"kvfuse.items": count, "kvfuse.operation": f"ring {Op(op).name.lower()}"}
             TRACES.note("ring batch", parent, begin_ns, time.time_ns(), facts)
 
     # -- entries that are alike ----------------------------------------------------------------------

@@ -208,6 +208,11 @@ def daemon_of(words: memoryview) -> DaemonId:
     return DaemonId(words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE])
 
 
+def heeds_parents(words: memoryview) -> bool:
+    """The daemon that serves the ring makes spans; one of an older version would refuse entries that name parents."""
+    return bool(words[Word.DAEMON_TRACES]) and words[Word.DAEMON_TRACES] == words[Word.DAEMON_EPOCH]
+
+
 class RingMemory:
     """The mapping of a ring. ``sq`` and ``cq`` are queues, of each of which a side uses one end."""
 
@@ -251,7 +256,7 @@ class RingMemory:
     def sign(self, daemon: DaemonId) -> None:
         """Name this process as the one that serves the ring; the daemon does so before it takes an entry."""
         words = self.words
-        words[Word.DAEMON_TRACES] = TRACES.is_on
+        words[Word.DAEMON_TRACES] = daemon.epoch if TRACES.is_on else 0
         words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE] = daemon
 
     def header_is_whole(self) -> bool:

@@ -66,12 +66,12 @@ class Word(IntEnum):
     DAEMON_NAMESPACE = 58
     """the inode of that namespace: /proc/self/ns/pid"""
     DAEMON_TRACES = 59
-    """1: the daemon makes spans, children of those that entries name; 0: it does not, or is of an older version"""
+    """the epoch of the last daemon that made spans; if that of the present one, entries may name parents"""
 
 
 PARENTS_OFFSET, PARENTS_MAX = 1024, 96
-"""Where the spans begin that entries may name as their parents, and how many there is room for: `traceparent.SIZE` bytes
-each. The client writes them, and changes none that an entry under way names."""
+"""Where the spans begin that entries may name as their parents, and for how many there is room: `traceparent.SIZE`
+bytes each. The client writes them, and changes none that an entry under way names."""
 
 PID_NAMESPACE = "/proc/self/ns/pid"
 
