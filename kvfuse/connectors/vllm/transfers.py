@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextvars import Context, copy_context
 from time import monotonic
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ class Job(NamedTuple):
     """rows of the memory"""
     is_load: bool
     submitted_at: float
+    context: Context
+    """of who submitted it: the store's requests are children of the span there"""
 
 
 class JobOutcome(NamedTuple):
@@ -86,7 +89,7 @@ class Transfers:
 
     def submit(self, number: int, keys: Sequence[bytes], slots: Sequence[int], *, is_load: bool) -> None:
         """Never waits. A store beyond the backlog is shed: nothing of it is moved."""
-        job = Job(number, keys, slots, is_load, monotonic())
+        job = Job(number, keys, slots, is_load, monotonic(), copy_context())
         size = 0 if is_load else len(keys) * self._row_size
         with self._changed:
             if self._closed or (size and self._waiting_bytes and self._waiting_bytes + size > self._backlog):
@@ -140,7 +143,7 @@ class Transfers:
             begun = monotonic()
             moved = np.zeros(len(job.keys), np.bool_)
             try:
-                moved = self._load(job) if is_load else self._put(job)
+                moved = job.context.run(self._load if is_load else self._put, job)
             except Exception:  # the engine goes on, whatever it was
                 log.exception("job %d of %d blocks failed", job.number, len(job.keys))
             with self._changed:
