@@ -107,7 +107,9 @@ async def test_questions_for_blocks_name_their_span(noted: list[Noted]) -> None:
 
 async def test_questions_for_granules_name_their_span(noted: list[Noted], heard: list[tuple[bytes, int]]) -> None:
     async with two() as (writer, reader):
-        async with trio.open_nursery() as nursery:  # those that are asked in one turn, too: each of its own
+        (connection,) = reader.peers.neighbours[1].connections
+        connection._sending.is_busy = True  # so they gather, and go out together
+        async with trio.open_nursery() as nursery:
             nursery.start_soon(read_granules, writer, reader, b"", 1)
             nursery.start_soon(read_granules, writer, reader, FIRST.pack(), 2, 3)
             nursery.start_soon(read_granules, writer, reader, SECOND.pack(), 4)
