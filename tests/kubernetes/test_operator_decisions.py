@@ -146,7 +146,7 @@ def test_a_silent_or_absent_node_is_lost_and_not_waited_for() -> None:
         "late": node_of("Unknown", "2025-12-31T23:59:30Z"),
         "dead": node_of("Unknown", "2025-12-31T23:58:59Z"),
     }
-    state = VolumeState({name: ready for name in (*nodes, "gone")}, {}, wanted_nodes=4)
+    state = VolumeState(dict.fromkeys((*nodes, "gone"), ready), {}, wanted_nodes=4)
     stats = {"leases": {"host_count": 3, "departed_slab_count": 0}}
     state.served = [Served(Place("", "daemon", "serve-a", name), stats) for name in ("well", "sick")]
     lost = lost_nodes.find_lost(nodes, state, 60, NOW)

@@ -47,9 +47,16 @@ class KubeLab:
 
     def seen_by(self, node: int, path: Path) -> Path:
         """A path as programs of that node see it, with its mounts: another one after the node was started anew."""
+        return Path(f"/proc/{self._pid(node)}/root{path}")
+
+    def kvfuse_mounts(self, node: int = 1) -> list[str]:
+        """Lines of a node's mount table: mounts of kvfuse in the cluster's folder."""
+        lines = Path(f"/proc/{self._pid(node)}/mountinfo").read_text().splitlines()
+        return [line for line in lines if "fuse.kvfuse" in line and f" {self.folder}/" in line]
+
+    def _pid(self, node: int) -> str:
         part = "" if node == 1 else f"node-{node}/"
-        pid = (self.folder / f"{part}containerd.pid").read_text().strip()
-        return Path(f"/proc/{pid}/root{path}")
+        return (self.folder / f"{part}containerd.pid").read_text().strip()
 
     def kill_node(self, node: int) -> None:
         """End all its programs at once, as where it loses its power."""
