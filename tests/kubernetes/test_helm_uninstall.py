@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ from operator_lab import check, give_kubeconfig, values_of, wait_long
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("kubernetes"), pytest.mark.timeout(3000)]
 VOLUME = {"config": {"volume": {"capacity": "256MiB", "segment_size": "64MiB"}}}
+CLUSTER = {"kubelet", "containerd"}
+"""programs of a node without pods"""
 
 
-def programs(lab: KubeLab) -> list[str]:
-    """Of kvfuse; not of the cluster, whose folder has it in its name."""
-    return [line for line in lab.programs() if "kvfuse" in line.replace(str(lab.folder), "")]
+def programs(lab: KubeLab) -> set[str]:
+    """Names of all that the node runs."""
+    return {Path(line.split()[0]).name for line in lab.programs() if line}
 
 
 def test_an_uninstall_leaves_data_alone(lab_of_one: KubeLab) -> None:
@@ -30,10 +34,13 @@ def test_an_uninstall_leaves_data_alone(lab_of_one: KubeLab) -> None:
                 (point / "folder").mkdir()
                 (point / "folder" / "file").write_bytes(content)  # and nothing is synced
             assert (point / "folder" / "file").read_bytes() == content
-            assert programs(lab)
+            assert programs(lab) > CLUSTER
+        began = time.monotonic()
         wait_long(lambda: not lab.kubectl("get", "pods", "-o", "name").split(), "the pods to go")
+        print(f"all pods are gone after {time.monotonic() - began:.1f} s")
+        wait_long(lambda: programs(lab) == CLUSTER, "all other programs to end")
         assert lab.kvfuse_mounts() == []
-        assert programs(lab) == []
+        assert lab.kubectl("get", "all,configmaps,daemonsets", "-l", "app.kubernetes.io/name=kvfuse").strip() == ""
         check(lab, "kv")
 
 
