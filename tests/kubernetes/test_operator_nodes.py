@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from operator_lab import (
     end_load,
     etcd_of,
     give_kubeconfig,
+    phase,
     pod_name,
     program_pod,
     values_of,
@@ -113,7 +115,7 @@ def play(lab: KubeLab, does: str, folder: str, node: int) -> None:
     lab.apply(program_pod(lab, name, DURABLE, *words, node=lab.name_of(node)))
     lab.wait_for_pod(name)
     wait_long(lambda: "done" in lab.kubectl("logs", name), f"{does} {folder}")
-    assert lab.get("pod", name)["status"]["containerStatuses"][0]["restartCount"] == 0
+    assert phase(lab, name) == "Running"
     if does == "read":
         lab.delete("pod", name)
 
@@ -191,6 +193,30 @@ def test_one_of_two_is_drained_under_load(lab: KubeLab) -> None:
     wait_for_nodes(lab, "2/2")
     play(lab, "read", "three", 2)
     end_load(lab, "load", "shared")
+
+
+def test_a_daemon_ends_while_it_starts(lab: KubeLab) -> None:
+    """A signal counts from its first moment: its pod does not wait for the end of its grace, which is 120 s."""
+    former = pod_name(lab, "daemon", "shared", 2)
+    lab.delete("pod", former)
+    started = functools.partial(started_daemon, lab, former)
+    wait_long(lambda: started() is not None, "the next one")
+    lab.delete("pod", str(started()))
+    wait_for_nodes(lab, "2/2")
+    play(lab, "read", "three", 2)
+
+
+def started_daemon(lab: KubeLab, former: str) -> str | None:
+    """The pod that follows this one on node 2, once a container of it runs."""
+    where = f"spec.nodeName={lab.name_of(2)}"
+    labels = "app.kubernetes.io/component=daemon,kvfuse.io/volume=shared"
+    found = json.loads(lab.kubectl("get", "pods", "-o", "json", "-l", labels, "--field-selector", where))
+    for row in found["items"]:
+        if row["metadata"]["name"] != former and any(
+            "running" in state["state"] for state in row["status"].get("containerStatuses", [])
+        ):
+            return str(row["metadata"]["name"])
+    return None
 
 
 def test_a_volume_ends_while_a_node_is_lost(lab: KubeLab) -> None:
