@@ -130,8 +130,13 @@ class SlabLeases:
             self._wake()
 
     def statistics(self) -> dict[str, int]:
-        """Slabs of this client, and those of them that nobody may use yet."""
-        return {"held_count": len(self.held.slabs), "resting_count": len(self.held.resting)}
+        """Slabs of this client, those of them that nobody may use yet; clients that are alive, and slabs of others."""
+        return {
+            "held_count": len(self.held.slabs),
+            "resting_count": len(self.held.resting),
+            "host_count": len(self.view.members),
+            "departed_slab_count": sum(self.view.held_counts[client] for client in self.view.gone()),
+        }
 
     # -- the task ------------------------------------------------------------------------------------
 
