@@ -33,7 +33,7 @@ from kvfuse.volume.check.volume_check import fsck
 pytestmark = [pytest.mark.root, pytest.mark.needs("kubernetes"), pytest.mark.timeout(3000)]
 BLOCKS = "tenants/default/blocks"
 DURABLE = """
-import hashlib, os, signal, sys
+import hashlib, os, signal, sys, time
 from pathlib import Path
 from kvfuse.usrbio.client import BlockStore
 
@@ -48,7 +48,14 @@ def sync(path):
     os.fsync(found)
     os.close(found)
 
-store = BlockStore(point, blocks)
+def get(number):
+    while (found := store.get(b"%s-%d" % (folder.encode(), number))) is None and time.monotonic() < began + patience_s:
+        time.sleep(0.1)
+    return found
+
+patience_s = 30 if does == "read" else 2
+absent = 0
+store, began = BlockStore(point, blocks), time.monotonic()
 if does == "write":
     (point / folder).mkdir(exist_ok=True)
     for number in range(24):
@@ -60,11 +67,15 @@ if does == "write":
 else:
     for number in range(24):
         assert (point / folder / f"{number}").read_bytes() == content(number), f"file {number}"
-        assert store.get(b"%s-%d" % (folder.encode(), number)) == content(number), f"block {number}"
-print("done", flush=True)
+        found = get(number)
+        absent += found is None
+        assert found is not None or does == "look", f"block {number} is missed for {patience_s} s"
+        assert found is None or found == content(number), f"block {number}"
+print(f"done after {time.monotonic() - began:.1f} s, {absent} blocks are absent", flush=True)
 signal.pause()
 """
-"""writes files and blocks, and syncs them; or reads them and compares"""
+"""writes files and blocks, and syncs them; or reads and compares them. Where it "looks" blocks may be absent: a host
+that comes back takes slabs of the cache, and may evict some of what is in them"""
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +124,12 @@ def play(lab: KubeLab, does: str, folder: str, node: int) -> None:
     name = f"{does}-{folder}-{node}"
     words = does, "/state/volumes/shared/mnt", folder, BLOCKS
     lab.apply(program_pod(lab, name, DURABLE, *words, node=lab.name_of(node)))
-    lab.wait_for_pod(name)
-    wait_long(lambda: "done" in lab.kubectl("logs", name), f"{does} {folder}")
-    assert phase(lab, name) == "Running"
-    if does == "read":
+    wait_long(lambda: phase(lab, name) != "Pending", f"pod {name}")
+    wait_long(lambda: "done" in lab.kubectl("logs", name) or phase(lab, name) == "Failed", f"{does} {folder}")
+    said = lab.kubectl("logs", name)
+    print(name, said)
+    assert phase(lab, name) == "Running", said
+    if does != "write":
         lab.delete("pod", name)
 
 
@@ -158,7 +171,7 @@ def test_what_was_durable_outlives_a_node(lab: KubeLab) -> None:
     wait_for_condition(lab, "shared", "NodesLost", "False")
     play(lab, "write", "two", 2)
     play(lab, "read", "two", 1)
-    play(lab, "read", "one", 2)
+    play(lab, "look", "one", 2)
 
 
 def test_a_node_that_leaves_the_cluster(lab: KubeLab) -> None:
@@ -172,7 +185,7 @@ def test_a_node_that_leaves_the_cluster(lab: KubeLab) -> None:
     play(lab, "read", "two", 1)
     lab.start_node(2)
     wait_for_nodes(lab, "2/2")
-    play(lab, "read", "two", 2)
+    play(lab, "look", "two", 2)
 
 
 def test_one_of_two_is_drained_under_load(lab: KubeLab) -> None:
@@ -184,14 +197,16 @@ def test_one_of_two_is_drained_under_load(lab: KubeLab) -> None:
     begin_load(lab, "load", "shared", node=NODE)
     lab.kubectl("annotate", "node", lab.name_of(2), "kvfuse.io/drain=true")
     began = time.monotonic()
-    wait_long(lambda: "is drained" in condition(lab, "shared", "Draining")["message"], "the drain")
+    drained = f"{lab.name_of(2)} is drained"
+    wait_long(lambda: drained in condition(lab, "shared", "Draining")["message"], "the drain")
     wait_long(lambda: status(lab)["hosts"] == {"alive": 1, "departedSlabs": 0}, "the host to leave")
     print(f"drained after {time.monotonic() - began:.1f} s")
     assert not (lab.seen_by(2, lab.kvfuse / "volumes" / "shared" / "mnt") / "load").exists()
     play(lab, "read", "three", 1)
+    wait_long(lambda: status(lab)["nodes"] == "1/2", "the mount to be missed")
     lab.kubectl("annotate", "node", lab.name_of(2), "kvfuse.io/drain-")
     wait_for_nodes(lab, "2/2")
-    play(lab, "read", "three", 2)
+    play(lab, "look", "three", 2)
     end_load(lab, "load", "shared")
 
 
@@ -203,7 +218,7 @@ def test_a_daemon_ends_while_it_starts(lab: KubeLab) -> None:
     wait_long(lambda: started() is not None, "the next one")
     lab.delete("pod", str(started()))
     wait_for_nodes(lab, "2/2")
-    play(lab, "read", "three", 2)
+    play(lab, "look", "three", 2)
 
 
 def started_daemon(lab: KubeLab, former: str) -> str | None:
