@@ -55,7 +55,8 @@ def resize(
 
     LESS: the last segments are emptied while the volume is in use, then removed. Files move to the others, blocks of
     caches there are dropped. It is refused where the files would not fit. Ctrl-C leaves it to go on by itself, also
-    at the next mount; the former capacity, given again, ends it. For volumes of one host.
+    at the next mount; the former capacity, given again, ends it. All hosts that have a volume of many hosts mounted
+    empty what they have there; programs of before that refuse it then.
 
     DEVICES of a volume on block devices (segments.engine = "block"): one that is added is labelled, and the volume
     grows by the segments that it has room for, or to --capacity. One that is removed gives its segments to the others,

@@ -286,9 +286,7 @@ FEATURE_SHRINKS = 64
 """A shared volume gets smaller, or did: programs of before take slabs that are given up, and never give them back."""
 NEW_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
 """Of new volumes. They get FEATURE_LENT before the first slab is lent: without blocks, older programs may use them."""
-KNOWN_FEATURES = (
-    NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED | FEATURE_DELEGATED | FEATURE_SHRINKS
-)
+KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED | FEATURE_DELEGATED | FEATURE_SHRINKS
 """Incompatible features this program knows, one bit each in the superblock's flags."""
 
 

@@ -23,8 +23,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SoleChanger:
-    """One per membership. ``records``: of the volume, as they are then; ``quarantine``: seconds after which nothing of a
-    dead client is under way. ``member``: this client; None: no other client has the volume, or comes to have it."""
+    """One per membership. ``records``: of the volume, as they are then; ``quarantine``: seconds after which nothing is
+    under way of a client that died.
+
+    ``member``: this client; None: no other client has the volume, or comes to have it.
+    """
 
     records: Callable[[], RecordStore]
     quarantine: Callable[[], float]

@@ -83,7 +83,8 @@ class NotedSegments(SegmentDecorator):
         has not heard yet that bytes moved looks again."""
         while batch:
             try:
-                return await self.inner.read(batch)
+                await self.inner.read(batch)
+                break
             except NoSegment as error:
                 for one in batch:
                     if one.segment == error.segment:

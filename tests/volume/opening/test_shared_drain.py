@@ -30,9 +30,7 @@ LARGE, SMALL = 130 * MIB, 60 * MIB
 
 def options_of(*, strict: bool = False) -> Options:
     options = lab_options(capacity=LARGE, strict=strict)
-    return msgspec.structs.replace(
-        options, volume=msgspec.structs.replace(options.volume, segment_size=16 * MIB)
-    )
+    return msgspec.structs.replace(options, volume=msgspec.structs.replace(options.volume, segment_size=16 * MIB))
 
 
 def disk_of(options: Options) -> Disk:
@@ -81,7 +79,7 @@ async def test_hosts_empty_what_goes_and_go_on(rng: random.Random, autojump_cloc
     disk, files = disk_of(options), Files()
     async with volumes(disk, options, 3, rng) as hosts:
         await filled(files, rng, hosts, 100, 40)
-        handle, node = await hosts[1].tree.create(ROOT_INODE, b"open", 0o644, CALLER, os.O_RDWR)
+        handle, _ = await hosts[1].tree.create(ROOT_INODE, b"open", 0o644, CALLER, os.O_RDWR)
         await hosts[1].files.write(handle, 0, b"x" * MIB)
         await hosts[1].files.fsync(handle)
         await grow(hosts[0], SMALL)
@@ -111,7 +109,7 @@ async def test_hosts_empty_what_goes_and_go_on(rng: random.Random, autojump_cloc
 async def test_a_host_that_is_killed_anywhere_is_followed_by_others(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """The host that moves files, or another, at each of many moments: the rest ends it, and finds all that was stored."""
+    """The host that moves files, or another, at many moments: the other ends it, and finds all that was stored."""
     options = options_of()
     for round_number in range(6):
         disk, files = disk_of(options), Files()
@@ -318,7 +316,7 @@ async def test_blocks_of_what_goes_are_dropped_by_all_hosts(
                 found = await host.get(name)
                 assert found in (None, content)
                 left += found is not None
-        assert 0 < left
+        assert left > 0
         assert segments_size(disk) <= SMALL
         for number in range(40):
             with suppress(NotAdmitted):
