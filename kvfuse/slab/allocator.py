@@ -137,6 +137,10 @@ class Allocator:
         NoSpace: they are replaced by slots of the same sizes.
         """
         before, owner = list(slots), slots[0].owner
+        if any(slot.addr >> self._slab_shift in self._going for slot in before):  # those are not to be had again
+            slots[:] = self.allocate(length, owner)
+            self.cancel(before)
+            return
         self.cancel(before)
         try:
             slots[:] = self.allocate(length, owner)

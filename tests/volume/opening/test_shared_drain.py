@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 from block_hosts import block_hosts
-from shared_lab import check_disk, eventually, get, joined, put, quiet, until, volumes, write_at
+from shared_lab import LEASE, check_disk, eventually, get, joined, put, quiet, until, volumes, write_at
 from test_growth import NAME, Files, grow
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
@@ -111,7 +111,7 @@ async def test_a_host_that_is_killed_anywhere_is_followed_by_others(
 ) -> None:
     """The host that moves files, or another, at many moments: the other ends it, and finds all that was stored."""
     options = options_of()
-    for round_number in range(6):
+    for round_number in range(4):
         disk, files = disk_of(options), Files()
         dying, staying = Chaos(random.Random(rng.random()), delay=0.5), Chaos(random.Random(rng.random()), delay=0.5)
         async with joined(disk, options, 1, staying) as volume:
@@ -131,7 +131,7 @@ async def test_all_hosts_are_killed_and_the_next_one_goes_on(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
     options = options_of()
-    for _ in range(6):
+    for _ in range(4):
         disk, files = disk_of(options), Files()
         chaos = Chaos(random.Random(rng.random()), delay=0.5)
         async with joined(disk, options, 1, chaos) as volume:
@@ -325,3 +325,79 @@ async def test_blocks_of_what_goes_are_dropped_by_all_hosts(
             await host.written()
         assert await get(mounted[1], b"a file") == bytes(MIB)
         assert segments_size(disk) <= SMALL
+
+
+async def test_who_has_not_heard_takes_no_slab_that_went(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """It holds none that goes, so nobody waits for it; it hears by the first slab that it wants."""
+    options = options_of()
+    disk, files = disk_of(options), Files()
+    chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(2)]
+    async with volumes(disk, options, 2, rng, chaos) as (one, deaf):
+        await files.fill(one, rng, 25)
+        await quiet(one, deaf)
+        chaos[1].deaf = trio.Event()
+        await grow(one, SMALL)
+        await shrunk(disk, one)
+        assert inside.core(deaf).geometry.capacity == LARGE
+        leases = inside.leases(deaf)
+        never_held = max(set(range(inside.core(deaf).geometry.slab_count)) - leases.view.holders.keys())
+        assert not await leases.held.take([never_held])
+        for number in range(14):
+            name, data = b"late %d" % number, rng.randbytes(MIB)
+            await put(deaf, name, data)
+            files.contents[name] = data
+        await deaf.sync()
+        assert inside.core(deaf).geometry.capacity == SMALL
+        assert segments_size(disk) <= SMALL
+        chaos[1].deaf.set()
+        for volume in (one, deaf):
+            await files.verify(volume)
+
+
+async def test_a_host_that_loses_its_lease_goes_on_as_another_client(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = options_of()
+    for _ in range(3):
+        disk, files = disk_of(options), Files()
+        chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(2)]
+        async with volumes(disk, options, 2, rng, chaos) as hosts:
+            await filled(files, rng, hosts, 80, 30)
+            await grow(hosts[0], SMALL)
+            await trio.sleep(rng.random() * rng.choice([0.1, 1.0, 20.0]))
+            victim = rng.choice(chaos)
+            victim.cut = trio.Event()
+            await trio.sleep(3 * LEASE)
+            victim.cut.set()
+            await shrunk(disk, *hosts)
+            await grow(hosts[1], LARGE)
+            await until(lambda: all(inside.core(volume).geometry.capacity == LARGE for volume in hosts))
+            for volume in hosts:
+                await files.verify(volume)
+                await files.fill(volume, rng, 15)
+            await quiet(*hosts)
+            for volume in hosts:
+                await files.verify(volume)
+
+
+async def test_who_has_not_heard_reads_what_moved(rng: random.Random, autojump_clock: trio.testing.MockClock) -> None:
+    """It looks for bytes in segments that are gone, and then in the records."""
+    options = options_of()
+    disk, files = disk_of(options), Files()
+    chaos = [Chaos(random.Random(rng.random()), delay=0.5) for _ in range(2)]
+    async with volumes(disk, options, 2, rng, chaos) as (one, deaf):
+        await filled(files, rng, [one], 80, 30)
+        known = {name: await deaf.tree.lookup(ROOT_INODE, name) for name in files.contents}
+        chaos[1].deaf = trio.Event()
+        await grow(one, SMALL)
+        await shrunk(disk, one)
+        failures = inside.core(deaf).counters.checksum_failures
+        for name, node in known.items():
+            handle = await deaf.files.open(node.ino, os.O_RDONLY, CALLER)
+            assert bytes(await deaf.files.read(handle, 0, 2 * MIB)) == files.contents[name]
+            await deaf.files.release(handle)
+        assert inside.core(deaf).counters.checksum_failures > failures, "no byte had moved"
+        chaos[1].deaf.set()
+        await shrunk(disk, deaf)
