@@ -85,7 +85,7 @@ async def test_hosts_empty_what_goes_and_go_on(rng: random.Random, autojump_cloc
         await grow(hosts[0], SMALL)
         await shrunk(disk, *hosts)
         assert disk.superblock.features & FEATURE_SHRINKS
-        assert schema.DRAINER not in disk.records
+        await until(lambda: schema.DRAINER not in disk.records)
         await hosts[1].files.write(handle, 100, b"y" * 100)
         await hosts[1].files.fsync(handle)
         assert bytes(await hosts[1].files.read(handle, 0, 300)) == b"x" * 100 + b"y" * 100 + b"x" * 100
@@ -371,6 +371,7 @@ async def test_a_host_that_loses_its_lease_goes_on_as_another_client(
             victim.cut = trio.Event()
             await trio.sleep(3 * LEASE)
             victim.cut.set()
+            await until(lambda: all(schema.member_key(inside.client(one)) in disk.records for one in hosts))
             await shrunk(disk, *hosts)
             await grow(hosts[1], LARGE)
             await until(lambda: all(inside.core(volume).geometry.capacity == LARGE for volume in hosts))
