@@ -59,6 +59,10 @@ async def shrunk(disk: Disk, *hosts: Volume, capacity: int = SMALL, seconds: flo
     assert all(segment < disk.superblock.geometry.segment_count for segment in disk.segments)
 
 
+async def joined_again(disk: Disk, *hosts: Volume) -> None:
+    await until(lambda: all(schema.member_key(inside.client(volume)) in disk.records for volume in hosts))
+
+
 async def filled(files: Files, rng: random.Random, hosts: Sequence[Volume], count: int, kept: int) -> None:
     """Files of all hosts, of which so many are left, here and there."""
     for number in range(count):
@@ -371,7 +375,7 @@ async def test_a_host_that_loses_its_lease_goes_on_as_another_client(
             victim.cut = trio.Event()
             await trio.sleep(3 * LEASE)
             victim.cut.set()
-            await until(lambda: all(schema.member_key(inside.client(one)) in disk.records for one in hosts))
+            await joined_again(disk, *hosts)
             await shrunk(disk, *hosts)
             await grow(hosts[1], LARGE)
             await until(lambda: all(inside.core(volume).geometry.capacity == LARGE for volume in hosts))
