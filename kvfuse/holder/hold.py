@@ -297,7 +297,7 @@ class Hold:
     # -- the end ---------------------------------------------------------------------------------------
 
     def is_unmounted(self) -> bool:
-        """Whether the kernel has ended the connection; while no supervisor has brought it: whether the mount is gone."""
+        """Whether the kernel has ended the connection, or the mount is gone before a supervisor has brought it."""
         connection = self.entries.get_descriptor(CONNECTION)
         if connection is None:
             is_left = self.is_adopting and self.owner is None
