@@ -13,6 +13,7 @@ import random
 import select
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,9 +95,9 @@ class Engine:
         self.dtype = getattr(torch, dtype)
         self.layout = MemoryLayoutDesc([torch.Size(SHAPE)], [self.dtype])
 
-    def store(self, names: list[str], rank: int = 0, ranks: int = 1) -> None:
+    def store(self, names: list[str], rank: int = 0, ranks: int = 1, salt: str = "") -> None:
         """In L1; LMCache's controller brings it to L2."""
-        keys = self._object_keys(names, rank, ranks)
+        keys = self._object_keys(names, rank, ranks, salt)
         objects = self.manager.reserve_write(keys, self.layout)
         for name, key in zip(names, keys, strict=True):
             target = objects[key].raw_tensor
@@ -169,13 +170,39 @@ class Engine:
             made.append(TensorMemoryObj(memory, meta, parent_allocator=None))
         return made
 
-    def names(self, names: list[str], rank: int = 0, ranks: int = 1) -> list[bytes]:
+    def names(self, names: list[str], rank: int = 0, ranks: int = 1, salt: str = "") -> list[bytes]:
         from kvfuse.connectors.lmcache.identity import object_key
 
-        return [object_key(key) for key in self._object_keys(names, rank, ranks)]
+        return [object_key(key) for key in self._object_keys(names, rank, ranks, salt)]
 
-    def delete(self, names: list[str]) -> None:
-        self.adapter.delete(self._object_keys(names, 0, 1))
+    def delete(self, names: list[str], salt: str = "") -> None:
+        self.adapter.delete(self._object_keys(names, 0, 1, salt))
+
+    def usage(self) -> tuple[int, dict[str, int]]:
+        """(bytes in all, of each salt), as LMCache's quotas see it."""
+        return self.adapter.get_usage().total_bytes_used, self.manager.get_usage_bytes_by_cache_salt()
+
+    def listed(self, page_size: int, model: str | None = None) -> list[tuple[str, str, int]]:
+        """(digits of the hash, salt, bytes) of each object, page by page, as `names` has them again."""
+        from kvfuse.connectors.lmcache.identity import object_key
+
+        found, cursor = [], None
+        while True:
+            page = self.adapter.list_l2_keys(model, page_size, cursor)
+            assert len(page.entries) <= page_size
+            found += page.entries
+            if (cursor := page.next_page_token) is None:
+                break
+        names = [object_key(entry.key.to_object_key()) for entry in found]
+        assert self.adapter.store.exists(names).all()
+        return [(entry.key.chunk_hash_hex, entry.key.cache_salt, entry.size_bytes) for entry in found]
+
+    def refused_page(self, size: int, cursor: str | None) -> str:
+        try:
+            self.adapter.list_l2_keys(None, size, cursor)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.adapter.report_status()
@@ -186,9 +213,11 @@ class Engine:
             self.manager.close()
         assert not self.adapter.store.is_up
 
-    def _object_keys(self, names: list[str], rank: int, ranks: int) -> list[ObjectKey]:
+    def _object_keys(self, names: list[str], rank: int, ranks: int, salt: str = "") -> list[ObjectKey]:
         kv_rank = ObjectKey.ComputeKVRank(ranks, rank, ranks, rank)
-        return [ObjectKey(hashlib.sha256(name.encode()).digest(), MODEL, kv_rank) for name in names]
+        return [
+            ObjectKey(hashlib.sha256(name.encode()).digest(), MODEL, kv_rank, cache_salt=salt) for name in names
+        ]  # fmt: skip
 
     def check_adapter(self, mount: str, namespace: str) -> str:
         """What LMCache's basic_check prints."""
@@ -247,8 +276,9 @@ class Engine:
         self.connector = self.remote.connection.getWrappedConnector()
         _unlink_pools()
 
-    def put(self, names: list[str], tokens: int = CHUNK) -> None:
-        keys, objects = self._engine_keys(names), []
+    def put(self, names: list[str], tokens: int = CHUNK, configs: Any = None) -> None:
+        """``configs``: what the request says, as LMCache's integration takes it of vLLM's request."""
+        keys, objects = self._engine_keys(names, configs), []
         for name in names:
             one = self.local.allocate(torch.Size((2, LAYERS, tokens, HEADS * HEAD_SIZE)), self.dtype)
             one.raw_tensor[: one.get_size()] = chunk_bytes(f"{name} {self.rank}", one.get_size())
@@ -260,11 +290,11 @@ class Engine:
         for one in objects:
             one.ref_count_down()
 
-    def contains(self, names: list[str]) -> int:
+    def contains(self, names: list[str], configs: Any = None) -> int:
         """The prefix, asked in each way."""
-        keys = self._engine_keys(names)
+        keys = self._engine_keys(names, configs)
         count: int = self.remote.batched_contains(keys)
-        lookup = self.remote.batched_async_contains("1", keys)
+        lookup = self.remote.batched_async_contains("1", keys, pin=True)
         assert asyncio.run_coroutine_threadsafe(lookup, self.loop).result(PATIENCE_S) == count
         assert [self.remote.contains(key) for key in keys][:count] == [True] * count
         return count
@@ -334,9 +364,12 @@ class Engine:
         os.environ["LMCACHE_CONFIG_FILE"] = path
         return self._basic_check(["--mode", "test_remote"])
 
-    def _engine_keys(self, names: list[str]) -> list[CacheEngineKey]:
+    def _engine_keys(self, names: list[str], params: Any = None) -> list[CacheEngineKey]:
+        from lmcache.integration.vllm.utils import extract_request_configs_from_sampling_params as configs_of
+
+        said = configs_of(SimpleNamespace(extra_args={"kv_transfer_params": params or {}}))
         hashes = [int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in names]
-        return [CacheEngineKey(self.model, self.ranks, self.rank, value, self.dtype) for value in hashes]
+        return [CacheEngineKey(self.model, self.ranks, self.rank, value, self.dtype, said) for value in hashes]
 
     # -- both ----------------------------------------------------------------------------------------
 
