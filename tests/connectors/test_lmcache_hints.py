@@ -112,6 +112,22 @@ def test_usage_and_lists_are_of_the_namespace_by_salt(host: EngineHost, mount: K
         first.close_server()
 
 
+def test_quotas_of_salts_hold(host: EngineHost, mount: KvfuseMount) -> None:
+    policy = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 1.0, "eviction_ratio": 0.5}
+    with server(host, mount, "quotas", eviction=policy) as engine:
+        engine.limit("alice", 4 * CHUNK_SIZE)
+        engine.limit("bob", 100 * CHUNK_SIZE)
+        store(engine, mount, "quotas", NAMES, "bob")
+        engine.store(NAMES, salt="alice")
+
+        def has(salt: str) -> int:
+            return [salt for _, salt, _ in engine.listed(100, None, False)].count(salt)
+
+        wait_until(lambda: 0 < has("alice") < 4, "LMCache to delete what is beyond the quota")
+        assert has("bob") == len(NAMES)
+        engine.close_server()
+
+
 def test_without_a_daemon_nothing_is_used_or_listed(host: EngineHost, own_mount: KvfuseMount) -> None:
     mount = own_mount
     with server(host, mount, "away") as engine:

@@ -71,10 +71,10 @@ class Engine:
     def start_server(
         self, mount: str, namespace: str, *, fault: dict[str, Any] | None = None,
         serde: dict[str, Any] | None = None, dtype: str = "bfloat16", is_fs: bool = False,
-        **params: Any,
+        eviction: dict[str, Any] | None = None, **params: Any,
     ) -> None:  # fmt: skip
         """``fault``: what LMCache's fault-injecting adapter does; ``serde``: what changes chunks on their way;
-        ``is_fs``: LMCache's own adapter of files, in a folder of that name."""
+        ``eviction``: LMCache's own, of L2; ``is_fs``: LMCache's own adapter of files, in a folder of that name."""
         from kvfuse.connectors.lmcache.config import l2_adapter
 
         spec: Any = l2_adapter(mount, namespace)
@@ -85,6 +85,8 @@ class Engine:
             spec = {"type": "fault_inject", "inner": spec, **fault}
         if serde is not None:
             spec["serde"] = serde
+        if eviction is not None:
+            spec["eviction"] = eviction
         arguments = ["--l1-size-gb", L1_GB, "--eviction-policy", "LRU", "--no-l1-use-lazy"]
         arguments += ["--shm-name", f"kvfuse_test_{os.getpid()}", "--l2-adapter", json.dumps(spec)]
         sys.argv[1:] = ["server", *arguments]
@@ -182,8 +184,12 @@ class Engine:
         """(bytes in all, of each salt), as LMCache's quotas see it."""
         return self.adapter.get_usage().total_bytes_used, self.manager.get_usage_bytes_by_cache_salt()
 
-    def listed(self, page_size: int, model: str | None = None) -> list[tuple[str, str, int]]:
-        """(digits of the hash, salt, bytes) of each object, page by page, as `names` has them again."""
+    def limit(self, salt: str, size: int) -> None:
+        """Bytes of a salt."""
+        self.manager.quota_manager.set_quota(salt, size)
+
+    def listed(self, page_size: int, model: str | None = None, is_quiet: bool = True) -> list[tuple[str, str, int]]:
+        """(digits of the hash, salt, bytes) of each object, page by page. ``is_quiet``: nothing is deleted meanwhile."""
         from kvfuse.connectors.lmcache.identity import object_key
 
         found, cursor = [], None
@@ -194,7 +200,7 @@ class Engine:
             if (cursor := page.next_page_token) is None:
                 break
         names = [object_key(entry.key.to_object_key()) for entry in found]
-        assert self.adapter.store.exists(names).all()
+        assert not is_quiet or self.adapter.store.exists(names).all()
         return [(entry.key.chunk_hash_hex, entry.key.cache_salt, entry.size_bytes) for entry in found]
 
     def refused_page(self, size: int, cursor: str | None) -> str:

@@ -192,7 +192,8 @@ def _wall(seconds: Iterable[float]) -> float:
 
 
 def parts(minutes: float) -> list[Part]:
-    """All of ring 3, what needs an engine once for each version. Files with the same needs are together, so that little is to be installed for each part."""
+    """All of ring 3, what needs an engine once for each version. Files with the same needs are together, so that little
+    is to be installed for each part."""
     measured, needed = durations()["lab"], needs()
     places = {path.stem: path for path in TESTS.rglob("test_*.py")}
     groups: dict[str, dict[str, float]] = {}

@@ -28,7 +28,8 @@ NOTE_SIZE = 1024
 NOTED_S = 60.0
 """after which it is looked whether a note is still there"""
 LISTED_S = 10.0
-"""for which a listing counts"""
+"""for which a listing counts; or, of many names, `LISTED_TIMES` as long as it took"""
+LISTED_TIMES = 20
 LAST_TO_GO = PutHints(priority=127)
 
 
@@ -59,7 +60,7 @@ class StoredObjects:
         self._looked: dict[bytes, float] = {}
         self._kinds: dict[bytes, Kind] = {}
         self._thread = ThreadPoolExecutor(1, "kvfuse-list")
-        self._listing: tuple[float, Future[list[str]]] | None = None
+        self._listing: Future[tuple[float, list[str]]] | None = None
 
     # -- what servers store --------------------------------------------------------------------------
 
@@ -99,7 +100,8 @@ class StoredObjects:
             raise ValueError(f"a page has {size} keys; ask for 1 or more")
         if cursor is not None and "." not in cursor:
             raise ValueError(f"{cursor!r} is no cursor: take it from the page before")
-        names, entries, last = self._names(), [], None
+        entries: list[Any] = []
+        names, last = self._names(), None
         start = bisect_right(names, cursor) if cursor is not None else 0
         for name, kind in self._of_model(names[start:], model):
             if len(entries) == size:
@@ -126,17 +128,26 @@ class StoredObjects:
 
     def _names(self) -> list[str]:
         """Of blocks, sorted; none where there is no mount, or it does not answer in time."""
-        listing, now = self._listing, monotonic()
-        if listing is None or listing[0] <= now:
-            listing = self._listing = now + LISTED_S, self._thread.submit(self._list)
         with suppress(Exception):  # it is late, or there is no mount
-            return listing[1].result(self._deadline)
+            listing = self._listing or self._list()
+            until, names = listing.result(self._deadline)
+            if until <= monotonic():
+                until, names = self._list().result(self._deadline)
+            return names
         self._listing = None
         return []
 
-    def _list(self) -> list[str]:
+    def _list(self) -> Future[tuple[float, list[str]]]:
         prefix = os.fsdecode(file_name(NOTE))
-        return sorted(name for name in os.listdir(self._folder) if not name.startswith(prefix))
+
+        def names() -> tuple[float, list[str]]:
+            """And until when they count."""
+            began = monotonic()
+            found = sorted(name for name in os.listdir(self._folder) if not name.startswith(prefix))
+            return (ended := monotonic()) + max(LISTED_S, LISTED_TIMES * (ended - began)), found
+
+        self._listing = self._thread.submit(names)
+        return self._listing
 
     def _kind(self, mark: bytes) -> Kind | None:
         known = self._kinds.get(mark)
