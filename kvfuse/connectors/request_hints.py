@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvfuse.usrbio.client import PutHints
-from kvfuse.usrbio.protocol.wire import NO_HINTS, TTL_MAX
+from kvfuse.usrbio.client import NO_HINTS, TTL_MAX, PutHints
 
 log = logging.getLogger(__name__)
 

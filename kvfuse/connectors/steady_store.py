@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.connectors.link import DAEMON_SHARE, DescriptorMismatch, Link, LinkTarget, Region
-from kvfuse.usrbio.client import BlockStore, Costs, Disconnected, PutHints
-from kvfuse.usrbio.protocol.wire import NO_HINTS
+from kvfuse.usrbio.client import NO_HINTS, BlockStore, Costs, Disconnected, PutHints
 
 __all__ = ["Counters", "DescriptorMismatch", "Region", "SteadyStore"]
 

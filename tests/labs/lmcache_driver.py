@@ -189,7 +189,7 @@ class Engine:
         self.manager.quota_manager.set_quota(salt, size)
 
     def listed(self, page_size: int, model: str | None = None, is_quiet: bool = True) -> list[tuple[str, str, int]]:
-        """(digits of the hash, salt, bytes) of each object, page by page. ``is_quiet``: nothing is deleted meanwhile."""
+        """(digits of the hash, salt, bytes) of each object, a page at a time. ``is_quiet``: nothing is deleted."""
         from kvfuse.connectors.lmcache.identity import object_key
 
         found, cursor = [], None

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.connectors.steady_store import Region, SteadyStore
-from kvfuse.usrbio.client import PutHints
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 from kvfuse.usrbio.client.iov import address_of
-from kvfuse.usrbio.protocol.wire import NO_HINTS
 
 SHM = "/dev/shm/"
 PAUSE_S = 0.05

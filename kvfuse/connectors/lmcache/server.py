@@ -28,8 +28,7 @@ from kvfuse.connectors.lmcache.tasks import Tasks
 from kvfuse.connectors.request_hints import hints_of
 from kvfuse.connectors.staging import Doubtful
 from kvfuse.connectors.steady_store import DEADLINE_S, SteadyStore
-from kvfuse.usrbio.client import PutHints
-from kvfuse.usrbio.protocol.wire import NO_HINTS
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 
 log = init_logger(__name__)
 

@@ -17,9 +17,8 @@ from kvfuse.connectors.sglang.identity import page_name
 from kvfuse.connectors.sglang.policies import Pages
 from kvfuse.connectors.staging import Doubtful, GatherMemory
 from kvfuse.connectors.steady_store import Region, SteadyStore
-from kvfuse.usrbio.client import PutHints
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 from kvfuse.usrbio.client.iov import bytes_of
-from kvfuse.usrbio.protocol.wire import NO_HINTS
 
 log = logging.getLogger(__name__)
 

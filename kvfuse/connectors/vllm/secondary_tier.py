@@ -23,7 +23,7 @@ from kvfuse.connectors.vllm.identity import identify
 from kvfuse.connectors.vllm.lookups import Lookups
 from kvfuse.connectors.vllm.transfers import Transfers
 from kvfuse.sizes import parse_size
-from kvfuse.usrbio.protocol.wire import NO_HINTS
+from kvfuse.usrbio.client import NO_HINTS
 
 log = logging.getLogger("vllm.kvfuse")  # vLLM shows what its own loggers and those below say
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from kvfuse.connectors.request_hints import Hinted
 from kvfuse.connectors.steady_store import Region, SteadyStore
-from kvfuse.usrbio.client import PutHints
-from kvfuse.usrbio.protocol.wire import NO_HINTS
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 
 log = logging.getLogger(__name__)
 
