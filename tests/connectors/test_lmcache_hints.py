@@ -95,7 +95,8 @@ def test_usage_and_lists_are_of_the_namespace_by_salt(host: EngineHost, mount: K
         store(first, mount, "usage", NAMES[:2], "bob")
         store(first, mount, "usage", NAMES[:1])
         with server(host, mount, "usage") as second:  # which has stored nothing itself
-            assert second.usage() == (8 * CHUNK_SIZE, {"alice": 5 * CHUNK_SIZE, "bob": 2 * CHUNK_SIZE, "": CHUNK_SIZE})
+            salts = {"alice": 5 * CHUNK_SIZE, "bob": 2 * CHUNK_SIZE, "": CHUNK_SIZE}
+            wait_until(lambda: bool(second.usage() == (8 * CHUNK_SIZE, salts)), "the notes of what there is")
             for page_size in (1, 3, 8, 100):
                 listed = second.listed(page_size)
                 assert sorted(salt for _, salt, _ in listed) == ["", *["alice"] * 5, *["bob"] * 2]
@@ -132,13 +133,13 @@ def test_without_a_daemon_nothing_is_used_or_listed(host: EngineHost, own_mount:
     mount = own_mount
     with server(host, mount, "away") as engine:
         store(engine, mount, "away", NAMES, "alice")
-        assert engine.usage()[1] == {"alice": 5 * CHUNK_SIZE}
+        wait_until(lambda: bool(engine.usage()[1] == {"alice": 5 * CHUNK_SIZE}), "a note of what there is")
         mount.unmount()
         with server(host, mount, "away") as other:
             assert other.usage() == (0, {})
             assert other.listed(3) == []
             mount.mount()
             wait_until(other.is_up, "the server to connect")
-            assert other.usage()[1] == {"alice": 5 * CHUNK_SIZE}
+            wait_until(lambda: bool(other.usage()[1] == {"alice": 5 * CHUNK_SIZE}), "the server to read the note")
             other.close_server()
         engine.close_server()

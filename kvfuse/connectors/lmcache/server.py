@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -61,7 +60,7 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         descriptor = identity.server_descriptor(params)
         self.store = SteadyStore(mount, namespace, descriptor=descriptor, deadline=self._deadline, token=token)
         self._layouts = Layouts(mount, namespace, self._deadline, token)
-        self._objects = StoredObjects(self.store, os.path.join(mount, namespace), self._deadline)
+        self._objects = StoredObjects(mount, namespace, self._deadline, token)
         self._hints = {salt: hints_of(words, "LMCache").put for salt, words in (params.get("salts") or {}).items()}
         """of the chunks of each salt"""
         has_pool = l1_memory_desc is not None

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -18,19 +19,16 @@ from lmcache.logging import init_logger
 from lmcache.v1.distributed import api
 
 from kvfuse.connectors.lmcache import identity
-from kvfuse.connectors.steady_store import SteadyStore
-from kvfuse.usrbio.client import PutHints, file_name
+from kvfuse.connectors.steady_store import Region, SteadyStore
 
 log = init_logger(__name__)
 
-NOTE = b"kind."
 NOTE_SIZE = 1024
 NOTED_S = 60.0
 """after which it is looked whether a note is still there"""
 LISTED_S = 10.0
 """for which a listing counts; or, of many names, `LISTED_TIMES` as long as it took"""
 LISTED_TIMES = 20
-LAST_TO_GO = PutHints(priority=127)
 
 
 class Kind(NamedTuple):
@@ -45,18 +43,18 @@ class Kind(NamedTuple):
 
 
 class StoredObjects:
-    """Blocks have names of a hash and the mark of a kind, and for each kind there is a block that says what it is.
+    """Blocks have names of a hash and the mark of a kind. What a kind is stands in a note, a block of its own.
 
-    Servers leave these notes when they store. Objects whose note is not there yet count for nobody. Safe to use from
-    any number of threads.
+    Servers leave notes in a namespace ``NAMESPACE.layouts/kinds`` when they store. Objects whose note is not there yet
+    count for nobody. Safe to use from any number of threads.
     """
 
-    def __init__(self, store: SteadyStore, folder: str, deadline: float) -> None:
-        """``folder``: of the namespace, in the mount. ``deadline``: seconds that a listing may take."""
-        self._store, self._folder, self._deadline = store, folder, deadline
-        self._notes = store.register(np.zeros(NOTE_SIZE, np.uint8))
+    def __init__(self, mount: str, namespace: str, deadline: float, token: str | None) -> None:
+        """``deadline``: seconds that a listing may take; it comes on top of that of a store."""
+        self._folder, self._deadline = os.path.join(mount, namespace), deadline
+        self._place = mount, f"{namespace}.layouts/kinds", deadline / 2, token
         self._lock = threading.Lock()
-        """of the memory of notes"""
+        """of the notes' store and memory"""
         self._looked: dict[bytes, float] = {}
         self._kinds: dict[bytes, Kind] = {}
         self._thread = ThreadPoolExecutor(1, "kvfuse-list")
@@ -65,24 +63,31 @@ class StoredObjects:
     # -- what servers store --------------------------------------------------------------------------
 
     def note(self, keys: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Leave a note for each kind of objects that were stored, where there is none."""
+        """Have a thread leave a note for each kind of objects that were stored, where there is none. Never waits."""
         kinds = {identity.kind_mark(*kind): (*kind, size) for kind, size in zip(map(identity.kind_of, keys), sizes)}  # noqa: B905
         now = monotonic()
         due = [mark for mark in kinds if self._looked.get(mark, 0) <= now]
-        if not due:
-            return
-        there = self._store.exists([NOTE + mark for mark in due]).tolist()
-        for mark, is_there in zip(due, there, strict=True):
-            if is_there or self._put_note(mark, Kind(*kinds[mark])):
-                self._looked[mark] = now + NOTED_S
+        self._looked.update(dict.fromkeys(due, now + NOTED_S))
+        if due:
+            with suppress(RuntimeError):  # closed
+                self._thread.submit(self._leave_notes, {mark: Kind(*kinds[mark]) for mark in due})
+
+    def _leave_notes(self, kinds: Mapping[bytes, Kind]) -> None:
+        try:
+            with self._lock:
+                there = self._notes.exists(list(kinds)).tolist()
+                for (mark, kind), is_there in zip(kinds.items(), there, strict=True):
+                    if not is_there and not self._put_note(mark, kind):
+                        self._looked.pop(mark, None)
+        except Exception:  # LMCache goes on: the objects count for nobody
+            log.exception("kvfuse: what %d kinds of objects are is not noted", len(kinds))
 
     def _put_note(self, mark: bytes, kind: Kind) -> bool:
         text = json.dumps(kind._asdict()).encode()
         if len(text) > NOTE_SIZE:
             return True
-        with self._lock:
-            self._notes.array[: len(text)] = np.frombuffer(text, np.uint8)
-            return bool(self._store.put([NOTE + mark], self._notes, [0], [len(text)], hints=LAST_TO_GO)[0])
+        self._memory.array[: len(text)] = np.frombuffer(text, np.uint8)
+        return bool(self._notes.put([mark], self._memory, [0], [len(text)])[0])
 
     # -- what there is -------------------------------------------------------------------------------
 
@@ -117,8 +122,22 @@ class StoredObjects:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            if "_notes" in vars(self):
+                self._notes.close()
 
     # -- how -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _notes(self) -> SteadyStore:
+        """From the first use on."""
+        mount, namespace, deadline, token = self._place
+        descriptor = {"engine": "lmcache, kinds"}
+        return SteadyStore(mount, namespace, descriptor=descriptor, deadline=deadline, token=token)
+
+    @cached_property
+    def _memory(self) -> Region:
+        return self._notes.register(np.zeros(NOTE_SIZE, np.uint8))
 
     def _of_model(self, names: Sequence[str], model: str | None) -> Iterator[tuple[str, Kind]]:
         for name in names:
@@ -138,12 +157,10 @@ class StoredObjects:
         return []
 
     def _list(self) -> Future[tuple[float, list[str]]]:
-        prefix = os.fsdecode(file_name(NOTE))
-
         def names() -> tuple[float, list[str]]:
             """And until when they count."""
             began = monotonic()
-            found = sorted(name for name in os.listdir(self._folder) if not name.startswith(prefix))
+            found = sorted(os.listdir(self._folder))
             return (ended := monotonic()) + max(LISTED_S, LISTED_TIMES * (ended - began)), found
 
         self._listing = self._thread.submit(names)
@@ -153,8 +170,8 @@ class StoredObjects:
         known = self._kinds.get(mark)
         if known is None and len(mark) == 2 * identity.MARK_SIZE:
             with self._lock:
-                (size,) = self._store.get([NOTE + mark], self._notes, [0], [NOTE_SIZE]).tolist()
-                text = self._notes.part(0, max(size, 0)).tobytes()
+                (size,) = self._notes.get([mark], self._memory, [0], [NOTE_SIZE]).tolist()
+                text = self._memory.part(0, max(size, 0)).tobytes()
             if text:
                 known = self._kinds[mark] = _read(text)
         return known
