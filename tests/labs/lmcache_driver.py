@@ -23,7 +23,8 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1 import basic_check
 from lmcache.v1.check import registry
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.config import parse_args_to_config
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.storage_manager import StorageManager
@@ -109,17 +110,28 @@ class Engine:
     def prefetch(self, names: list[str], rank: int = 0, ranks: int = 1) -> tuple[int, int]:
         """(chunks that L2 brought, chunks of the prefix that are in L1 now), which have the bytes of `store`."""
         keys = self._object_keys(names, rank, ranks)
-        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, self.layout)]))
-        assert self.manager.wait_prefetch_status(handle, PATIENCE_S)
-        result = self.manager.query_prefetch_status(handle)
-        (cells,) = result.hit_cells
+        brought, cells = self._prefetched(keys)
         count = next((row for row in range(len(keys)) if not cells.test(row)), len(keys))
         if count:
             with self.manager.read_prefetched_results(keys[:count]) as objects:
                 for name, one in zip(names, objects, strict=False):
                     assert torch.equal(one.raw_tensor[: one.get_size()], chunk_bytes(f"{name} {rank}", one.get_size()))
             self.manager.finish_read_prefetched(keys[:count])
-        return result.l2_hit_count, count
+        return brought, count
+
+    def _prefetched(self, keys: list[ObjectKey]) -> tuple[int, Any]:
+        """(chunks that L2 brought, bitmap of all that are there)."""
+        if hasattr(api, "PrefetchTaskSpec"):
+            spec = api.PrefetchTaskSpec([api.GroupedObjectKeys(keys, 0, self.layout)])
+        else:  # before 0.5.6
+            spec = api.PrefetchRequestSpec(keys, {0: self.layout})
+        handle = self.manager.submit_prefetch_task(spec)
+        assert self.manager.wait_prefetch_status(handle, PATIENCE_S)
+        result = self.manager.query_prefetch_status(handle)
+        if hasattr(result, "hit_cells"):
+            (cells,) = result.hit_cells
+            return result.l2_hit_count, cells
+        return result.popcount() - len(handle.l1_found_indices), result
 
     def forget(self) -> None:
         """What is in L1."""

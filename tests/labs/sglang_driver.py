@@ -88,6 +88,8 @@ def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "b
         "pin_memory": False, "allocator_type": allocator, "device_capacity_tokens": PAGE,
         "start_layer": 0, "end_layer": LAYERS,
     }  # fmt: skip
+    if not hasattr(info, "KVBuffers"):
+        return old_pool(kind, layout, allocator, layers, pointers, heads)
     with host_memory_budget_scope(1 << 30):
         if kind == "mha":
             buffers = info.KVBuffers(
@@ -102,6 +104,20 @@ def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "b
             kv_lora_rank=width - 8, qk_rope_head_dim=8, kv_cache_dim=width, **common,
         )  # fmt: skip
         return MLATokenToKVPoolHost(mla, TOKENS / PAGE, 0, PAGE, layout, target_layer_num=LAYERS, **options)
+
+
+def old_pool(kind: str, layout: str, allocator: str, layers: Any, pointers: Any, heads: int) -> Any:
+    """Before 0.5.23 host pools take what they need from device pools: this is what they take."""
+    width = 2 * HEADS * WIDTH
+    device = types.SimpleNamespace(
+        layer_num=LAYERS, device="cpu", store_dtype=layers[0][0].dtype, size=PAGE, start_layer=0, end_layer=LAYERS,
+        head_num=heads, head_dim=WIDTH, v_head_dim=WIDTH, row_dim=heads * WIDTH, k_buffer=layers[0], v_buffer=layers[1],
+        kv_buffer=layers[0], k_data_ptrs=pointers[0], v_data_ptrs=pointers[1], data_ptrs=pointers[0],
+        kv_lora_rank=width - 8, qk_rope_head_dim=8, kv_cache_dim=width,
+    )  # fmt: skip
+    make = MHATokenToKVPoolHost if kind == "mha" else MLATokenToKVPoolHost
+    with host_memory_budget_scope(1 << 30):
+        return make(device, TOKENS / PAGE, 0, PAGE, layout, pin_memory=False, allocator_type=allocator)
 
 
 def page_hashes(count: int, seed: str = "") -> list[str]:

@@ -20,6 +20,7 @@ from lmcache.v1.distributed import api
 
 from kvfuse.connectors.lmcache import identity
 from kvfuse.connectors.steady_store import Region, SteadyStore
+from kvfuse.usrbio.client import Follower, NewsKind
 
 log = init_logger(__name__)
 
@@ -160,7 +161,7 @@ class StoredObjects:
         def names() -> tuple[float, list[str]]:
             """And until when they count."""
             began = monotonic()
-            found = sorted(os.listdir(self._folder))
+            found = sorted(map(os.fsdecode, present(self._folder, self._deadline, self._place[-1])))
             return (ended := monotonic()) + max(LISTED_S, LISTED_TIMES * (ended - began)), found
 
         self._listing = self._thread.submit(names)
@@ -180,3 +181,20 @@ class StoredObjects:
 def _read(text: bytes) -> Kind:
     facts: Mapping[str, Any] = json.loads(text)
     return Kind(**{name: facts[name] for name in Kind._fields})
+
+
+def present(folder: str, deadline: float, token: str | None) -> set[bytes]:
+    """Names of the blocks of a folder, as the daemon tells those who follow it: faster than a listing of files."""
+    names: set[bytes] = set()
+    with Follower(folder, deadline=deadline, token=token) as follower:
+        for news in follower:
+            match news.kind:
+                case NewsKind.PRESENT | NewsKind.STORED:
+                    names.update(news.names)
+                case NewsKind.REMOVED:
+                    names.difference_update(news.names)
+                case NewsKind.CLEARED:
+                    names.clear()
+                case NewsKind.READY:
+                    break
+    return names
