@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -101,7 +102,8 @@ class Engine:
     def store(self, names: list[str], rank: int = 0, ranks: int = 1, salt: str = "") -> None:
         """In L1; LMCache's controller brings it to L2."""
         keys = self._object_keys(names, rank, ranks, salt)
-        objects = self.manager.reserve_write(keys, self.layout)
+        has_mode = "mode" in inspect.signature(self.manager.reserve_write).parameters  # before 0.5.6
+        objects = self.manager.reserve_write(keys, self.layout, *(["new"] if has_mode else []))
         for name, key in zip(names, keys, strict=True):
             target = objects[key].raw_tensor
             target[: objects[key].get_size()] = chunk_bytes(f"{name} {rank}", objects[key].get_size())
@@ -157,7 +159,7 @@ class Engine:
 
     def load_and_free(self, names: list[str]) -> tuple[int, int]:
         """(chunks that were loaded, bytes of L1 that are in use after their memory was given back)."""
-        (manager,) = self.manager._l1_managers_by_id.values()
+        manager = self._l1_manager()
         _, objects = manager._memory_manager.allocate(self.layout, len(names))
         number = self.adapter.submit_load_task(self._object_keys(names, 0, 1), objects)
         while (bitmap := self.adapter.query_load_result(number)) is None:
@@ -166,12 +168,17 @@ class Engine:
         return bitmap.popcount(), self.used()
 
     def stores_under_way(self) -> int:
-        (status,) = self.manager.report_status()["store_controllers"].values()
+        found = self.manager.report_status()
+        (status,) = found["store_controllers"].values() if "store_controllers" in found else [found["store_controller"]]
         return int(status["in_flight_task_count"])
+
+    def _l1_manager(self) -> Any:
+        managers = getattr(self.manager, "_l1_managers_by_id", None)  # since 0.5.6
+        return next(iter(managers.values())) if managers else self.manager._l1_manager
 
     def used(self) -> int:
         """Bytes of L1."""
-        (manager,) = self.manager._l1_managers_by_id.values()
+        manager = self._l1_manager()
         return int(manager._memory_manager.get_memory_usage()[0])
 
     def _objects_elsewhere(self, count: int) -> list[TensorMemoryObj]:

@@ -65,8 +65,8 @@ class StoredObjects:
 
     def note(self, keys: Sequence[Any], sizes: Sequence[int]) -> None:
         """Have a thread leave a note for each kind of objects that were stored, where there is none. Never waits."""
-        kinds = {identity.kind_mark(*kind): (*kind, size) for kind, size in zip(map(identity.kind_of, keys), sizes)}  # noqa: B905
-        now = monotonic()
+        now, named = monotonic(), [identity.kind_of(key) for key in keys]
+        kinds = {identity.kind_mark(*kind): (*kind, size) for kind, size in zip(named, sizes, strict=True)}
         due = [mark for mark in kinds if self._looked.get(mark, 0) <= now]
         self._looked.update(dict.fromkeys(due, now + NOTED_S))
         if due:
