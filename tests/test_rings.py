@@ -85,3 +85,20 @@ def test_parts_are_all_of_ring_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["test_budgets", "test_failing"], {"ceph"}, 90),
     ]
     assert [len(part.files) for part in rings.parts(5)] == [2, 2]
+
+
+def test_what_needs_an_engine_is_a_part_for_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "DURATIONS", tmp_path / "durations.toml")
+    monkeypatch.setattr(rings, "ENGINES", tmp_path / "engines.toml")
+    rings.DURATIONS.write_text(SOME.replace('"ceph"', '"vllm"'))
+    rings.ENGINES.write_text('[versions]\nvllm = ["newest", "0.32.0", "0.31.0"]\n')
+    rows = [([path.stem for path in part.files], part.needs) for part in rings.parts(4)]
+    assert rows[2:] == [
+        (["test_budgets", "test_failing"], {needed}) for needed in ("vllm", "vllm==0.32.0", "vllm==0.31.0")
+    ]
+
+
+def test_versions_are_of_engines_and_begin_with_the_newest() -> None:
+    found = rings.versions()
+    assert set(found) == {path.stem for path in (rings.TESTS.parent / "scripts" / "engines").glob("*.txt")}
+    assert all(versions[0] == rings.NEWEST and len(versions) == len(set(versions)) > 1 for versions in found.values())

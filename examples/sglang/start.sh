@@ -7,7 +7,8 @@ set -euo pipefail
 
 extra=$(cat <<JSON
 {"backend_name": "kvfuse", "module_path": "kvfuse.connectors.sglang", "class_name": "KvfuseHiCache",
- "interface_v1": 1, "allocator": "shm", "mount": "$MOUNT", "namespace": "$NAMESPACE"}
+ "interface_v1": 1, "allocator": "shm", "hicache_storage_pass_prefix_keys": true,
+ "mount": "$MOUNT", "namespace": "$NAMESPACE"}
 JSON
 )
 exec "$PYTHON" -m sglang.launch_server --model-path "$MODEL" \

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import EMSGSIZE, errorcode
+from functools import partial
 from time import monotonic
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.connectors.link import DAEMON_SHARE, DescriptorMismatch, Link, LinkTarget, Region
-from kvfuse.usrbio.client import BlockStore, Costs, Disconnected
+from kvfuse.usrbio.client import NO_HINTS, BlockStore, Costs, Disconnected, PutHints
 
 __all__ = ["Counters", "DescriptorMismatch", "Region", "SteadyStore"]
 
@@ -142,10 +143,10 @@ class SteadyStore:
 
     def put(
         self, keys: Sequence[bytes], region: Region, offsets: Sequence[int], sizes: Sequence[int],
-        *, deadline: float | None = None,
+        *, deadline: float | None = None, hints: PutHints = NO_HINTS,
     ) -> Found:  # fmt: skip
         """Store each block from ``region.array[offset:][:size]``. Which are stored. ``deadline`` as of `get`."""
-        stored: Found = self._move(BlockStore.put_at, keys, region, offsets, sizes, deadline) >= 0
+        stored: Found = self._move(partial(BlockStore.put_at, hints=hints), keys, region, offsets, sizes, deadline) >= 0
         count = int(stored.sum())
         self._count(
             stored=count, not_stored=len(keys) - count, stored_bytes=int(np.asarray(sizes, np.int64)[stored].sum())
@@ -159,6 +160,10 @@ class SteadyStore:
     def prefetch(self, keys: Sequence[bytes]) -> Found:
         """Which blocks are in shared memory now, brought there if need be."""
         return self._call(len(keys), lambda store: store.prefetch(keys), np.zeros(len(keys), np.bool_))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Blocks were used that nobody had to ask for: evict them later. A question is a use, so one is asked."""
+        self._call(len(keys), lambda store: store.exists(keys), None)
 
     def close(self) -> None:
         """Every call is a miss from here on."""

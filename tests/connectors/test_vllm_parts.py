@@ -23,7 +23,7 @@ class Finder:
         self.may = threading.Event()
         self.asked: list[list[bytes]] = []
 
-    def __call__(self, keys: list[bytes]) -> list[bool]:
+    def __call__(self, keys: list[bytes], request: str) -> list[bool]:
         self.asked.append(keys)
         self.may.wait()
         return [key != KEYS[-1] for key in keys]
@@ -65,7 +65,7 @@ def test_an_answer_that_is_late_is_a_miss_for_good(finder: Finder) -> None:
 
 
 def test_a_look_up_that_fails_is_a_miss() -> None:
-    def fail(keys: list[bytes]) -> list[bool]:
+    def fail(keys: list[bytes], request: str) -> list[bool]:
         raise RuntimeError("of no kind that is known")
 
     lookups = Lookups(fail, deadline=60)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from engine_host import Engine, EngineHost
 from interruptions import KINDS, run_beside
@@ -85,3 +85,15 @@ def run_beside_all(mount: KvfuseMount, seed: int, works: Mapping[str, EngineWork
 
 def _beside(work: EngineWork, may_miss: bool, chance: random.Random) -> None:
     work(chance, may_miss)
+
+
+def facts_of(mount: KvfuseMount, namespace: str, name: bytes | str) -> dict[str, Any]:
+    """What ``kvfuse info`` says of a block: ``expires``, ``priority``, ``in_memory``, ..."""
+    return dict(json.loads(os.getxattr(mount.point / namespace / os.fsdecode(name), "kvfuse.info")))
+
+
+def make_namespace(mount: KvfuseMount, name: str, settings: str) -> None:
+    """A namespace of blocks with other settings than adapters give theirs."""
+    folder = mount.point / name
+    folder.mkdir()
+    os.setxattr(folder, "user.kvfuse.namespace", f"kind=blocks admission=all {settings}".encode())

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import random
 import select
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1 import basic_check
 from lmcache.v1.check import registry
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.config import parse_args_to_config
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.storage_manager import StorageManager
@@ -70,10 +73,10 @@ class Engine:
     def start_server(
         self, mount: str, namespace: str, *, fault: dict[str, Any] | None = None,
         serde: dict[str, Any] | None = None, dtype: str = "bfloat16", is_fs: bool = False,
-        **params: Any,
+        eviction: dict[str, Any] | None = None, **params: Any,
     ) -> None:  # fmt: skip
         """``fault``: what LMCache's fault-injecting adapter does; ``serde``: what changes chunks on their way;
-        ``is_fs``: LMCache's own adapter of files, in a folder of that name."""
+        ``eviction``: LMCache's own, of L2; ``is_fs``: LMCache's own adapter of files, in a folder of that name."""
         from kvfuse.connectors.lmcache.config import l2_adapter
 
         spec: Any = l2_adapter(mount, namespace)
@@ -84,6 +87,8 @@ class Engine:
             spec = {"type": "fault_inject", "inner": spec, **fault}
         if serde is not None:
             spec["serde"] = serde
+        if eviction is not None:
+            spec["eviction"] = eviction
         arguments = ["--l1-size-gb", L1_GB, "--eviction-policy", "LRU", "--no-l1-use-lazy"]
         arguments += ["--shm-name", f"kvfuse_test_{os.getpid()}", "--l2-adapter", json.dumps(spec)]
         sys.argv[1:] = ["server", *arguments]
@@ -94,10 +99,11 @@ class Engine:
         self.dtype = getattr(torch, dtype)
         self.layout = MemoryLayoutDesc([torch.Size(SHAPE)], [self.dtype])
 
-    def store(self, names: list[str], rank: int = 0, ranks: int = 1) -> None:
+    def store(self, names: list[str], rank: int = 0, ranks: int = 1, salt: str = "") -> None:
         """In L1; LMCache's controller brings it to L2."""
-        keys = self._object_keys(names, rank, ranks)
-        objects = self.manager.reserve_write(keys, self.layout)
+        keys = self._object_keys(names, rank, ranks, salt)
+        has_mode = "mode" in inspect.signature(self.manager.reserve_write).parameters  # before 0.5.6
+        objects = self.manager.reserve_write(keys, self.layout, *(["new"] if has_mode else []))
         for name, key in zip(names, keys, strict=True):
             target = objects[key].raw_tensor
             target[: objects[key].get_size()] = chunk_bytes(f"{name} {rank}", objects[key].get_size())
@@ -106,17 +112,28 @@ class Engine:
     def prefetch(self, names: list[str], rank: int = 0, ranks: int = 1) -> tuple[int, int]:
         """(chunks that L2 brought, chunks of the prefix that are in L1 now), which have the bytes of `store`."""
         keys = self._object_keys(names, rank, ranks)
-        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, self.layout)]))
-        assert self.manager.wait_prefetch_status(handle, PATIENCE_S)
-        result = self.manager.query_prefetch_status(handle)
-        (cells,) = result.hit_cells
+        brought, cells = self._prefetched(keys)
         count = next((row for row in range(len(keys)) if not cells.test(row)), len(keys))
         if count:
             with self.manager.read_prefetched_results(keys[:count]) as objects:
                 for name, one in zip(names, objects, strict=False):
                     assert torch.equal(one.raw_tensor[: one.get_size()], chunk_bytes(f"{name} {rank}", one.get_size()))
             self.manager.finish_read_prefetched(keys[:count])
-        return result.l2_hit_count, count
+        return brought, count
+
+    def _prefetched(self, keys: list[ObjectKey]) -> tuple[int, Any]:
+        """(chunks that L2 brought, bitmap of all that are there)."""
+        if hasattr(api, "PrefetchTaskSpec"):
+            spec = api.PrefetchTaskSpec([api.GroupedObjectKeys(keys, 0, self.layout)])
+        else:  # before 0.5.6
+            spec = api.PrefetchRequestSpec(keys, {0: self.layout})
+        handle = self.manager.submit_prefetch_task(spec)
+        assert self.manager.wait_prefetch_status(handle, PATIENCE_S)
+        result = self.manager.query_prefetch_status(handle)
+        if hasattr(result, "hit_cells"):
+            (cells,) = result.hit_cells
+            return result.l2_hit_count, cells
+        return result.popcount() - len(handle.l1_found_indices), result
 
     def forget(self) -> None:
         """What is in L1."""
@@ -142,7 +159,7 @@ class Engine:
 
     def load_and_free(self, names: list[str]) -> tuple[int, int]:
         """(chunks that were loaded, bytes of L1 that are in use after their memory was given back)."""
-        (manager,) = self.manager._l1_managers_by_id.values()
+        manager = self._l1_manager()
         _, objects = manager._memory_manager.allocate(self.layout, len(names))
         number = self.adapter.submit_load_task(self._object_keys(names, 0, 1), objects)
         while (bitmap := self.adapter.query_load_result(number)) is None:
@@ -151,12 +168,17 @@ class Engine:
         return bitmap.popcount(), self.used()
 
     def stores_under_way(self) -> int:
-        (status,) = self.manager.report_status()["store_controllers"].values()
+        found = self.manager.report_status()
+        (status,) = found["store_controllers"].values() if "store_controllers" in found else [found["store_controller"]]
         return int(status["in_flight_task_count"])
+
+    def _l1_manager(self) -> Any:
+        managers = getattr(self.manager, "_l1_managers_by_id", None)  # since 0.5.6
+        return next(iter(managers.values())) if managers else self.manager._l1_manager
 
     def used(self) -> int:
         """Bytes of L1."""
-        (manager,) = self.manager._l1_managers_by_id.values()
+        manager = self._l1_manager()
         return int(manager._memory_manager.get_memory_usage()[0])
 
     def _objects_elsewhere(self, count: int) -> list[TensorMemoryObj]:
@@ -169,13 +191,43 @@ class Engine:
             made.append(TensorMemoryObj(memory, meta, parent_allocator=None))
         return made
 
-    def names(self, names: list[str], rank: int = 0, ranks: int = 1) -> list[bytes]:
+    def names(self, names: list[str], rank: int = 0, ranks: int = 1, salt: str = "") -> list[bytes]:
         from kvfuse.connectors.lmcache.identity import object_key
 
-        return [object_key(key) for key in self._object_keys(names, rank, ranks)]
+        return [object_key(key) for key in self._object_keys(names, rank, ranks, salt)]
 
-    def delete(self, names: list[str]) -> None:
-        self.adapter.delete(self._object_keys(names, 0, 1))
+    def delete(self, names: list[str], salt: str = "") -> None:
+        self.adapter.delete(self._object_keys(names, 0, 1, salt))
+
+    def usage(self) -> tuple[int, dict[str, int]]:
+        """(bytes in all, of each salt), as LMCache's quotas see it."""
+        return self.adapter.get_usage().total_bytes_used, self.manager.get_usage_bytes_by_cache_salt()
+
+    def limit(self, salt: str, size: int) -> None:
+        """Bytes of a salt."""
+        self.manager.quota_manager.set_quota(salt, size)
+
+    def listed(self, page_size: int, model: str | None = None, is_quiet: bool = True) -> list[tuple[str, str, int]]:
+        """(digits of the hash, salt, bytes) of each object, a page at a time. ``is_quiet``: nothing is deleted."""
+        from kvfuse.connectors.lmcache.identity import object_key
+
+        found, cursor = [], None
+        while True:
+            page = self.adapter.list_l2_keys(model, page_size, cursor)
+            assert len(page.entries) <= page_size
+            found += page.entries
+            if (cursor := page.next_page_token) is None:
+                break
+        names = [object_key(entry.key.to_object_key()) for entry in found]
+        assert not is_quiet or self.adapter.store.exists(names).all()
+        return [(entry.key.chunk_hash_hex, entry.key.cache_salt, entry.size_bytes) for entry in found]
+
+    def refused_page(self, size: int, cursor: str | None) -> str:
+        try:
+            self.adapter.list_l2_keys(None, size, cursor)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.adapter.report_status()
@@ -186,9 +238,11 @@ class Engine:
             self.manager.close()
         assert not self.adapter.store.is_up
 
-    def _object_keys(self, names: list[str], rank: int, ranks: int) -> list[ObjectKey]:
+    def _object_keys(self, names: list[str], rank: int, ranks: int, salt: str = "") -> list[ObjectKey]:
         kv_rank = ObjectKey.ComputeKVRank(ranks, rank, ranks, rank)
-        return [ObjectKey(hashlib.sha256(name.encode()).digest(), MODEL, kv_rank) for name in names]
+        return [
+            ObjectKey(hashlib.sha256(name.encode()).digest(), MODEL, kv_rank, cache_salt=salt) for name in names
+        ]  # fmt: skip
 
     def check_adapter(self, mount: str, namespace: str) -> str:
         """What LMCache's basic_check prints."""
@@ -247,8 +301,9 @@ class Engine:
         self.connector = self.remote.connection.getWrappedConnector()
         _unlink_pools()
 
-    def put(self, names: list[str], tokens: int = CHUNK) -> None:
-        keys, objects = self._engine_keys(names), []
+    def put(self, names: list[str], tokens: int = CHUNK, configs: Any = None) -> None:
+        """``configs``: what the request says, as LMCache's integration takes it of vLLM's request."""
+        keys, objects = self._engine_keys(names, configs), []
         for name in names:
             one = self.local.allocate(torch.Size((2, LAYERS, tokens, HEADS * HEAD_SIZE)), self.dtype)
             one.raw_tensor[: one.get_size()] = chunk_bytes(f"{name} {self.rank}", one.get_size())
@@ -260,11 +315,11 @@ class Engine:
         for one in objects:
             one.ref_count_down()
 
-    def contains(self, names: list[str]) -> int:
+    def contains(self, names: list[str], configs: Any = None) -> int:
         """The prefix, asked in each way."""
-        keys = self._engine_keys(names)
+        keys = self._engine_keys(names, configs)
         count: int = self.remote.batched_contains(keys)
-        lookup = self.remote.batched_async_contains("1", keys)
+        lookup = self.remote.batched_async_contains("1", keys, pin=True)
         assert asyncio.run_coroutine_threadsafe(lookup, self.loop).result(PATIENCE_S) == count
         assert [self.remote.contains(key) for key in keys][:count] == [True] * count
         return count
@@ -334,9 +389,12 @@ class Engine:
         os.environ["LMCACHE_CONFIG_FILE"] = path
         return self._basic_check(["--mode", "test_remote"])
 
-    def _engine_keys(self, names: list[str]) -> list[CacheEngineKey]:
+    def _engine_keys(self, names: list[str], params: Any = None) -> list[CacheEngineKey]:
+        from lmcache.integration.vllm.utils import extract_request_configs_from_sampling_params as configs_of
+
+        said = configs_of(SimpleNamespace(extra_args={"kv_transfer_params": params or {}}))
         hashes = [int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in names]
-        return [CacheEngineKey(self.model, self.ranks, self.rank, value, self.dtype) for value in hashes]
+        return [CacheEngineKey(self.model, self.ranks, self.rank, value, self.dtype, said) for value in hashes]
 
     # -- both ----------------------------------------------------------------------------------------
 

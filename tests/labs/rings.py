@@ -10,7 +10,7 @@ parameter that names RADOS; or if it has to be ``alone``, as what measures time 
 
 As a program, without any package: ``rings.py needs`` prints what all of ring 3 needs; ``rings.py part MINUTES NUMBER``
 prints one of the parts into which ring 3 is cut, each of about so many minutes: a line with its number, the number of
-parts, its seconds, its slice and what it needs, then its files.
+parts, its seconds, its slice and what it needs (an older engine with its version), then its files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parents[1]
 DURATIONS = TESTS / "durations.toml"
+ENGINES = TESTS / "engines.toml"
+NEWEST = "newest"
 LAB = 3
 
 FOLDERS = {
@@ -116,6 +118,12 @@ def needs() -> dict[str, list[str]]:
     return tomllib.loads(DURATIONS.read_text())["needs"] if DURATIONS.exists() else {}
 
 
+def versions() -> dict[str, list[str]]:
+    """Engine -> versions with which its adapter is tested, the newest first."""
+    found: dict[str, list[str]] = tomllib.loads(ENGINES.read_text())["versions"]
+    return found
+
+
 class Durations:
     """A plugin of pytest that writes into the file what was measured, of files that run whole.
 
@@ -184,13 +192,26 @@ def _wall(seconds: Iterable[float]) -> float:
 
 
 def parts(minutes: float) -> list[Part]:
-    """All of ring 3. Files with the same needs are together, so that little is to be installed for each part."""
+    """All of ring 3, what needs an engine once for each version. Files with the same needs are together, so that little
+    is to be installed for each part."""
     measured, needed = durations()["lab"], needs()
     places = {path.stem: path for path in TESTS.rglob("test_*.py")}
     groups: dict[str, dict[str, float]] = {}
     for name in sorted(needed.keys() & places.keys()):
         groups.setdefault(" ".join(needed[name]), {})[name] = measured.get(name, UNKNOWN_S)
-    return [part for key in sorted(groups) for part in _cut(groups[key], set(key.split()), 60 * minutes, places)]
+    return [
+        part
+        for key in sorted(groups)
+        for needed in _with_versions(set(key.split()))
+        for part in _cut(groups[key], needed, 60 * minutes, places)
+    ]
+
+
+def _with_versions(needed: set[str]) -> Iterator[set[str]]:
+    """What is needed, once for each version of an engine in it: "vllm", then "vllm==0.32.0"."""
+    engine = next((name for name in sorted(needed) if name in versions()), None)
+    for version in versions()[engine] if engine else [NEWEST]:
+        yield needed if version == NEWEST else needed - {str(engine)} | {f"{engine}=={version}"}
 
 
 def _cut(files: dict[str, float], needed: set[str], size: float, places: dict[str, Path]) -> Iterator[Part]:

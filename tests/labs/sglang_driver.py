@@ -51,6 +51,7 @@ from sglang.srt.mem_cache import device_pool_info as info  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheFile,
     HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -87,6 +88,8 @@ def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "b
         "pin_memory": False, "allocator_type": allocator, "device_capacity_tokens": PAGE,
         "start_layer": 0, "end_layer": LAYERS,
     }  # fmt: skip
+    if not hasattr(info, "KVBuffers"):
+        return old_pool(kind, layout, allocator, layers, pointers, heads)
     with host_memory_budget_scope(1 << 30):
         if kind == "mha":
             buffers = info.KVBuffers(
@@ -101,6 +104,20 @@ def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "b
             kv_lora_rank=width - 8, qk_rope_head_dim=8, kv_cache_dim=width, **common,
         )  # fmt: skip
         return MLATokenToKVPoolHost(mla, TOKENS / PAGE, 0, PAGE, layout, target_layer_num=LAYERS, **options)
+
+
+def old_pool(kind: str, layout: str, allocator: str, layers: Any, pointers: Any, heads: int) -> Any:
+    """Before 0.5.23 host pools take what they need from device pools: this is what they take."""
+    width = 2 * HEADS * WIDTH
+    device = types.SimpleNamespace(
+        layer_num=LAYERS, device="cpu", store_dtype=layers[0][0].dtype, size=PAGE, start_layer=0, end_layer=LAYERS,
+        head_num=heads, head_dim=WIDTH, v_head_dim=WIDTH, row_dim=heads * WIDTH, k_buffer=layers[0], v_buffer=layers[1],
+        kv_buffer=layers[0], k_data_ptrs=pointers[0], v_data_ptrs=pointers[1], data_ptrs=pointers[0],
+        kv_lora_rank=width - 8, qk_rope_head_dim=8, kv_cache_dim=width,
+    )  # fmt: skip
+    make = MHATokenToKVPoolHost if kind == "mha" else MLATokenToKVPoolHost
+    with host_memory_budget_scope(1 << 30):
+        return make(device, TOKENS / PAGE, 0, PAGE, layout, pin_memory=False, allocator_type=allocator)
 
 
 def page_hashes(count: int, seed: str = "") -> list[str]:
@@ -203,14 +220,15 @@ class Engine:
 
     # -- v1 ------------------------------------------------------------------------------------------
 
-    def store(self, hashes: list[str], seed: int = 0) -> list[bool]:
+    def store(self, hashes: list[str], seed: int = 0, before: list[str] | None = None, hints: Any = None) -> list[bool]:
+        """``before``: pages of the prompt ahead of these. ``hints``: what the request says of its blocks."""
         indices = self._filled(self.pool, hashes, seed)
-        stored = self.backend.batch_set_v1(hashes, indices)
+        stored = self.backend.batch_set_v1(hashes, indices, _said(before, hints))
         self.pool.free(indices)
         return stored
 
-    def exists(self, hashes: list[str]) -> int:
-        return self.backend.batch_exists(hashes)
+    def exists(self, hashes: list[str], before: list[str] | None = None, hints: Any = None) -> int:
+        return self.backend.batch_exists(hashes, _said(before, hints))
 
     def load(self, hashes: list[str], seed: int = 0) -> list[bool]:
         """Which pages were loaded; each of those with the bytes that `store` gave it."""
@@ -242,12 +260,12 @@ class Engine:
 
     # -- v2 ------------------------------------------------------------------------------------------
 
-    def store_v2(self, pool: str, hashes: list[str], seed: int = 0) -> list[bool]:
+    def store_v2(self, pool: str, hashes: list[str], seed: int = 0, hints: Any = None) -> list[bool]:
         """To the file backend, too, if there is one."""
         host = self.sides.get(pool, self.pool)
         indices = self._filled(host, hashes, seed)
         transfer = PoolTransfer(PoolName(pool), host_indices=indices, keys=hashes)
-        stored = self.backend.batch_set_v2([transfer])[pool] if hashes else []
+        stored = self.backend.batch_set_v2([transfer], _said(None, hints))[pool] if hashes else []
         if self.file and hashes:
             assert self.file.batch_set_v2([transfer])[pool] == stored
         host.free(indices)
@@ -356,6 +374,10 @@ class Engine:
         for page_hash, start, is_loaded in zip(hashes, indices[:: pool.page_size].tolist(), loaded, strict=True):
             page = pool.get_data_page(start).view(torch.uint8)
             assert not is_loaded or torch.equal(page, self._page(pool, page_hash, seed).view(torch.uint8)), page_hash
+
+
+def _said(before: list[str] | None, hints: Any) -> HiCacheStorageExtraInfo:
+    return HiCacheStorageExtraInfo(prefix_keys=before, extra_info=None if hints is None else {"kvfuse": hints})
 
 
 if __name__ == "__main__":

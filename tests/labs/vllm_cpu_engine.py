@@ -1,8 +1,10 @@
 """One run of vLLM on a CPU, with a small model of random weights: what it generates, and how much it computed.
 
-vllm_cpu_engine.py FOLDER MOUNT NAMESPACE: writes the model's configuration to FOLDER, generates for each prompt, prints
-a JSON list: [{"cached": prompt tokens that were not computed, "ids": tokens that were generated}, ...], and "ready".
-With the mount "" it keeps nothing anywhere. The weights are vLLM's dummy ones, the same in each run.
+vllm_cpu_engine.py FOLDER MOUNT NAMESPACE: writes the model's configuration to FOLDER, prints "READY", and answers each
+number on its standard input, of a prompt, with a line: ROW {"cached": prompt tokens that were not computed, "ids":
+tokens that were generated, "first": seconds to the first of them}. Before each prompt vLLM's own caches are emptied, so
+that what is cached comes from the mount. It ends with its input. The weights are vLLM's dummy ones, the same in each
+run.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ os.environ |= {
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 2048,
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 2, 512, 8
+PROMPT_TOKENS, NEW_TOKENS = 1920, 16
 POOL_SIZE = 64 << 20
 
 
@@ -45,16 +47,21 @@ def main(folder: str, mount: str, namespace: str) -> None:
     llm = LLM(
         model=folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
         max_model_len=MODEL["max_position_embeddings"], distributed_executor_backend="uni", seed=0,
+        disable_log_stats=False,
         **({"kv_transfer_config": transfer_config(mount, namespace)} if mount else {}),
     )  # fmt: skip
     terms = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
-    rows = []
-    for seed in range(PROMPTS):
-        tokens = random.Random(seed).choices(range(10, MODEL["vocab_size"]), k=PROMPT_TOKENS)
+    llm.generate([{"prompt_token_ids": [7] * 64}], terms, use_tqdm=False)  # the first one compiles, and allocates
+    print("READY", flush=True)
+    for line in sys.stdin:
+        tokens = random.Random(int(line)).choices(range(10, MODEL["vocab_size"]), k=PROMPT_TOKENS)
+        assert llm.reset_prefix_cache(reset_connector=True)
         (request,) = llm.generate([{"prompt_token_ids": tokens}], terms, use_tqdm=False)
-        rows.append({"cached": request.num_cached_tokens, "ids": list(request.outputs[0].token_ids)})
-    print("ROWS " + json.dumps(rows), flush=True)
-    sys.stdin.readline()  # until whoever started it has seen what it wanted: blocks are stored
+        row = {
+            "cached": request.num_cached_tokens, "ids": list(request.outputs[0].token_ids),
+            "first": request.metrics.first_token_latency,
+        }  # fmt: skip
+        print("ROW " + json.dumps(row), flush=True)
     llm.llm_engine.engine_core.shutdown()
 
 

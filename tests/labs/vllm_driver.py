@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
+import importlib.util
 import os
 import shlex
+import threading
 import uuid
 from types import SimpleNamespace as Some
 from typing import Any
@@ -111,9 +112,12 @@ class Engine:
 
     # -- as the scheduler calls ----------------------------------------------------------------------
 
-    def store(self, seed: int, count: int, salt: str = "", group: int = 0) -> None:
-        """As if the processor had computed the chunks. They go on to the tier."""
-        keys, context = keys_of(seed, count, group), self._new_request()
+    def store(
+        self, seed: int, count: int, salt: str = "", group: int = 0, params: Any = None, actions: Any = ()
+    ) -> None:
+        """As if the processor had computed the chunks. They go on to the tier. ``params``, ``actions``: what the
+        request says, as its ``kv_transfer_params``, and in its ``kv_hints``: (type, payload)."""
+        keys, context = keys_of(seed, count, group), self._new_request(params, actions)
         prepared = self.manager.prepare_store(keys, context)
         slots = dict(zip(prepared.keys_to_store, self._slots(prepared.store_spec), strict=True))
         for key, slot in slots.items():
@@ -136,6 +140,25 @@ class Engine:
             self.manager.complete_load(keys[:found], context)
         self._end(context)
         return found
+
+    def touch(self, seed: int, count: int) -> None:
+        """As when the processor has the chunks itself. Returns when the tier has told it."""
+        context = self._new_request()
+        self.manager.touch(keys_of(seed, count), context)
+        told = threading.Event()
+        self.tier.lookups.run(told.set)
+        told.wait()
+        self._end(context)
+
+    def find(self, seed: int, count: int, params: Any) -> int:
+        """How many chunks the tier alone finds for a request that says ``params``; nothing is loaded."""
+        context = self._new_request(params)
+        answers = [LookupResult.RETRY]
+        while LookupResult.RETRY in answers:
+            answers = [self.tier.lookup(key, context) for key in keys_of(seed, count)]
+            self._step()
+        self._end(context)
+        return answers.count(LookupResult.HIT)
 
     def lookup(self, seed: int, count: int) -> list[str]:
         """What the first look at each chunk says."""
@@ -179,6 +202,10 @@ class Engine:
         ]
 
     # -- what a test looks at ------------------------------------------------------------------------
+
+    def has_hints(self) -> bool:
+        """This version of vLLM has ``kv_hints``."""
+        return importlib.util.find_spec("vllm.v1.kv_hints") is not None
 
     def is_up(self) -> bool:
         return bool(self.tier.store.is_up)
@@ -246,9 +273,16 @@ class Engine:
 
     # -- how -----------------------------------------------------------------------------------------
 
-    def _new_request(self) -> Any:
+    def _new_request(self, params: Any = None, actions: Any = ()) -> Any:
         self.requests += 1
-        context = ReqContext(f"request {self.requests}")
+        hints = None
+        if actions:
+            from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+            hints = KvHintsEnvelope("1", "a message", [KvHintAction("1", kind, "1", words) for kind, words in actions])
+        context = known(
+            ReqContext, req_id=f"request {self.requests}", kv_transfer_params=params, kv_hints=hints
+        )  # fmt: skip
         self.manager.on_new_request(context)
         return context
 

@@ -13,6 +13,7 @@ from lmcache.v1.protocol import RemoteMetadata
 from kvfuse.connectors.lmcache.memory import ObjectPool, memory_at, sizes_of
 from kvfuse.connectors.staging import GatherMemory
 from kvfuse.connectors.steady_store import SteadyStore
+from kvfuse.usrbio.client import PutHints
 
 log = init_logger(__name__)
 
@@ -27,7 +28,7 @@ class ChunkFormat(Protocol):
     def get(self, names: Sequence[bytes], give_up: float) -> list[Any | None]:
         """A MemoryObj for each, None for a miss."""
 
-    def put(self, names: Sequence[bytes], objects: Sequence[Any], give_up: float) -> list[bool]:
+    def put(self, names: Sequence[bytes], objects: Sequence[Any], give_up: float, hints: PutHints) -> list[bool]:
         """Which are stored."""
 
 
@@ -67,8 +68,8 @@ class RawChunks:
         self._pool.held.release(one.ref_count_down)
         return None
 
-    def put(self, names: Sequence[bytes], objects: Sequence[Any], give_up: float) -> list[bool]:
-        stored: list[bool] = self._pool.put(names, objects, give_up - monotonic()).tolist()
+    def put(self, names: Sequence[bytes], objects: Sequence[Any], give_up: float, hints: PutHints) -> list[bool]:
+        stored: list[bool] = self._pool.put(names, objects, give_up - monotonic(), hints).tolist()
         return stored
 
 
@@ -116,7 +117,7 @@ class ChunksWithHeader:
             one.ref_count_down()
         return None
 
-    def put(self, names: Sequence[bytes], objects: Sequence[Any], give_up: float) -> list[bool]:
+    def put(self, names: Sequence[bytes], objects: Sequence[Any], give_up: float, hints: PutHints) -> list[bool]:
         stored: list[bool] = []
         sizes = sizes_of(objects) + self._header
         room = int(sizes.max())
@@ -128,8 +129,9 @@ class ChunksWithHeader:
                 for offset, one in zip(offsets, objects[window], strict=True):
                     self._pack(one, region.part(offset, one.get_size() + self._header))
                 done = self._store.put(
-                    names[window], region, offsets, sizes[window].tolist(), deadline=max(give_up - monotonic(), 0)
-                )
+                    names[window], region, offsets, sizes[window].tolist(), deadline=max(give_up - monotonic(), 0),
+                    hints=hints,
+                )  # fmt: skip
                 stored += done.tolist()
         return stored
 

@@ -16,19 +16,32 @@ KEY_SIZE = 32
 """bytes of a digest; keys are its hexadecimal digits"""
 FORM_MAX = 300
 """characters; a descriptor has little room"""
-HASHERS = 4096
-"""that are kept"""
-PARAMS = ("mount", "namespace", "deadline", "token", "model", "weights", "chunk_size", "hash")
+KINDS = 4096
+"""whose marks are kept"""
+PARAMS = ("mount", "namespace", "deadline", "token", "model", "weights", "chunk_size", "hash", "salts")
+NAMES_KEPT = 1 << 15
+"""names of chunks that are kept from a look-up to what follows it"""
+MARK_SIZE = 16
+HASH_MAX = 64
+"""bytes of a chunk's hash, up to which it stands in the name"""
 
 
 def object_key(key: Any) -> bytes:
-    """Of an ``ObjectKey``: its content's hash, model, rank, group of objects and salt."""
-    hasher = _hasher(
-        key.model_name, key.kv_rank, getattr(key, "object_group_id", 0), getattr(key, "cache_salt", "")
-    ).copy()  # fmt: skip
-    hasher.update(key.chunk_hash)
-    digits: bytes = hasher.hexdigest().encode()
-    return digits
+    """Of an ``ObjectKey``: its content's hash in hexadecimal digits, and the mark of its kind."""
+    content: bytes = key.chunk_hash
+    digits = content.hex().encode() if len(content) <= HASH_MAX else digest(content.hex())
+    return digits + b"." + kind_mark(*kind_of(key))
+
+
+def kind_of(key: Any) -> tuple[str, int, int, str]:
+    """(model, rank, group of objects, salt) of an ``ObjectKey``."""
+    return key.model_name, key.kv_rank, getattr(key, "object_group_id", 0), getattr(key, "cache_salt", "")
+
+
+@lru_cache(KINDS)
+def kind_mark(*kind: str | int) -> bytes:
+    """A digest, so that a tenant cannot choose a salt with the mark of another one's."""
+    return hashlib.blake2b(json.dumps(kind).encode(), digest_size=MARK_SIZE).hexdigest().encode()
 
 
 def engine_key(key: Any) -> bytes:
@@ -36,22 +49,20 @@ def engine_key(key: Any) -> bytes:
 
     Not of its own text, in which tags of a request can look like other ones.
     """
-    parts = (
+    return _engine_name(
         key.model_name, key.world_size, key.worker_id, key.chunk_hash_hex, str(key.dtype), key.tags,
         getattr(key, "layer_id", None),
     )  # fmt: skip
+
+
+@lru_cache(NAMES_KEPT)
+def _engine_name(*parts: Any) -> bytes:
     return digest(json.dumps(parts, default=str))
 
 
 def digest(text: str) -> bytes:
     """All have one length."""
     return hashlib.blake2b(text.encode(), digest_size=KEY_SIZE).hexdigest().encode()
-
-
-@lru_cache(HASHERS)
-def _hasher(*parts: str | int) -> Any:
-    """Of what chunks have in common: JSON, so that the end of it cannot be mistaken."""
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=KEY_SIZE)
 
 
 def form_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> str:

@@ -6,12 +6,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfuse.connectors.steady_store import Region, SteadyStore
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 from kvfuse.usrbio.client.iov import address_of
 
 SHM = "/dev/shm/"
@@ -46,9 +48,12 @@ class ObjectPool:
         results: npt.NDArray[np.int64] = self._move(self._store.get, keys, objects, deadline)
         return results
 
-    def put(self, keys: Sequence[bytes], objects: Sequence[Any], deadline: float) -> npt.NDArray[np.bool_]:
+    def put(
+        self, keys: Sequence[bytes], objects: Sequence[Any], deadline: float, hints: PutHints = NO_HINTS
+    ) -> npt.NDArray[np.bool_]:
         """Which objects are stored."""
-        stored: npt.NDArray[np.bool_] = self._move(self._store.put, keys, objects, deadline)
+        put = partial(self._store.put, hints=hints)
+        stored: npt.NDArray[np.bool_] = self._move(put, keys, objects, deadline)
         return stored
 
     def close(self) -> None:

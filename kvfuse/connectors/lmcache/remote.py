@@ -21,6 +21,7 @@ from kvfuse.connectors.lmcache.chunk_formats import ChunkFormat, ChunksWithHeade
 from kvfuse.connectors.lmcache.config import PLUGIN
 from kvfuse.connectors.lmcache.layouts import Layouts
 from kvfuse.connectors.lmcache.memory import ObjectPool
+from kvfuse.connectors.request_hints import NOTHING, WORD, RequestHints, hints_of
 from kvfuse.connectors.staging import Doubtful, GatherMemory
 from kvfuse.connectors.steady_store import DEADLINE_S, DescriptorMismatch, SteadyStore
 
@@ -30,6 +31,7 @@ T = TypeVar("T")
 
 THREADS = 4
 SCHEME = "kvfuse"
+HINT = f"lmcache.{WORD}."
 
 
 class KvfuseConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
@@ -115,9 +117,14 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
 
     def batched_contains(self, keys: list[Any]) -> int:
         """How many are there from the first on without a gap."""
-        return self.store.longest_prefix([identity.engine_key(key) for key in keys])
+        names = [identity.engine_key(key) for key in keys]
+        count = self.store.longest_prefix(names)
+        if count and request_hints(keys[0]).is_prefetch:
+            self._threads.submit(self.store.prefetch, names[:count])
+        return count
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
+        """``pin``: a look-up is a use, so what is found goes last until it is loaded; nothing more is done."""
         return await self._run(lambda: self.batched_contains(keys))
 
     # -- loads ---------------------------------------------------------------------------------------
@@ -172,7 +179,8 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
         rows = np.flatnonzero(~self.store.exists(names) | self._doubtful.among(names)).tolist()
         if rows:
             new = [names[row] for row in rows]
-            stored = self._chunks.put(new, [objects[row] for row in rows], give_up)
+            hints = request_hints(keys[0]).put  # LMCache stores the chunks of one request in a batch
+            stored = self._chunks.put(new, [objects[row] for row in rows], give_up, hints)
             self._keep([objects[row] for row in rows])
             self._doubtful.forget([name for name, is_stored in zip(new, stored, strict=True) if is_stored])
 
@@ -214,6 +222,15 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
             if discard is not None:
                 future.add_done_callback(lambda done: discard(done.result()))
             raise
+
+
+def request_hints(key: Any) -> RequestHints:
+    """From the ``lmcache.kvfuse.*`` of the request that the key of a chunk has."""
+    configs = getattr(key, "request_configs", None)
+    if not configs:
+        return NOTHING
+    words = {name.removeprefix(HINT): value for name, value in configs.items() if name.startswith(HINT)}
+    return hints_of(words, "LMCache") if words else NOTHING
 
 
 def _release(objects: Sequence[Any | None]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,12 @@ from lmcache.v1.platform import create_event_notifier
 from kvfuse.connectors.lmcache import identity
 from kvfuse.connectors.lmcache.layouts import Layouts
 from kvfuse.connectors.lmcache.memory import ObjectPool, sizes_of
+from kvfuse.connectors.lmcache.stored_objects import StoredObjects
 from kvfuse.connectors.lmcache.tasks import Tasks
+from kvfuse.connectors.request_hints import hints_of
 from kvfuse.connectors.staging import Doubtful
 from kvfuse.connectors.steady_store import DEADLINE_S, SteadyStore
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 
 log = init_logger(__name__)
 
@@ -55,6 +60,9 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         descriptor = identity.server_descriptor(params)
         self.store = SteadyStore(mount, namespace, descriptor=descriptor, deadline=self._deadline, token=token)
         self._layouts = Layouts(mount, namespace, self._deadline, token)
+        self._objects = StoredObjects(mount, namespace, self._deadline, token)
+        self._hints = {salt: hints_of(words, "LMCache").put for salt, words in (params.get("salts") or {}).items()}
+        """of the chunks of each salt"""
         has_pool = l1_memory_desc is not None
         self._pool = ObjectPool(self.store, *((l1_memory_desc.ptr, l1_memory_desc.size) if has_pool else (0, 0)))
         self._doubtful = Doubtful()
@@ -95,14 +103,24 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         there = self.store.exists(names) & ~self._doubtful.among(names) & wanted
         new = np.flatnonzero(wanted & ~there).tolist()
         stored = np.zeros(len(keys), np.bool_)
-        if new:
-            stored[new] = self._pool.put([names[row] for row in new], [objects[row] for row in new], left(give_up))
+        for hints, some in self._by_hints(keys, new).items():
+            stored[some] = self._pool.put(
+                [names[row] for row in some], [objects[row] for row in some], left(give_up), hints
+            )
         rows = np.flatnonzero(stored).tolist()
         sizes = sizes_of([objects[row] for row in rows]).tolist()
         self._doubtful.forget([names[row] for row in rows])
         if rows:
+            self._objects.note([keys[row] for row in rows], sizes)
             self._notify_keys_stored([keys[row] for row in rows], sizes)
         return L2StoreResult(bool(np.all(stored | there)), sum(sizes))
+
+    def _by_hints(self, keys: Sequence[ObjectKey], rows: Sequence[int]) -> Mapping[PutHints, list[int]]:
+        """Rows of chunks that are stored with the same hints."""
+        found: defaultdict[PutHints, list[int]] = defaultdict(list)
+        for row in rows:
+            found[self._hints.get(keys[row].cache_salt, NO_HINTS)].append(row)
+        return found
 
     # -- look-ups ------------------------------------------------------------------------------------
 
@@ -181,11 +199,20 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         gone = self.store.delete([identity.object_key(key) for key in keys])
         deleted = [keys[row] for row in np.flatnonzero(gone).tolist()]
         if deleted:
+            self._objects.changed()
             self._notify_keys_deleted(deleted, [0] * len(deleted))
 
     def get_usage(self) -> AdapterUsage:
-        """Unknown to LMCache: the volume itself evicts blocks."""
-        return AdapterUsage(total_bytes_used=0, total_capacity_bytes=0)
+        """Bytes of each salt in the namespace, of all servers together, also of before this one started.
+
+        No capacity: the volume itself evicts blocks. Quotas of salts work all the same.
+        """
+        used = self._objects.bytes_by_salt()
+        return AdapterUsage(sum(used.values()), 0, MappingProxyType(used))
+
+    def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> Any:
+        """A page of what is in the namespace, each with its salt. ValueError: no page has this size or cursor."""
+        return self._objects.page(model_name, page_size, cursor)
 
     def report_status(self) -> dict[str, Any]:
         """``is_healthy`` without a daemon, too: then everything is a miss."""
@@ -199,6 +226,7 @@ class KvfuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         for tasks in (self._lookups, self._loads, self._stores):
             tasks.close()
+        self._objects.close()
         self._pool.close()
         self._layouts.close()
         self.store.close()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
+from kvfuse.connectors.request_hints import WORD, RequestHints, hints_of
 from kvfuse.connectors.sglang import policies
 from kvfuse.connectors.sglang.identity import descriptor
 from kvfuse.connectors.sglang.metrics import TransferMetrics
@@ -83,19 +84,24 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages are there from the first on without a gap."""
         pages = self._pools.get(KV)
-        return self._safely(lambda: pages.leading(keys) if pages else len(keys), 0)
+        count = self._safely(lambda: pages.leading(keys, _before(extra_info)) if pages else len(keys), 0)
+        self._prefetch(pages, keys[:count], extra_info)
+        return count
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._get(KV, keys, host_indices, self._give_up())
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        return self._put(KV, keys, host_indices, self._give_up())
+        return self._put(KV, keys, host_indices, self._give_up(), extra_info)
 
     # -- pages of all pools: v2 ----------------------------------------------------------------------
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """The longest prefix that all pools have what they must have for, and all such prefixes."""
-        return self._safely(lambda: self._hits(keys, pool_transfers or ()), PoolTransferResult(0, {}))
+        before = _before(extra_info)
+        result = self._safely(lambda: self._hits(keys, pool_transfers or (), before), PoolTransferResult(0, {}))
+        self._prefetch(self._pools.get(KV), keys[: result.kv_hit_pages], extra_info)
+        return result
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         give_up = self._give_up()
@@ -103,10 +109,13 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         give_up = self._give_up()
-        return {one.name: self._put(_text(one.name), one.keys or [], one.host_indices, give_up) for one in transfers}
+        return {
+            one.name: self._put(_text(one.name), one.keys or [], one.host_indices, give_up, extra_info)
+            for one in transfers
+        }
 
-    def _hits(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
-        """One question for the blocks of all pools."""
+    def _hits(self, keys: Sequence[str], transfers: Sequence[Any], before: Sequence[str]) -> Any:
+        """One question for the blocks of all pools. ``before``: see `PoolPages.keys_before`."""
         assert self.store is not None
         asked: list[tuple[PoolPages, Sequence[str]]] = []
         if kv := self._pools.get(KV):
@@ -114,7 +123,9 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
         for transfer in transfers:
             own = (transfer.keys or ()) if transfer.hit_policy == policies.BLOCK_GROUPS else keys
             asked.append((self._pools[_text(transfer.name)], own))
-        found = self.store.exists([key for pages, hashes in asked for key in pages.keys(hashes)])
+        ahead = kv.keys_before(before) if kv else []
+        found = self.store.exists([*ahead, *(key for pages, hashes in asked for key in pages.keys(hashes))])
+        found = found[len(ahead) :]
         ends = np.cumsum([len(hashes) * len(pages.tags) for pages, hashes in asked])[:-1]
         there = [pages.of_pages(part) for (pages, _), part in zip(asked, np.split(found, ends), strict=True)]
         kv_pages = policies.leading(there.pop(0)) if kv else len(keys)
@@ -144,7 +155,9 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
             done(sum(got))
         return got
 
-    def _put(self, name: str, keys: Sequence[str], indices: torch.Tensor, give_up: float) -> list[bool]:
+    def _put(
+        self, name: str, keys: Sequence[str], indices: torch.Tensor, give_up: float, extra_info: Any
+    ) -> list[bool]:
         pages = self._pools.get(name)
         if pages is None:
             return [name == KV] * len(keys)
@@ -152,9 +165,19 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
         if is_replicated(self._config, name, pages.pool) and not is_writer:
             return [True] * len(keys)  # another rank stores the same bytes
         with self._transfers.backup.timed(pages.page_size) as done:
-            stored = self._safely(lambda: pages.put(keys, indices, give_up).tolist(), [False] * len(keys))
+            hints, before = request_hints(extra_info).put, _before(extra_info)
+            stored = self._safely(
+                lambda: pages.put(keys, indices, give_up, hints, before).tolist(), [False] * len(keys)
+            )  # fmt: skip
             done(sum(stored))
         return stored
+
+    def _prefetch(self, pages: PoolPages | None, keys: Sequence[str], extra_info: Any) -> None:
+        """Bring pages into shared memory, if the request says so, while SGLang goes on."""
+        store = self.store
+        if store is not None and pages is not None and keys and request_hints(extra_info).is_prefetch:
+            names = pages.keys(keys)
+            threading.Thread(target=store.prefetch, args=(names,), name="kvfuse-prefetch", daemon=True).start()
 
     def _give_up(self) -> float:
         return monotonic() + self._deadline
@@ -226,6 +249,17 @@ class KvfuseHiCache(HiCacheStorage):  # type: ignore[misc]
             log.info("kvfuse: %s", self.store.counters)
             self.store.close()
             self._staging.close()
+
+
+def request_hints(extra_info: Any) -> RequestHints:
+    """From the dictionary of a ``HiCacheStorageExtraInfo``."""
+    words = getattr(extra_info, "extra_info", None)
+    return hints_of(words.get(WORD) if isinstance(words, dict) else None, "SGLang")
+
+
+def _before(extra_info: Any) -> Sequence[str]:
+    """Hashes of the pages ahead of those of a call, where SGLang passes them."""
+    return getattr(extra_info, "prefix_keys", None) or ()
 
 
 def _text(name: Any) -> str:

@@ -12,11 +12,12 @@ OLDEST = (0, 5, 10)
 """that has batch_exists_v2"""
 
 
-def extra_config(mount: str, namespace: str) -> dict[str, str | int]:
+def extra_config(mount: str, namespace: str) -> dict[str, str | int | bool]:
     """What --hicache-storage-backend-extra-config has."""
     return {
         "backend_name": "kvfuse", "module_path": "kvfuse.connectors.sglang", "class_name": "KvfuseHiCache",
-        "interface_v1": 1, "allocator": "shm", "mount": mount, "namespace": namespace,
+        "interface_v1": 1, "allocator": "shm", "hicache_storage_pass_prefix_keys": True,
+        "mount": mount, "namespace": namespace,
     }  # fmt: skip
 
 

@@ -6,10 +6,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 TAG_SIZE = 6
 HASH_DIGITS = 64
+PAGES_KEPT = 1 << 15
+"""names of pages that are kept from a look-up to what follows it"""
 _PAGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
@@ -17,11 +20,15 @@ RAW_DTYPES = frozenset({"uint8", "int8"})
 """pools of these hold several kinds of numbers: the engine's own configuration says which"""
 
 
-def page_key(page_hash: str, tag: bytes) -> bytes:
-    """The key of one part of a page. All have one length."""
+@lru_cache(PAGES_KEPT)
+def page_name(page_hash: str) -> bytes:
+    """What the keys of a page's blocks begin with; a tag follows. All have one length.
+
+    The look-up of a page makes it, and its load or store uses the same.
+    """
     if _PAGE_HASH.fullmatch(page_hash) is None:
         page_hash = hashlib.sha256(page_hash.encode()).hexdigest()
-    return page_hash.encode() + tag
+    return page_hash.encode()
 
 
 def part_tag(pool: str, form: str, part: str, shard: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvfuse.connectors.sglang.identity import page_key
+from kvfuse.connectors.sglang.identity import page_name
 from kvfuse.connectors.sglang.policies import Pages
 from kvfuse.connectors.staging import Doubtful, GatherMemory
 from kvfuse.connectors.steady_store import Region, SteadyStore
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 from kvfuse.usrbio.client.iov import bytes_of
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ Offsets = npt.NDArray[np.int64]
 
 PIECES_MAX = 6
 """of a page that are blocks of their own; pages in more are gathered into one"""
+BEFORE_MAX = 4096
+"""pages ahead of those of a call that the cache is asked about with them"""
 
 
 class PoolPages(ABC):
@@ -39,16 +43,25 @@ class PoolPages(ABC):
         self.doubtful = Doubtful()
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
-        return [page_key(page_hash, tag) for page_hash in hashes for tag in self.tags]
+        return [name + tag for name in map(page_name, hashes) for tag in self.tags]
+
+    def keys_before(self, hashes: Sequence[str]) -> list[bytes]:
+        """Of the pages of a prompt ahead of those that a question is about.
+
+        SGLang brings a prompt in several calls. Asked about from the prompt's beginning, the cache knows that the pages
+        are one chain, and evicts the end of it first.
+        """
+        return self.keys(hashes[-BEFORE_MAX:])
 
     def of_pages(self, found: Pages) -> Pages:
         """From what is there of blocks to what is there of pages."""
         pages: Pages = np.all(found.reshape(-1, len(self.tags)), axis=1)
         return pages
 
-    def leading(self, hashes: Sequence[str]) -> int:
-        """How many pages are there from the first on without a gap."""
-        return self.store.longest_prefix(self.keys(hashes)) // len(self.tags)
+    def leading(self, hashes: Sequence[str], before: Sequence[str] = ()) -> int:
+        """How many pages are there from the first on without a gap. ``before``: see `keys_before`."""
+        ahead = self.keys_before(before)
+        return max(self.store.longest_prefix(ahead + self.keys(hashes)) - len(ahead), 0) // len(self.tags)
 
     def get(self, hashes: Sequence[str], indices: torch.Tensor, give_up: float) -> Pages:
         """Which pages stand at their ``indices`` of the pool now. ``give_up``: of the monotonic clock."""
@@ -57,16 +70,19 @@ class PoolPages(ABC):
         self._doubt(keys, got)
         return self.of_pages(got)
 
-    def put(self, hashes: Sequence[str], indices: torch.Tensor, give_up: float) -> Pages:
-        """Which pages are stored, now or before."""
+    def put(
+        self, hashes: Sequence[str], indices: torch.Tensor, give_up: float, hints: PutHints = NO_HINTS,
+        before: Sequence[str] = (),
+    ) -> Pages:  # fmt: skip
+        """Which pages are stored, now or before. ``before``: see `keys_before`."""
         indices = self._checked(hashes, indices)
-        keys = self.keys(hashes)
-        there = self.of_pages(self.store.exists(keys) & ~self.doubtful.among(keys))
+        keys, ahead = self.keys(hashes), self.keys_before(before)
+        there = self.of_pages(self.store.exists(ahead + keys)[len(ahead) :] & ~self.doubtful.among(keys))
         absent = np.flatnonzero(~there).tolist()
         if absent:
             chosen = indices.reshape(-1, self.page_tokens)[absent].reshape(-1)
             new_keys = self.keys([hashes[number] for number in absent])
-            there[absent] = self.of_pages(self._put(new_keys, chosen, give_up))
+            there[absent] = self.of_pages(self._put(new_keys, chosen, give_up, hints))
             self.doubtful.forget(new_keys)
         return there
 
@@ -87,7 +103,7 @@ class PoolPages(ABC):
         """Which blocks were got."""
 
     @abstractmethod
-    def _put(self, keys: list[bytes], indices: torch.Tensor, give_up: float) -> Pages:
+    def _put(self, keys: list[bytes], indices: torch.Tensor, give_up: float, hints: PutHints) -> Pages:
         """Which blocks are stored."""
 
 
@@ -134,8 +150,9 @@ class PagesInPlace(PoolPages):
         got: Pages = results == sizes
         return got
 
-    def _put(self, keys: list[bytes], indices: torch.Tensor, give_up: float) -> Pages:
-        return self._move(self.store.put, 0, keys, indices, give_up)[0].astype(np.bool_)
+    def _put(self, keys: list[bytes], indices: torch.Tensor, give_up: float, hints: PutHints) -> Pages:
+        put = partial(self.store.put, hints=hints)
+        return self._move(put, 0, keys, indices, give_up)[0].astype(np.bool_)
 
 
 class GatheredPages(PoolPages):
@@ -187,7 +204,7 @@ class GatheredPages(PoolPages):
 
         return self._move_out(keys, take, give_up)
 
-    def _put(self, keys: list[bytes], indices: torch.Tensor, give_up: float) -> Pages:
+    def _put(self, keys: list[bytes], indices: torch.Tensor, give_up: float, hints: PutHints) -> Pages:
         starts = indices[:: self.page_tokens].tolist()
 
         def fill(number: int, part: torch.Tensor) -> None:
@@ -197,7 +214,7 @@ class GatheredPages(PoolPages):
             else:
                 part.copy_(self.pool.get_data_page(starts[number], flat=True))
 
-        return self._move_in(keys, fill, give_up)
+        return self._move_in(keys, fill, give_up, hints)
 
     def _move_out(self, keys: list[bytes], take: Callable[[int, torch.Tensor], None], give_up: float) -> Pages:
         """Get pages, and have each that was got taken out of its part of the shared memory."""
@@ -214,7 +231,9 @@ class GatheredPages(PoolPages):
                         got[number] = True
         return got
 
-    def _move_in(self, keys: list[bytes], fill: Callable[[int, torch.Tensor], None], give_up: float) -> Pages:
+    def _move_in(
+        self, keys: list[bytes], fill: Callable[[int, torch.Tensor], None], give_up: float, hints: PutHints = NO_HINTS
+    ) -> Pages:
         """Have each page filled into its part of the shared memory, and put them."""
         stored = np.zeros(len(keys), np.bool_)
         with self._staging.taken(self.page_size) as region:
@@ -225,7 +244,7 @@ class GatheredPages(PoolPages):
                     break
                 sizes = [self.page_size] * len(numbers)
                 chosen = [keys[number] for number in numbers]
-                stored[numbers] = self.store.put(chosen, region, offsets, sizes, deadline=left)
+                stored[numbers] = self.store.put(chosen, region, offsets, sizes, deadline=left, hints=hints)
         return stored
 
     def _windows(self, count: int, region: Region) -> Iterator[tuple[list[int], list[int]]]:

@@ -31,7 +31,7 @@ class Lookups:
     asked for it are forgotten; one that does not come within ``deadline`` seconds is False.
     """
 
-    def __init__(self, find: Callable[[list[bytes]], Sequence[bool]], deadline: float) -> None:
+    def __init__(self, find: Callable[[list[bytes], str], Sequence[bool]], deadline: float) -> None:
         """``find``: asks about the keys of one request, in the order in which they would be loaded; may wait."""
         self._find = find
         self._deadline = deadline
@@ -39,7 +39,7 @@ class Lookups:
         self._keys: defaultdict[str, set[bytes]] = defaultdict(set)
         """by request"""
         self._gathered: list[tuple[bytes, _Asked]] = []
-        self._batches: queue.SimpleQueue[list[tuple[bytes, _Asked]] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[tuple[bytes, _Asked]] | Callable[[], object] | None] = queue.SimpleQueue()
         self.late = 0
         """keys whose answer did not come in time"""
         self._thread = threading.Thread(target=self._answer, name="kvfuse-lookup", daemon=True)
@@ -76,6 +76,10 @@ class Lookups:
             if not asked.requests:
                 del self._asked[key]
 
+    def run(self, call: Callable[[], object]) -> None:
+        """Have the thread call it, after what it has to ask by now. For what nobody waits for."""
+        self._batches.put(call)
+
     def close(self) -> None:
         self._batches.put(None)
         self._thread.join()
@@ -84,18 +88,21 @@ class Lookups:
 
     def _answer(self) -> None:
         while (batch := self._batches.get()) is not None:
+            if callable(batch):
+                batch()
+                continue
             by_request: defaultdict[str, list[tuple[bytes, _Asked]]] = defaultdict(list)
             for row in batch:
                 by_request[row[1].request].append(row)
-            for rows in by_request.values():
-                self._answer_request(rows)
+            for request, rows in by_request.items():
+                self._answer_request(request, rows)
 
-    def _answer_request(self, rows: Collection[tuple[bytes, _Asked]]) -> None:
+    def _answer_request(self, request: str, rows: Collection[tuple[bytes, _Asked]]) -> None:
         wanted = [(key, asked) for key, asked in rows if asked.found is None and asked.requests]
         if not wanted:
             return
         try:
-            found = self._find([key for key, _ in wanted])
+            found = self._find([key for key, _ in wanted], request)
         except Exception:  # whatever it is, the scheduler goes on: all are misses
             log.exception("%d keys could not be looked up", len(wanted))
             found = [False] * len(wanted)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
+from kvfuse.connectors.request_hints import NOTHING, WORD, RequestHints, hints_of
 from kvfuse.connectors.steady_store import SteadyStore
 from kvfuse.connectors.vllm import metrics
 from kvfuse.connectors.vllm.block_news import BlockNews
@@ -20,6 +23,7 @@ from kvfuse.connectors.vllm.identity import identify
 from kvfuse.connectors.vllm.lookups import Lookups
 from kvfuse.connectors.vllm.transfers import Transfers
 from kvfuse.sizes import parse_size
+from kvfuse.usrbio.client import NO_HINTS
 
 log = logging.getLogger("vllm.kvfuse")  # vLLM shows what its own loggers and those below say
 
@@ -70,11 +74,13 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
         region = self.store.register(memory.reshape(-1))
         backlog = int(parse_size(store_backlog)) if store_backlog else int(memory.nbytes * BACKLOG_SHARE)
         self.transfers = Transfers(
-            self.store, region, self._row_size, deadline=deadline, backlog=backlog, threads=threads
+            self.store, region, self._row_size, deadline=deadline, backlog=backlog, threads=threads, name=self._name
         )
         self._seconds_per_chunk = self._identity.chunk_tokens / (prefill_tokens_per_second or float("inf"))
         self.lookups = Lookups(self._find, deadline)
         self._jobs: dict[int, Sequence[bytes]] = {}
+        self._hints: dict[str, RequestHints] = {}
+        """of requests that have any"""
         self._stats = metrics.Stats()
         locality_of = getattr(_base, "Locality", str)
         self.locality = locality_of(locality) if locality is not None else None
@@ -84,7 +90,13 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
     # -- look-ups ------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
-        return _base.RequestOffloadingContext()
+        """A request whose blocks are to be kept longer or shorter has all of them stored, not only new ones."""
+        hints = request_hints(req_context)
+        if hints != NOTHING:
+            self._hints[req_context.req_id] = hints
+        if hints.put == NO_HINTS or not hasattr(_base, "OffloadPolicy"):
+            return _base.RequestOffloadingContext()
+        return _base.RequestOffloadingContext(policy=_base.OffloadPolicy.REQUEST_LEVEL)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         found = self.lookups.lookup(key, req_context.req_id)
@@ -95,10 +107,24 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         self.lookups.forget(req_context.req_id)
+        self._hints.pop(req_context.req_id, None)
 
-    def _find(self, keys: list[bytes]) -> Sequence[bool]:
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Chunks were used that vLLM has itself."""
+        self.lookups.run(partial(self._touch, list(keys)))
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        self.store.touch([self._name(key) for key in keys])
+
+    def _find(self, keys: list[bytes], request: str) -> Sequence[bool]:
         """In the thread of look-ups: which are there, and in time if they are loaded in this order."""
         names = [self._name(key) for key in keys]
+        found = self._found(names)
+        if self._hints.get(request, NOTHING).is_prefetch and any(found):
+            self.lookups.run(partial(self.store.prefetch, list(compress(names, found))))
+        return found
+
+    def _found(self, names: Sequence[bytes]) -> Sequence[bool]:
         if self._seconds_per_chunk == 0:
             return self.store.exists(names).tolist()  # type: ignore[no-any-return]
         costs = self.store.costs(names)
@@ -143,7 +169,8 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
         slots = getattr(job, "chunk_ids", None)
         slots = [int(slot) for slot in (job.block_ids if slots is None else slots)]
         self._jobs[job.job_id] = keys
-        self.transfers.submit(job.job_id, [self._name(key) for key in keys], slots, is_load=is_load)
+        hints = NOTHING if is_load else self._hints.get(job.req_context.req_id, NOTHING)
+        self.transfers.submit(job.job_id, keys, slots, is_load=is_load, hints=hints.put)
 
     def _result(self, outcome: Any) -> Any:
         """As this version of vLLM has it; a failed load marks what it missed, so that it is not tried again."""
@@ -202,3 +229,12 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
     def get_stats(self) -> Any:
         self._stats.count("lookup_late", self.lookups.late - self._stats.seen["lookup_late"])
         return self._stats.take(self.transfers, self.store)
+
+
+def request_hints(req_context: Any) -> RequestHints:
+    """From ``kv_transfer_params`` of a request, or an action of its ``kv_hints``, where vLLM has them (0.31), which wins."""
+    words = (getattr(req_context, "kv_transfer_params", None) or {}).get(WORD)
+    for action in getattr(getattr(req_context, "kv_hints", None), "actions", ()):
+        if action.action_type == WORD:
+            words = action.payload
+    return hints_of(words, "vLLM")

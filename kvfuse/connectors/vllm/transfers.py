@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, copy_context
 from time import monotonic
 from typing import NamedTuple
@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.connectors.request_hints import Hinted
 from kvfuse.connectors.steady_store import Region, SteadyStore
+from kvfuse.usrbio.client import NO_HINTS, PutHints
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +33,15 @@ class Job(NamedTuple):
 
     number: int
     keys: Sequence[bytes]
-    """of the store"""
+    """the engine's; of the store from when it begins"""
     slots: Sequence[int]
     """rows of the memory"""
     is_load: bool
     submitted_at: float
     context: Context
     """of who submitted it: the store's requests are children of the span there"""
+    hints: PutHints = NO_HINTS
+    """of a store: blocks that were put without are put again"""
 
 
 class JobOutcome(NamedTuple):
@@ -60,12 +64,14 @@ class Transfers:
     """
 
     def __init__(
-        self, store: SteadyStore, region: Region, row_size: int, *, deadline: float, backlog: int, threads: int
-    ) -> None:
+        self, store: SteadyStore, region: Region, row_size: int, *, deadline: float, backlog: int, threads: int,
+        name: Callable[[bytes], bytes] = bytes,
+    ) -> None:  # fmt: skip
         """``row_size``: bytes of a slot. ``backlog``: bytes of stores that may wait; more are shed. ``threads``: for
-        each kind."""
-        self._store, self._region, self._row_size = store, region, row_size
+        each kind. ``name``: the store's key of the engine's; the threads ask it, once for each key of a job."""
+        self._store, self._region, self._row_size, self._name = store, region, row_size, name
         self._deadline, self._backlog = deadline, backlog
+        self._hinted = Hinted()
         self.counts: Counter[str] = Counter()
         """blocks: ``loaded``, ``load_missed``, ``stored``, ``store_known`` (were there), ``store_failed``,
         ``store_shed``"""
@@ -87,9 +93,11 @@ class Transfers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, number: int, keys: Sequence[bytes], slots: Sequence[int], *, is_load: bool) -> None:
+    def submit(
+        self, number: int, keys: Sequence[bytes], slots: Sequence[int], *, is_load: bool, hints: PutHints = NO_HINTS
+    ) -> None:
         """Never waits. A store beyond the backlog is shed: nothing of it is moved."""
-        job = Job(number, keys, slots, is_load, monotonic(), copy_context())
+        job = Job(number, keys, slots, is_load, monotonic(), copy_context(), hints)
         size = 0 if is_load else len(keys) * self._row_size
         with self._changed:
             if self._closed or (size and self._waiting_bytes and self._waiting_bytes + size > self._backlog):
@@ -143,7 +151,8 @@ class Transfers:
             begun = monotonic()
             moved = np.zeros(len(job.keys), np.bool_)
             try:
-                moved = job.context.run(self._load if is_load else self._put, job)
+                named = job._replace(keys=[self._name(key) for key in job.keys])
+                moved = job.context.run(self._load if is_load else self._put, named)
             except Exception:  # the engine goes on, whatever it was
                 log.exception("job %d of %d blocks failed", job.number, len(job.keys))
             with self._changed:
@@ -186,10 +195,12 @@ class Transfers:
             self._suspects.update(keys)
 
     def _put(self, job: Job) -> Found:
-        """Those that are there are not written again."""
+        """Those that are there are not written again, unless they are to have hints that they may not have."""
         suspects = self._suspects.intersection(job.keys)
         known = self._store.exists(job.keys)
         known &= [key not in suspects for key in job.keys]
+        if job.hints != NO_HINTS:
+            known &= self._hinted.among(job.keys, job.hints)
         stored = known.copy()
         for part in self._parts(job):
             rows = np.flatnonzero(~known[part]) + part.start
@@ -197,7 +208,9 @@ class Transfers:
                 continue
             slots, sizes = [job.slots[row] for row in rows], [self._row_size] * len(rows)
             keys, offsets, left = [job.keys[row] for row in rows], self._offsets(slots), self._time_left(job)
-            stored[rows] = self._store.put(keys, self._region, offsets, sizes, deadline=left)
+            stored[rows] = self._store.put(keys, self._region, offsets, sizes, deadline=left, hints=job.hints)
+            if job.hints != NO_HINTS:
+                self._hinted.add([job.keys[row] for row in rows.tolist() if stored[row]], job.hints)
             if not self._store.is_up:
                 break
         if not stored.all():

@@ -23,10 +23,12 @@ from kvfuse.usrbio.client.gpu.ways import Way
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.ring import Ring
 from kvfuse.usrbio.protocol.costs import Costs, Tier, decode_costs
-from kvfuse.usrbio.protocol.wire import CQE, Flag, NewsKind, Op, Priority, PutHints
+from kvfuse.usrbio.protocol.wire import CQE, NO_HINTS, TTL_MAX, Flag, NewsKind, Op, Priority, PutHints
 
 __all__ = [
     "CQE",
+    "NO_HINTS",
+    "TTL_MAX",
     "BlockStore",
     "Client",
     "Costs",
