@@ -69,6 +69,18 @@ RedisUrl = Annotated[
         description='a URL such as "redis://10.0.0.1:6379", with rediss:// for TLS',
     ),
 ]
+BucketUrl = Annotated[
+    str, Meta(pattern=r"^https?://[^\s/,@]+/?$", description='a URL such as "https://s3.example.com:9000", without keys')
+]
+BucketName = Annotated[
+    str, Meta(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="3 to 63 small letters, digits, dots and dashes")
+]
+BucketPrefix = Annotated[
+    str,
+    Meta(
+        pattern=r"^([A-Za-z0-9_.-]{1,60}/){0,8}$", description='folders such as "kvfuse/volume1/", with a slash at the end'
+    ),
+]
 TraceUrl = Annotated[
     str, Meta(pattern=r"^https?://[^\s@]+$", description='a URL such as "http://10.0.0.1:4318/v1/traces"')
 ]
@@ -234,6 +246,35 @@ class BlockOptions(_Engine, frozen=True, tag="block"):
     """seconds for which nobody writes to slabs of a host that is gone: its last writes may still be under way"""
     reservations: bool = False
     """devices refuse further writes of such a host, where they have persistent reservations"""
+
+
+class BucketOptions(_Engine, frozen=True):
+    """Base of what has its bytes in a bucket of an S3 server."""
+
+    endpoint: BucketUrl | None = None
+    """None: Amazon's, of the region"""
+    bucket: BucketName | None = None
+    prefix: BucketPrefix = ""
+    """of all objects' names"""
+    region: Word = "us-east-1"
+    credentials_file: Path | None = None
+    """as ~/.aws/credentials; None: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, or the machine's
+    role"""
+    ca_file: Path | None = None
+    """an authority for https beside those that the system trusts"""
+    path_style: bool = True
+    """the bucket's name is in the path of the URL, not in the host's name"""
+
+
+class S3Options(BucketOptions, frozen=True, tag="s3"):
+    """Bytes in the objects of a bucket."""
+
+    object_size: ObjectBytes = 8 * MIB
+    """bytes of one object: a write of a part of one reads it and puts it whole"""
+    deadline: DeadlineSeconds = 10.0
+    """seconds for a request"""
+    in_flight_max: Count = 16
+    """requests under way"""
 
 
 class AutoIndexOptions(_Engine, frozen=True, tag="auto"):
@@ -485,7 +526,7 @@ class Options(_Section, frozen=True):
 
     volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
     records: LmdbOptions | EtcdOptions = msgspec.field(default_factory=LmdbOptions)
-    segments: FileOptions | RadosOptions | BlockOptions = msgspec.field(default_factory=FileOptions)
+    segments: FileOptions | RadosOptions | BlockOptions | S3Options = msgspec.field(default_factory=FileOptions)
     index: AutoIndexOptions | EtcdIndexOptions | OmapIndexOptions | RedisIndexOptions = msgspec.field(
         default_factory=AutoIndexOptions
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import trio
 
 from kvfuse.errors import ConfigError
@@ -17,6 +19,7 @@ from kvfuse.options.config import Options, disk_free
 from kvfuse.options.options import (
     AutoIndexOptions,
     BlockOptions,
+    BucketOptions,
     EtcdIndexOptions,
     EtcdOptions,
     FileOptions,
@@ -24,6 +27,7 @@ from kvfuse.options.options import (
     OmapIndexOptions,
     RadosOptions,
     RedisIndexOptions,
+    S3Options,
 )
 from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import Meter, RecordStore
@@ -100,6 +104,8 @@ async def free_space(options: Options) -> tuple[int | None, str]:
     if isinstance(options.segments, BlockOptions):
         sizes = await trio.to_thread.run_sync(making.sizes_of, device_paths(options.segments))
         return _room(options, sizes), f"on {', '.join(options.segments.devices)}"
+    if isinstance(options.segments, S3Options):
+        return None, f"in the bucket {options.segments.bucket}"
     async with _closing(await _open_rados(options, options.segments)) as segments:
         return await segments.free_bytes(), f"in the pool {options.segments.pool}"
 
@@ -134,6 +140,29 @@ async def _open_rados(options: Options, rados: RadosOptions, *_: object) -> Rado
     from kvfuse.remote.segments.rados.store import RadosSegments
 
     return await RadosSegments.open(_pool_place(options, rados))
+
+
+async def _open_bucket(options: Options, bucket: S3Options, *_: object) -> SegmentStore:
+    """ConfigError where others may read the keys, or the package is missing."""
+    check_bucket(bucket, "segments")
+    from kvfuse.remote.segments.s3.store import S3Segments
+
+    return await S3Segments.open(msgspec.structs.replace(bucket, prefix=bucket_prefix(options, bucket)))
+
+
+def bucket_prefix(options: Options, bucket: BucketOptions) -> str:
+    """Of all objects of a volume."""
+    return bucket.prefix or f"{options.volume.name or options.volume_path.name}/"
+
+
+def check_bucket(bucket: BucketOptions, table: str) -> None:
+    """ConfigError: the bucket is not named, its keys are others' to read, or obstore is not installed."""
+    if bucket.bucket is None:
+        raise ConfigError(f"{table}.bucket is not set: engine 's3' needs one")
+    if bucket.credentials_file is not None:
+        check_private(bucket.credentials_file, f"{table}.credentials_file")
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError(f"{table}.engine 's3' needs the package obstore: pip install 'kvfuse[s3]'")
 
 
 def _pool_place(options: Options, rados: RadosOptions) -> PoolPlace:
@@ -249,6 +278,7 @@ SEGMENTS: dict[type, Callable[..., Awaitable[SegmentStore]]] = {
     FileOptions: _open_files,
     RadosOptions: _open_rados,
     BlockOptions: _open_devices,
+    S3Options: _open_bucket,
 }
 INDEXES: dict[type, Callable[..., Awaitable[BlockIndex | None]]] = {
     AutoIndexOptions: _open_auto_index,
