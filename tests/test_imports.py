@@ -72,12 +72,12 @@ OF_ENGINES = {"lmcache", "sglang", "torch", "ucm", "vllm"}
 
 INNER: dict[str, list[set[str]]] = {
     "volume": [
-        *[{"views"}, {"measures"}, {"tier"}, {"api"}, {"store"}, {"disk"}, {"namespaces"}, {"inodes"}],
+        *[{"views"}, {"measures"}, {"tier"}, {"api"}, {"store"}, {"disk"}, {"cold"}, {"namespaces"}, {"inodes"}],
         *[{"slots"}, {"commit"}, {"content"}, {"names"}, {"blocks"}, {"tenancy"}, {"hosts"}],
         *[{"opening"}, {"check"}, {"parts"}, {"operations", "restored_files"}, {"volume"}, {"running"}],
     ],
     "usrbio": [{"protocol"}, {"client", "daemon"}, {"hf3fs"}],
-    "remote": [{"libc", "faults"}, {"mapguard"}, {"records", "segments"}, {"index"}],
+    "remote": [{"libc", "faults", "bucket"}, {"mapguard"}, {"records", "segments"}, {"index"}],
 }
 """room -> its rooms from the bottom up: each may import itself and those before it, not those beside it"""
 
@@ -90,6 +90,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pyverbs": {"peer"},
     "hiredis": {"remote.index"},
     "rados": {"remote.segments"},
+    "obstore": {"remote.bucket"},
     "cuda": {"usrbio.client.gpu.cuda"},
     "click": {"cli"},
     "rich": {"cli"},

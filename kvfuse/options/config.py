@@ -25,6 +25,8 @@ from kvfuse.errors import ConfigError
 from kvfuse.options.options import (
     SIZES,
     BlockOptions,
+    BucketOptions,
+    ColdBucketOptions,
     EtcdIndexOptions,
     EtcdOptions,
     KernelFlag,
@@ -102,6 +104,15 @@ UNSET: dict[str, str] = {
     "segments.devices": "must be set",
     "segments.weights": "as the devices have room",
     "segments.domains": "each device fails alone",
+    "segments.endpoint": "Amazon's, of the region",
+    "segments.bucket": "must be set",
+    "segments.credentials_file": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+    "segments.ca_file": "those that the system trusts",
+    "cold.endpoint": "Amazon's, of the region",
+    "cold.bucket": "must be set",
+    "cold.capacity": "must be set",
+    "cold.credentials_file": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+    "cold.ca_file": "those that the system trusts",
     "index.url": "must be set",
     "index.user": "the server's default",
     "index.password_file": "none",
@@ -155,6 +166,12 @@ _SHORT_WORDS = {
     # index has such keys, too, but had none when these words came into fstabs
     "password_file": "records.password_file",
     "ca_file": "records.ca_file",
+    # likewise segments and cold, of engine s3
+    "capacity": "volume.capacity",
+    "endpoint": "trace.endpoint",
+    "object_size": "segments.object_size",
+    "prefix": "records.prefix",
+    "rate": "scrub.rate",
 }
 # fmt: off
 _IGNORED_WORDS = frozenset((
@@ -440,6 +457,7 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
     _check_disk_tier(options, origins)
     _check_devices(options)
     _check_index(options)
+    _check_buckets(options)
     if isinstance(options.records, EtcdOptions):
         _check_shared(options, options.records, origins)
     elif isinstance(options.segments, RadosOptions):
@@ -493,6 +511,21 @@ def _check_index(options: Options) -> None:
         raise ConfigError("index.user needs index.password_file")
     if index.ca_file is not None and not index.url.startswith("rediss:"):
         raise ConfigError("index.ca_file is for rediss://, but index.url is of redis://")
+
+
+def _check_buckets(options: Options) -> None:
+    cold = options.cold
+    for table, bucket in (("segments", options.segments), ("cold", cold)):
+        if isinstance(bucket, BucketOptions):
+            if bucket.bucket is None:
+                raise ConfigError(f"{table}.bucket is not set: {table}.engine 's3' needs the name of a bucket")
+            if options.is_shared:
+                raise ConfigError(f"{table}.engine 's3' is for volumes of one host: records.engine 'lmdb'")
+    if isinstance(cold, ColdBucketOptions):
+        if cold.capacity is None:
+            raise ConfigError("cold.capacity is not set: say how many bytes of the bucket the volume may use")
+        if cold.capacity < 4 * cold.object_size:
+            raise ConfigError("cold.capacity is to be four times cold.object_size, at least")
 
 
 def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str]) -> None:

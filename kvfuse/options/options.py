@@ -61,6 +61,7 @@ NamespaceKind = Annotated[
     Literal["files", "cache", "blocks"], Meta(description="'files', or 'blocks' (formerly 'cache')")
 ]
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
+ColdObjectBytes = Annotated[int, _size(MIB, GIB, MIB)]
 Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
 RedisUrl = Annotated[
     str,
@@ -70,15 +71,18 @@ RedisUrl = Annotated[
     ),
 ]
 BucketUrl = Annotated[
-    str, Meta(pattern=r"^https?://[^\s/,@]+/?$", description='a URL such as "https://s3.example.com:9000", without keys')
+    str,
+    Meta(pattern=r"^https?://[^\s/,@]+/?$", description='a URL such as "https://s3.example.com:9000", without keys'),
 ]
 BucketName = Annotated[
-    str, Meta(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="3 to 63 small letters, digits, dots and dashes")
+    str,
+    Meta(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="3 to 63 small letters, digits, dots and dashes"),
 ]
 BucketPrefix = Annotated[
     str,
     Meta(
-        pattern=r"^([A-Za-z0-9_.-]{1,60}/){0,8}$", description='folders such as "kvfuse/volume1/", with a slash at the end'
+        pattern=r"^([A-Za-z0-9_.-]{1,60}/){0,8}$",
+        description='folders such as "kvfuse/volume1/", with a slash at the end',
     ),
 ]
 TraceUrl = Annotated[
@@ -124,6 +128,7 @@ SIZES = (
     ChunkBytes,
     SegmentBytes,
     ObjectBytes,
+    ColdObjectBytes,
     TierBytes,
     ReadAheadBytes,
     ScrubBytes,
@@ -277,6 +282,27 @@ class S3Options(BucketOptions, frozen=True, tag="s3"):
     """requests under way"""
 
 
+class NoColdOptions(_Engine, frozen=True, tag="none"):
+    """Blocks that leave the volume are gone."""
+
+
+class ColdBucketOptions(BucketOptions, frozen=True, tag="s3"):
+    """Blocks that leave the volume go to a bucket, and come back when they are asked for."""
+
+    capacity: Bytes | None = None
+    """bytes of objects, at most"""
+    object_size: ColdObjectBytes = 32 * MIB
+    """bytes of one object, about"""
+    rate: RateBytes = 0
+    """bytes a second that go to the bucket; 0: any number"""
+    deadline: DeadlineSeconds = 2.0
+    """seconds for a read, after which a block counts as absent"""
+    put_deadline: DeadlineSeconds = 60.0
+    """seconds for a put of an object, and for all that nobody waits for"""
+    in_flight_max: Count = 16
+    """reads under way"""
+
+
 class AutoIndexOptions(_Engine, frozen=True, tag="auto"):
     """omap where segments are in rados (in a pool that has omaps), else etcd where records are there, else none."""
 
@@ -377,6 +403,8 @@ class NamespaceOptions(_Section, frozen=True):
     """its blocks go after those of other caches"""
     tiers: Literal["all", "dram", "disk", "remote"] | None = None
     """tiers of a host that may get copies of its blocks"""
+    cold: Literal["none", "used", "all"] | None = None
+    """which blocks go to the cold tier when they leave the volume"""
     compression: Literal["none", "zstd"] | None = None
     """of whole chunks, where a smaller slot holds them then"""
     recompute_speed: TokenRate | None = None
@@ -530,6 +558,7 @@ class Options(_Section, frozen=True):
     index: AutoIndexOptions | EtcdIndexOptions | OmapIndexOptions | RedisIndexOptions = msgspec.field(
         default_factory=AutoIndexOptions
     )
+    cold: NoColdOptions | ColdBucketOptions = msgspec.field(default_factory=NoColdOptions)
     client: ClientOptions = msgspec.field(default_factory=ClientOptions)
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)

@@ -207,7 +207,7 @@ class _Reading:
 
 
 def _open(options: BucketOptions, bucket: str, deadline: float) -> S3Store:
-    client: dict[str, Any] = {"timeout": timedelta(seconds=deadline), "connect_timeout": timedelta(seconds=deadline)}
+    client: Any = {"timeout": timedelta(seconds=deadline), "connect_timeout": timedelta(seconds=deadline)}
     client["allow_http"] = options.endpoint is not None and options.endpoint.startswith("http://")
     if options.ca_file is not None:
         client["root_certificate"] = _read_file(options.ca_file, "ca_file")

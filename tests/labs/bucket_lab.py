@@ -39,5 +39,6 @@ def bucket_server() -> Iterator[SeaweedServer]:
 def bucket_options(server: SeaweedServer, part: str, **more: Any) -> S3Options:
     """How to reach a part of a bucket: ``part`` is turned into a prefix."""
     prefix = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', part)[:50]}.{zlib.crc32(part.encode()):08x}/"
-    keys = {"endpoint": server.endpoint, "bucket": BUCKET, "credentials_file": server.credentials_file, "deadline": 60.0}
+    keys = {"endpoint": server.endpoint, "bucket": BUCKET, "credentials_file": server.credentials_file}
+    keys["deadline"] = 60.0
     return S3Options(**{**keys, "prefix": prefix, **more})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from kvfuse.options.options import (
     AutoIndexOptions,
     BlockOptions,
     BucketOptions,
+    ColdBucketOptions,
     EtcdIndexOptions,
     EtcdOptions,
     FileOptions,
@@ -152,7 +154,16 @@ async def _open_bucket(options: Options, bucket: S3Options, *_: object) -> Segme
 
 def bucket_prefix(options: Options, bucket: BucketOptions) -> str:
     """Of all objects of a volume."""
-    return bucket.prefix or f"{options.volume.name or options.volume_path.name}/"
+    return bucket.prefix or f"{re.sub('[^A-Za-z0-9_.-]', '_', options.volume_path.name)[:60]}/"
+
+
+def cold_bucket(options: Options, volume_id: bytes) -> ColdBucketOptions | None:
+    """Where the cold tier of a volume is, with a prefix of its own; None: it has none. ConfigError."""
+    if not isinstance(options.cold, ColdBucketOptions):
+        return None
+    check_bucket(options.cold, "cold")
+    prefix = f"{bucket_prefix(options, options.cold)}{volume_id.hex()[:16]}/"
+    return msgspec.structs.replace(options.cold, prefix=prefix)
 
 
 def check_bucket(bucket: BucketOptions, table: str) -> None:

@@ -38,8 +38,9 @@ class SeaweedServer(Server):
         )
         words = [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), others, strict=True)]
         words += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false", "-volume.max=0"]
-        words += ["-s3", f"-s3.port={self.port}", f"-s3.config={settings}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.minFreeSpace=1"]
-        super().__init__(folder, "seaweed", [_program(), "server", *words, f"-master.volumeSizeLimitMB={volume_size_mb}"])
+        words += ["-s3", f"-s3.port={self.port}", f"-s3.config={settings}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        words += ["-volume.minFreeSpace=1", f"-master.volumeSizeLimitMB={volume_size_mb}"]
+        super().__init__(folder, "seaweed", [_program(), "server", *words])
 
     @property
     def endpoint(self) -> str:

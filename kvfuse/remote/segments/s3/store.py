@@ -31,6 +31,7 @@ SEGMENT_FACTS = struct.Struct("<8sQQ")
 SEGMENT_MAGIC = b"KVFS3SEG"
 Part = tuple[int, int]
 """segment, and the number of an object of it"""
+Ranges = list[Range]
 ATTEMPTS = 8
 """of a write that others are faster than"""
 
@@ -40,9 +41,7 @@ class S3Segments(SegmentStore):
 
     def __init__(self, options: S3Options) -> None:
         super().__init__(
-            SegmentLimits(
-                mappable=False, durable=True, deadline=2 * options.deadline, part_size=options.object_size
-            )
+            SegmentLimits(mappable=False, durable=True, deadline=2 * options.deadline, part_size=options.object_size)
         )
         self._bucket = Bucket(options, options.deadline, options.in_flight_max)
         self._object_size = options.object_size
@@ -117,7 +116,7 @@ class S3Segments(SegmentStore):
             self.counters.reads += len(batch)
             await self._each(self._pieces(batch), self._read_part)
 
-    async def _read_part(self, part: Part, pieces: list[Range]) -> None:
+    async def _read_part(self, part: Part, pieces: Ranges) -> None:
         self.counters.operations += len(pieces)
         try:
             await self._bucket.read(_name(part), pieces)
@@ -131,7 +130,7 @@ class S3Segments(SegmentStore):
             self.counters.writes += len(batch)
             await self._each(self._pieces(batch), self._write_part)
 
-    async def _write_part(self, part: Part, pieces: list[Range]) -> None:
+    async def _write_part(self, part: Part, pieces: Ranges) -> None:
         async with self._turns[part]:
             for _ in range(ATTEMPTS):
                 data, expected = await self._changed_part(part, pieces)
@@ -144,7 +143,7 @@ class S3Segments(SegmentStore):
                     return
         raise EngineError(f"{self._bucket.title}{_name(part)}: other writes were faster {ATTEMPTS} times")
 
-    async def _changed_part(self, part: Part, pieces: list[Range]) -> tuple[memoryview, str]:
+    async def _changed_part(self, part: Part, pieces: Ranges) -> tuple[memoryview, str]:
         """The whole object as it is to be, and the tag of the one that it replaces."""
         whole = self._part_size(part)
         if len(pieces) == 1 and len(pieces[0].target) == whole:
@@ -184,7 +183,7 @@ class S3Segments(SegmentStore):
         with self._calls:
             yield
 
-    async def _each(self, pieces: Mapping[Part, list[Range]], do: Callable[[Part, list[Range]], Awaitable[None]]) -> None:
+    async def _each(self, pieces: Mapping[Part, Ranges], do: Callable[[Part, Ranges], Awaitable[None]]) -> None:
         """Do something to all parts, some at the same time. The first EngineError, once all have ended."""
         failures: list[EngineError] = []
         rest = iter(pieces.items())
@@ -202,9 +201,9 @@ class S3Segments(SegmentStore):
         if failures:
             raise failures[0]
 
-    def _pieces(self, batch: Sequence[Transfer]) -> dict[Part, list[Range]]:
+    def _pieces(self, batch: Sequence[Transfer]) -> dict[Part, Ranges]:
         """What the transfers are of each object."""
-        pieces: defaultdict[Part, list[Range]] = defaultdict(list)
+        pieces: defaultdict[Part, Ranges] = defaultdict(list)
         for segment, offset, buffer in batch:
             data = memoryview(buffer).cast("B")
             done = 0
