@@ -662,8 +662,6 @@ class BlockEngine:
             self.eviction.expiry(table.namespace, now, terms.expires), terms.priority, results, sequences,
             terms.shown_us or now_us, only_absent,
         )  # fmt: skip
-        if self.cold is not None and (results == forms.NO_SLOT).any():  # the core may have dropped a former block
-            self.cold.kill(table.readers.directory, names)
         if len(self.tables.of(table.readers.directory)) > 1:
             self._drop_beside(table, names, now, sequences)
         self.eviction.note_put(table, results, sizes)

@@ -38,7 +38,7 @@ GATHER_SECONDS = 1.0
 """for which blocks wait for others, to share an object"""
 BATCH_SHARE, BATCH_MIN = 0.005, 1 << 20
 """of the volume, and bytes: as many do not wait for others, however large an object may be"""
-WAITING_OBJECTS = 3
+WAITING_OBJECTS = 8
 """full objects' bytes of blocks that may wait"""
 PROMOTERS = 4
 TAKEN_BYTES = 16 << 20

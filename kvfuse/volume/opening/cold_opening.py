@@ -17,6 +17,30 @@ GRAVES_FILE = "cold-graves"
 """in the volume's folder"""
 
 
+async def remove_cold(options: Options, volume_id: bytes, step: Callable[[str], None]) -> None:
+    """Delete all objects of the cold tier of a volume that is being destroyed. ConfigError, EngineError."""
+    options_of_cold = cold_bucket(options, volume_id)
+    if options_of_cold is None:
+        return
+    from kvfuse.remote.bucket import Bucket
+
+    bucket = Bucket(options_of_cold, options_of_cold.put_deadline, options_of_cold.in_flight_max)
+    step(f"removing cold blocks in {bucket.title}")
+    while names := [one.name for one in await bucket.list("blocks/")]:
+        await bucket.delete(names)
+
+
+async def ask_bucket(options: Options) -> str:
+    """Look into the bucket of the cold tier. Its name. ConfigError, EngineError."""
+    found = cold_bucket(options, bytes(16))
+    assert found is not None
+    from kvfuse.remote.bucket import Bucket
+
+    bucket = Bucket(found, found.deadline, found.in_flight_max)
+    await bucket.list("blocks/")
+    return f"s3://{found.bucket}"
+
+
 def open_cold(
     options: Options, volume_id: bytes, is_valid: Callable[[Group], bool], latest: Callable[[], int]
 ) -> ColdTier | None:

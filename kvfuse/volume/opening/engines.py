@@ -173,7 +173,7 @@ def check_bucket(bucket: BucketOptions, table: str) -> None:
     if bucket.credentials_file is not None:
         check_private(bucket.credentials_file, f"{table}.credentials_file")
     if importlib.util.find_spec("obstore") is None:
-        raise ConfigError(f"{table}.engine 's3' needs the package obstore: pip install 'kvfuse[s3]'")
+        raise ConfigError(f"{table}.engine 's3' needs the package obstore: pip install 'obstore>=0.8'")
 
 
 def _pool_place(options: Options, rados: RadosOptions) -> PoolPlace:

@@ -1,0 +1,168 @@
+"""Blocks that leave a volume go to a bucket and come back: a mount, a ring's client, SeaweedFS."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+from bucket_lab import bucket_server
+from cold_lab import KIB, MIB, Beside, cold_figures, cold_mount, settle
+from mounting import wait_until
+
+from kvfuse_cluster.seaweed import SeaweedServer
+
+pytestmark = pytest.mark.ring(2)
+
+
+@pytest.fixture(scope="module")
+def own_seaweed() -> Iterator[SeaweedServer]:
+    """One that tests may stop."""
+    with bucket_server() as server:
+        yield server
+
+
+def keys(start: int, end: int) -> list[bytes]:
+    return [b"block-%06d" % number for number in range(start, end)]
+
+
+def fill(beside: Beside, start: int, end: int, size: int = 64 * KIB) -> None:
+    """Put some at a time, and let those that leave go to the bucket."""
+    for first in range(start, end, 25):
+        beside.put(keys(first, min(first + 25, end)), size)
+        settle(beside.mount)
+
+
+def check_all(beside: Beside, start: int, end: int) -> int:
+    """Get some at a time: those that come back push out others. How many were there."""
+    hits = 0
+    for first in range(start, end, 20):
+        hits += beside.check(keys(first, min(first + 20, end)))
+        settle(beside.mount)
+    return hits
+
+
+def test_blocks_that_left_come_back(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 600)
+        assert settle(mount)["blocks"] > 300
+        assert sum(beside.store.exists(keys(0, 600))) == 600
+        assert beside.store.longest_prefix(keys(0, 600)) == 600
+        cold, hot = (beside.store.costs(some).milliseconds[0] for some in (keys(0, 1), keys(599, 600)))
+        assert hot < cold < 60_000, "a cold block is not expected later than a hot one"
+        assert beside.check(keys(0, 100)) == 100
+        assert cold_figures(mount)["promoted"] == 100
+        assert beside.check(keys(0, 100)) == 100
+        assert cold_figures(mount)["promoted"] == 100, "a block that came back is hot"
+        beside.store.close()
+
+
+def test_blocks_come_back_after_a_restart(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 600)
+        count = settle(mount)["blocks"]
+        beside.store.close()
+        mount.unmount()
+        mount.mount()
+        assert settle(mount)["blocks"] == count
+        beside.store = type(beside.store)(mount.point, "ns")
+        assert check_all(beside, 0, 600) == 600
+        beside.store.close()
+
+
+def test_a_block_that_was_brought_back_is_not_stored_twice(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 400)
+        before = settle(mount)
+        assert beside.check(keys(0, 60)) == 60  # they are hot, and others leave
+        assert check_all(beside, 60, 250) == 190
+        after = settle(mount)
+        assert after["promoted"] > 150
+        assert before["demoted"] < after["demoted"] <= 400, "blocks that came back were stored again"
+        assert check_all(beside, 0, 400) == 400
+        beside.store.close()
+
+
+def test_replaced_and_removed_blocks_stay_so(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 400)
+        cold = [key for key in keys(0, 100) if beside.store.exists([key])[0]]
+        beside.delete(cold[:30])
+        beside.put(cold[30:60], 64 * KIB)
+        beside.check(cold)
+        fill(beside, 400, 800)  # what is newer leaves, too
+        beside.check(cold)
+        beside.store.close()
+        mount.unmount()
+        mount.mount()
+        settle(mount)
+        beside.store = type(beside.store)(mount.point, "ns")
+        beside.check(cold)
+        assert not any(beside.store.exists(cold[:30]))
+        beside.store.close()
+
+
+def test_a_server_that_hangs_is_a_miss(own_seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(own_seaweed, deadline=1) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 400)
+        own_seaweed.kill(signal.SIGSTOP)
+        try:
+            assert beside.check(keys(0, 20)) == 0
+            assert not any(beside.store.exists(keys(0, 20))), "the server is known to hang"
+            beside.put(keys(1000, 1400), 64 * KIB)  # hot blocks do not care
+            assert beside.check(keys(1390, 1400)) == 10
+        finally:
+            own_seaweed.kill(signal.SIGCONT)
+        wait_until(lambda: beside.check(keys(0, 20)) > 0, "blocks to come back")
+        beside.store.close()
+
+
+def test_the_bucket_holds_no_more_than_it_may(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed, cold_capacity="8MiB") as mount:
+        beside = Beside(mount, "ns", rng)
+        for start in range(0, 1000, 50):
+            fill(beside, start, start + 50)
+            assert cold_figures(mount)["used_bytes"] <= 8 * MIB
+        found = settle(mount)
+        assert found["removed_objects"] > 10
+        assert 4 * MIB < found["used_bytes"] <= 8 * MIB
+        assert beside.check(keys(0, 1000)) > 100
+        beside.store.close()
+
+
+@pytest.mark.ring(3)
+def test_a_dict_beside_it_agrees(seaweed: SeaweedServer, rng: random.Random) -> None:
+    """Random puts, gets, deletes, evictions, mounts and kills: no wrong byte."""
+    names = keys(0, 500)
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        for step in range(150):
+            some = rng.sample(names, rng.randrange(1, 40))
+            kind = rng.random()
+            if kind < 0.45:
+                beside.put(some)
+            elif kind < 0.8:
+                beside.check(some)
+            elif kind < 0.9:
+                beside.delete(some)
+            elif kind < 0.95:
+                settle(mount)
+            else:
+                beside.store.close()
+                if rng.random() < 0.5:
+                    mount.kill()
+                    beside.note_kill()
+                else:
+                    mount.unmount()
+                mount.mount()
+                settle(mount)
+                beside.store = type(beside.store)(mount.point, "ns")
+        assert beside.hits > 100
+        print(cold_figures(mount), step)
+        beside.store.close()
