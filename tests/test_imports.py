@@ -307,7 +307,7 @@ def test_what_is_imported_is_declared() -> None:
         pytest.skip("not run from a source tree")
     table = tomllib.loads(project.read_text())["project"]
     optional = table["optional-dependencies"]
-    lines = table["dependencies"] + optional["gpu"] + optional["redis"] + optional["traces"]
+    lines = table["dependencies"] + optional["gpu"] + optional["redis"] + optional["s3"] + optional["traces"]
     declared = {MODULES_OF.get(name := re.split("[<>=]", line)[0], name) for line in lines}
     imported = {
         name.split(".")[0]

@@ -105,10 +105,12 @@ UNSET: dict[str, str] = {
     "segments.weights": "as the devices have room",
     "segments.domains": "each device fails alone",
     "segments.endpoint": "Amazon's, of the region",
+    "segments.prefix": "the name of the volume's folder",
     "segments.bucket": "must be set",
     "segments.credentials_file": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
     "segments.ca_file": "those that the system trusts",
     "cold.endpoint": "Amazon's, of the region",
+    "cold.prefix": "the name of the volume's folder",
     "cold.bucket": "must be set",
     "cold.capacity": "must be set",
     "cold.credentials_file": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
@@ -174,6 +176,7 @@ _SHORT_WORDS = {
     "rate": "scrub.rate",
 }
 # fmt: off
+_URLS = ("records.endpoints", "index.url", "segments.endpoint", "cold.endpoint")
 _IGNORED_WORDS = frozenset((
     "defaults", "_netdev", "nofail", "auto", "noauto", "comment", "user", "nouser", "users", "owner", "noowner",
     "group", "nogroup", "async", "lazytime", "nolazytime", "silent", "loud", "mand", "nomand", "iversion", "noiversion",
@@ -263,10 +266,12 @@ def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = 
         plain = _to_bytes(value) if is_size(key) else value
         result = msgspec.convert(plain, annotation, strict=not from_text, dec_hook=_hook)
     except (ValueError, RuntimeError):  # RuntimeError: expanduser found no home
-        if key in ("records.endpoints", "index.url") and "@" in str(value):
+        if key in _URLS and "@" in str(value):
             where = where.partition("=")[0]  # the rest may be a password
             table = key.partition(".")[0]
             remedy = f"set {table}.user and {table}.password_file"
+            if key in ("segments.endpoint", "cold.endpoint"):
+                remedy = f"set {table}.credentials_file"
             raise ConfigError(f"{where}: {key}: a user and a password have no place in a URL: {remedy}") from None
         expected = _expectation(annotation)
         raise ConfigError(f"{_masked(where)}: {key} is wrong - expected {expected}; found {_found(value)}") from None
@@ -276,7 +281,10 @@ def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = 
 def _nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """ " - did you mean ...?", or " - " and ``otherwise`` where no known word is like it."""
     names = list(known)
-    same_last = [name for name in names if name.split(".")[-1] == word.split(".")[-1]]
+    last = word.split(".")[-1]
+    if NAMES.get(last) in names:
+        return f" - did you mean '{NAMES[last]}'?"
+    same_last = [name for name in names if name.split(".")[-1] == last]
     near = difflib.get_close_matches(word, same_last, 1, 0.0) or difflib.get_close_matches(word, names, 1, 0.6)
     return f" - did you mean '{near[0]}'?" if near else f" - {otherwise}"
 

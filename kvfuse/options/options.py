@@ -259,8 +259,8 @@ class BucketOptions(_Engine, frozen=True):
     endpoint: BucketUrl | None = None
     """None: Amazon's, of the region"""
     bucket: BucketName | None = None
-    prefix: BucketPrefix = ""
-    """of all objects' names"""
+    prefix: BucketPrefix | None = None
+    """of all objects' names; None: the name of the volume's folder"""
     region: Word = "us-east-1"
     credentials_file: Path | None = None
     """as ~/.aws/credentials; None: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, or the machine's
@@ -558,10 +558,10 @@ class Options(_Section, frozen=True):
     index: AutoIndexOptions | EtcdIndexOptions | OmapIndexOptions | RedisIndexOptions = msgspec.field(
         default_factory=AutoIndexOptions
     )
-    cold: NoColdOptions | ColdBucketOptions = msgspec.field(default_factory=NoColdOptions)
     client: ClientOptions = msgspec.field(default_factory=ClientOptions)
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
+    cold: NoColdOptions | ColdBucketOptions = msgspec.field(default_factory=NoColdOptions)
     namespace: NamespaceOptions = msgspec.field(default_factory=NamespaceOptions)
     mount: MountOptions = msgspec.field(default_factory=MountOptions)
     usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)

@@ -68,10 +68,10 @@ class Bucket:
         """ConfigError: there is no bucket, or its keys cannot be read. Nothing is sent yet."""
         if options.bucket is None:
             raise ConfigError("no bucket is named: set the key bucket beside engine 's3'")
-        self.title = f"s3://{options.bucket}/{options.prefix}"
+        self._prefix = options.prefix or ""
+        self.title = f"s3://{options.bucket}/{self._prefix}"
         self.deadline = deadline
         self.requests = 0
-        self._prefix = options.prefix
         self._limiter = trio.CapacityLimiter(in_flight)
         self._store = _open(options, options.bucket, deadline)
 

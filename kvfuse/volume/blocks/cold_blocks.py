@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,17 @@ import trio
 from kvfuse import errors, failing
 from kvfuse.checksum import crc32c
 from kvfuse.native import blockforms as forms
+from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.native._blocks import fingerprints
 from kvfuse.policy.column_policy import Victims
 from kvfuse.volume.api import NameColumns, RowTerms
-from kvfuse.volume.blocks.block_tables import BlockTable
-from kvfuse.volume.blocks.slot_reads import slot_read
+from kvfuse.volume.blocks.block_arenas import BlockArenas
+from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.slot_reads import SlotReads, slot_read
 from kvfuse.volume.cold import cold_format as layout
+from kvfuse.volume.inodes.core import Core
 
 if TYPE_CHECKING:
-    from kvfuse.volume.blocks.block_engine import BlockEngine
     from kvfuse.volume.cold.cold_tier import ColdTier
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,23 @@ ROOM_SECONDS = 1.0
 Rows = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
+
+
+class HotBlocks(Protocol):
+    """The block store (`block_engine.BlockEngine`), which has this."""
+
+    core: Core
+    native: NativeCore
+    tables: BlockTables
+    arenas: BlockArenas
+    reads: SlotReads
+
+    def now(self, namespace: int) -> int: ...
+    def epoch_of(self, number: int) -> int: ...
+    def has(self, directory: int, names: NameColumns) -> Mask: ...
+    def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable: ...
+    def put_absent(self, table: BlockTable, name: bytes, data: memoryview, terms: RowTerms) -> tuple[int, int]: ...
+    async def make_room(self, why: int, table: BlockTable, size: int, give_up: float) -> None: ...
 
 
 class Leaving(NamedTuple):
@@ -76,7 +95,7 @@ class _Wanted:
 class ColdBlocks:
     """Of one membership. Event loop only, but for `find`, `look_up` and `removing`."""
 
-    engine: BlockEngine
+    engine: HotBlocks
     tier: ColdTier
     drop: Callable[[Leaving], int]
     """removes blocks, as evicted ones; returns bytes of slots"""

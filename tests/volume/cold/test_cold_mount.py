@@ -142,7 +142,7 @@ def test_a_dict_beside_it_agrees(seaweed: SeaweedServer, rng: random.Random) -> 
     names = keys(0, 500)
     with cold_mount(seaweed) as mount:
         beside = Beside(mount, "ns", rng)
-        for step in range(150):
+        for _ in range(150):
             some = rng.sample(names, rng.randrange(1, 40))
             kind = rng.random()
             if kind < 0.45:
@@ -164,5 +164,4 @@ def test_a_dict_beside_it_agrees(seaweed: SeaweedServer, rng: random.Random) -> 
                 settle(mount)
                 beside.store = type(beside.store)(mount.point, "ns")
         assert beside.hits > 100
-        print(cold_figures(mount), step)
         beside.store.close()
