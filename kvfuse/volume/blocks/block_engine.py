@@ -45,7 +45,7 @@ from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
 from kvfuse.volume.blocks.write_behind import WriteBehind
-from kvfuse.volume.cold.cold_index import Group
+from kvfuse.volume.cold.cold_index import ColdGroup
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import SegmentsTier
 from kvfuse.volume.measures.speeds import Tier, worth_reading
@@ -448,7 +448,7 @@ class BlockEngine:
         found = self.core.namespaces.all.get(number)
         return found is not None and found.settings.is_blocks
 
-    def is_valid_group(self, group: Group) -> bool:
+    def is_valid_group(self, group: ColdGroup) -> bool:
         """Cold blocks of a group may be served: their namespace was not cleared. Any thread."""
         found = self.core.namespaces.all.get(group.namespace)
         return found is not None and found.settings.is_blocks and found.settings.epoch == group.epoch

@@ -29,7 +29,6 @@ from kvfuse.volume.blocks.block_arenas import BlockArenas
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, slot_read
 from kvfuse.volume.cold import cold_format as layout
-from kvfuse.volume.inodes.core import Core
 
 if TYPE_CHECKING:
     from kvfuse.volume.cold.cold_tier import ColdTier
@@ -56,7 +55,7 @@ Mask = npt.NDArray[np.bool_]
 class HotBlocks(Protocol):
     """The block store (`block_engine.BlockEngine`), which has this."""
 
-    core: Core
+    core: Any
     native: NativeCore
     tables: BlockTables
     arenas: BlockArenas
@@ -70,7 +69,7 @@ class HotBlocks(Protocol):
     async def make_room(self, why: int, table: BlockTable, size: int, give_up: float) -> None: ...
 
 
-class Leaving(NamedTuple):
+class LeavingRows(NamedTuple):
     """Blocks of one table that a policy gave up."""
 
     namespace: int
@@ -97,13 +96,13 @@ class ColdBlocks:
 
     engine: HotBlocks
     tier: ColdTier
-    drop: Callable[[Leaving], int]
+    drop: Callable[[LeavingRows], int]
     """removes blocks, as evicted ones; returns bytes of slots"""
     counters: Counter[str] = field(default_factory=Counter)
     leaving: Counter[int] = field(default_factory=Counter)
     """namespace -> bytes of slots that are about to be free"""
-    _queue: deque[Leaving] = field(default_factory=deque)
-    _stored: list[Leaving] = field(default_factory=list)
+    _queue: deque[LeavingRows] = field(default_factory=deque)
+    _stored: list[LeavingRows] = field(default_factory=list)
     """on their way to the bucket: they may go at any time"""
     _work: trio.Event = field(default_factory=trio.Event)
     _wanted: dict[int, _Wanted] = field(default_factory=dict)
@@ -184,7 +183,7 @@ class ColdBlocks:
 
     def _take(self, namespace: int, table: BlockTable, gone: Victims, own: Rows) -> None:
         rows = np.ascontiguousarray(gone.rows[own], np.int64)
-        self._queue.append(Leaving(namespace, table, rows, gone.sequences[own].copy(), gone.sizes[own].copy()))
+        self._queue.append(LeavingRows(namespace, table, rows, gone.sequences[own].copy(), gone.sizes[own].copy()))
         self.leaving[namespace] += int(gone.sizes[own].sum())
 
     def surrender(self, size: int) -> int:
@@ -199,7 +198,7 @@ class ColdBlocks:
             freed += self._let_go(one)
         return freed
 
-    def _let_go(self, one: Leaving) -> int:
+    def _let_go(self, one: LeavingRows) -> int:
         self.leaving[one.namespace] -= int(one.sizes.sum())
         return self.drop(one)
 
@@ -225,9 +224,9 @@ class ColdBlocks:
                 self._work = trio.Event()
                 await self._work.wait()
 
-    def _next_batch(self) -> list[Leaving]:
+    def _next_batch(self) -> list[LeavingRows]:
         """What goes into the next object, or what is to be dropped with it."""
-        room, some = self.tier.options.object_size - layout.data_start(0), list[Leaving]()
+        room, some = self.tier.options.object_size - layout.data_start(0), list[LeavingRows]()
         while self._queue:
             one = self._queue.popleft()
             each = one.table.rows["length"][one.rows].astype(np.int64) + layout.STEP + forms.HEAD.itemsize
@@ -240,7 +239,7 @@ class ColdBlocks:
                 break
         return some
 
-    async def _store(self, some: list[Leaving]) -> int:
+    async def _store(self, some: list[LeavingRows]) -> int:
         """Store blocks, and have them leave the volume. Bytes that were stored."""
         whole, size = tuple(some), 0
         try:
@@ -261,7 +260,7 @@ class ColdBlocks:
                 self._let_go(one)
         return size
 
-    def _are_here(self, some: Sequence[Leaving]) -> Mask:
+    def _are_here(self, some: Sequence[LeavingRows]) -> Mask:
         """Which blocks the volume has still."""
         found = [(one.table, one.table.rows[one.rows], one.sequences) for one in some]
         return np.concatenate(
@@ -271,7 +270,7 @@ class ColdBlocks:
             ]
         )
 
-    def _heads_of(self, one: Leaving) -> npt.NDArray[np.void]:
+    def _heads_of(self, one: LeavingRows) -> npt.NDArray[np.void]:
         rows, readers = one.table.rows[one.rows].copy(), one.table.readers
         heads = np.zeros(len(rows), forms.HEAD)
         for name in ("length", "low", "high", "sequence", "directory", "checksum", "stored", "expires", "priority"):
@@ -286,7 +285,7 @@ class ColdBlocks:
         return heads
 
     async def _fill(
-        self, some: Sequence[Leaving], heads: npt.NDArray[np.void], offsets: Rows, data: memoryview
+        self, some: Sequence[LeavingRows], heads: npt.NDArray[np.void], offsets: Rows, data: memoryview
     ) -> None:
         """Bring the blocks to where they belong in an object; what is not right there is none. EngineError."""
         copies, reads, at = list[tuple[int, Any]](), list[Any](), 0
@@ -313,7 +312,7 @@ class ColdBlocks:
 
         await trio.to_thread.run_sync(copy)
 
-    def _slot_of(self, one: Leaving, row: int, sequence: int, target: memoryview) -> Any:
+    def _slot_of(self, one: LeavingRows, row: int, sequence: int, target: memoryview) -> Any:
         found = one.table.rows[row].copy()
         slab, slot, packed = found[["slab", "slot", "packed"]].item()
         if int(found["sequence"]) != sequence:
@@ -399,12 +398,13 @@ class ColdBlocks:
             if result >= 0 or result == forms.PRESENT:
                 break
             await self.engine.make_room(result, table, len(data), give_up)
-        self.counters["promoted"] += result >= 0
-        self.counters["promoted_bytes"] += len(data) if result >= 0 else 0
+        if result >= 0:
+            self.counters["promoted"] += 1
+            self.counters["promoted_bytes"] += len(data)
 
     def statistics(self) -> dict[str, Any]:
         return {**self.tier.statistics(), **self.counters, "leaving_bytes": sum(self.leaving.values())}
 
 
-def _part(one: Leaving, which: slice) -> Leaving:
+def _part(one: LeavingRows, which: slice) -> LeavingRows:
     return one._replace(rows=one.rows[which], sequences=one.sequences[which], sizes=one.sizes[which])

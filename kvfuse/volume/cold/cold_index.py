@@ -40,7 +40,7 @@ ROW = np.dtype(
 ROWS_MIN = 1024
 
 
-class Group(NamedTuple):
+class ColdGroup(NamedTuple):
     """What many blocks have in common."""
 
     directory: int
@@ -64,15 +64,15 @@ class ColdIndex:
         self._used = 0
         self._free: list[npt.NDArray[np.int64]] = []
         self._levels: list[tuple[Words, npt.NDArray[np.int32]]] = []
-        self.groups: list[Group] = []
-        self._group_numbers: dict[Group, int] = {}
+        self.groups: list[ColdGroup] = []
+        self._group_numbers: dict[ColdGroup, int] = {}
         self._directories: dict[int, int] = {}
         """directory -> blocks of it that are pending or alive"""
 
-    def group(self, number: int) -> Group:
+    def group(self, number: int) -> ColdGroup:
         return self.groups[number]
 
-    def number_of(self, group: Group) -> int:
+    def number_of(self, group: ColdGroup) -> int:
         with self.lock:
             number = self._group_numbers.setdefault(group, len(self.groups))
             if number == len(self.groups):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from kvfuse.native import blockforms as forms
 from kvfuse.options.options import ColdBucketOptions
 from kvfuse.remote.bucket import ABSENT, Bucket, Changed, NoObject, Range
 from kvfuse.volume.cold import cold_format as layout
-from kvfuse.volume.cold.cold_index import ALIVE, PENDING, ROW, ColdIndex, Group
+from kvfuse.volume.cold.cold_index import ALIVE, PENDING, ROW, ColdGroup, ColdIndex
 from kvfuse.volume.cold.grave_log import BEGUN, FLOOR, GRAVE, VOID, GraveLog, make_records
 
 log = logging.getLogger(__name__)
@@ -42,26 +43,14 @@ SWEEP_SECONDS = 5.0
 GAP = 64 << 10
 """bytes between blocks that are read with them"""
 READ_MAX = 16 << 20
+COUNTED = (
+    *("stored_objects", "stored_blocks", "stored_bytes", "read_blocks", "read_bytes"),
+    *("damaged_blocks", "failed_puts", "failed_reads", "killed_blocks", "removed_objects"),
+)
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-
-
-@dataclass
-class Counters:
-    """Of one mount."""
-
-    stored_objects: int = 0
-    stored_blocks: int = 0
-    stored_bytes: int = 0
-    read_blocks: int = 0
-    read_bytes: int = 0
-    damaged_blocks: int = 0
-    failed_puts: int = 0
-    failed_reads: int = 0
-    killed_blocks: int = 0
-    removed_objects: int = 0
 
 
 class Breaker:
@@ -104,7 +93,7 @@ class ColdTier:
     """Event loop only, but for `find`, `kill`, `supersede` and `released`."""
 
     def __init__(
-        self, options: ColdBucketOptions, volume_id: bytes, log_path: Path, is_valid: Callable[[Group], bool],
+        self, options: ColdBucketOptions, volume_id: bytes, log_path: Path, is_valid: Callable[[ColdGroup], bool],
         latest: Callable[[], int],
     ) -> None:  # fmt: skip
         """``options``: with a prefix of the volume's own. ``is_valid``: blocks of a group may be served; any thread.
@@ -115,7 +104,7 @@ class ColdTier:
         self.index = ColdIndex()
         self.gate = threading.RLock()
         self.breaker = Breaker()
-        self.counters = Counters()
+        self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.on_directory: Callable[[int], None] = lambda directory: None
         """is called before the first block of a directory is here"""
         self.is_loaded = False
@@ -211,7 +200,7 @@ class ColdTier:
         if not self.is_loaded:
             for one in zip(low[named].tolist(), high[named].tolist(), until[named].tolist(), strict=True):
                 self._killed[one[0]] = one[1:]
-        self.counters.killed_blocks += int(np.count_nonzero(is_here))
+        self.counters["killed_blocks"] += int(np.count_nonzero(is_here))
         self.index.end(rows[is_here])
 
     def _turn_off(self, error: OSError) -> None:
@@ -317,7 +306,7 @@ class ColdTier:
         common = heads[["directory", "name_space", "epoch", "uid", "gid", "mode"]]
         groups, which = np.unique(common, return_inverse=True)
         for place, group in enumerate(groups.tolist()):
-            own = Group(*group)
+            own = ColdGroup(*group)
             if self.is_valid(own):
                 entries["group"][which == place] = self.index.number_of(own)
                 self.on_directory(own.directory)
@@ -395,7 +384,7 @@ class ColdTier:
         if numbers:
             await self._writer.delete([layout.object_name(number) for number in numbers])
             self.breaker.answered()
-            self.counters.removed_objects += len(numbers)
+            self.counters["removed_objects"] += len(numbers)
             for number in numbers:
                 self._doomed.pop(number, None)
 
@@ -454,7 +443,7 @@ class ColdTier:
         except Changed:
             log.warning("there is a cold object %d that this volume did not store: it is deleted", one.number)
         except EngineError as error:
-            self.counters.failed_puts += 1
+            self.counters["failed_puts"] += 1
             self.breaker.failed(error)
         finally:
             if not stored:  # it may come late
@@ -468,9 +457,9 @@ class ColdTier:
             self.index.show(one.rows)
             is_here = self.index.rows["state"][one.rows] == ALIVE
             lows = self.index.rows["low"][one.rows[is_here]]
-        self.counters.stored_objects += 1
-        self.counters.stored_blocks += len(lows)
-        self.counters.stored_bytes += len(data)
+        self.counters["stored_objects"] += 1
+        self.counters["stored_blocks"] += len(lows)
+        self.counters["stored_bytes"] += len(data)
         return np.isin(heads["low"], lows)
 
     def _note_void(self, number: int) -> None:
@@ -514,14 +503,14 @@ class ColdTier:
                 self._doom(self._objects[number])
             return
         except EngineError as error:
-            self.counters.failed_reads += 1
+            self.counters["failed_reads"] += 1
             self.breaker.failed(error)
             return
         self.breaker.answered()
         for place, offset, length in zip(places, starts.tolist(), own["length"].tolist(), strict=True):
             found[place] = target[offset - start : offset - start + length]
-        self.counters.read_blocks += len(places)
-        self.counters.read_bytes += end - start
+        self.counters["read_blocks"] += len(places)
+        self.counters["read_bytes"] += end - start
 
     @contextmanager
     def taking(self, row: int, sequence: int) -> Iterator[bool]:
@@ -536,10 +525,10 @@ class ColdTier:
 
     def note_damaged(self, row: int) -> None:
         """The bytes of a block were not those of its head."""
-        self.counters.damaged_blocks += 1
+        self.counters["damaged_blocks"] += 1
         self.index.end(np.array([row], np.int64))
 
-    def clear(self, is_gone: Callable[[Group], bool]) -> None:
+    def clear(self, is_gone: Callable[[ColdGroup], bool]) -> None:
         """Blocks of groups are dead, and later mounts know that by other means."""
         with self.gate, self.index.lock:
             numbers = [number for number, group in enumerate(self.index.groups) if is_gone(group)]
@@ -548,7 +537,7 @@ class ColdTier:
 
     def statistics(self) -> dict[str, Any]:
         return {
-            **vars(self.counters),
+            **self.counters,
             "blocks": self.index.count,
             "block_bytes": self.index.bytes,
             "objects": len(self._objects),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvfuse.errors import ConfigError
 from kvfuse.options.config import Options
-from kvfuse.volume.cold.cold_index import Group
+from kvfuse.volume.cold.cold_index import ColdGroup
 from kvfuse.volume.opening.engines import cold_bucket
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ async def ask_bucket(options: Options) -> str:
 
 
 def open_cold(
-    options: Options, volume_id: bytes, is_valid: Callable[[Group], bool], latest: Callable[[], int]
+    options: Options, volume_id: bytes, is_valid: Callable[[ColdGroup], bool], latest: Callable[[], int]
 ) -> ColdTier | None:
     """None: the volume has none, or is mounted read-only. ConfigError. See `ColdTier` for the callables."""
     bucket = cold_bucket(options, volume_id)

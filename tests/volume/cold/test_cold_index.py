@@ -10,7 +10,7 @@ import pytest
 
 from kvfuse.native import blockforms as forms
 from kvfuse.volume.cold import cold_format as layout
-from kvfuse.volume.cold.cold_index import ALIVE, DEAD, PENDING, ROW, ColdIndex, Group
+from kvfuse.volume.cold.cold_index import ALIVE, DEAD, PENDING, ROW, ColdGroup, ColdIndex
 from kvfuse.volume.cold.grave_log import BEGUN, GRAVE, GraveLog
 
 VOLUME = b"volume" * 2 + b"1234"
@@ -20,7 +20,7 @@ def entries_of(index: ColdIndex, keys: list[int], sequence: int, state: int = AL
     entries = np.zeros(len(keys), ROW)
     entries["low"], entries["high"] = keys, [key ^ 99 for key in keys]
     entries["sequence"], entries["length"], entries["state"] = sequence, sequence, state
-    entries["group"] = index.number_of(Group(sequence % 3, 0, 0, 0, 0, 0))
+    entries["group"] = index.number_of(ColdGroup(sequence % 3, 0, 0, 0, 0, 0))
     return entries
 
 

@@ -15,7 +15,7 @@ from kvfuse.checksum import crc32c
 from kvfuse.native import blockforms as forms
 from kvfuse.options.options import ColdBucketOptions
 from kvfuse.volume.cold import cold_format as layout
-from kvfuse.volume.cold.cold_index import Group
+from kvfuse.volume.cold.cold_index import ColdGroup
 from kvfuse.volume.cold.cold_tier import ColdTier
 from kvfuse_cluster.seaweed import SeaweedServer
 
@@ -33,7 +33,7 @@ class World:
         self.epoch = 0
         self.sequence = 1_000_000
 
-    def is_valid(self, group: Group) -> bool:
+    def is_valid(self, group: ColdGroup) -> bool:
         return group.epoch == self.epoch
 
     def latest(self) -> int:
