@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from bucket_lab import bucket_server
 from cold_lab import KIB, MIB, Beside, cold_figures, cold_mount, settle
+from killer import serving_of
 from mounting import wait_until
 
 from kvfuse_cluster.seaweed import SeaweedServer
@@ -163,5 +165,33 @@ def test_a_dict_beside_it_agrees(seaweed: SeaweedServer, rng: random.Random) -> 
                 mount.mount()
                 settle(mount)
                 beside.store = type(beside.store)(mount.point, "ns")
+        assert beside.hits > 100
+        beside.store.close()
+
+
+@pytest.mark.ring(3)
+def test_a_killed_daemon_brings_nothing_back(seaweed: SeaweedServer, rng: random.Random) -> None:
+    """Its mount outlives it: what was answered holds, also where a cold block is older than that."""
+    names = keys(0, 500)
+    with cold_mount(seaweed, "outlive=true") as mount:
+        beside = Beside(mount, "ns", rng)
+        for _ in range(120):
+            some = rng.sample(names, rng.randrange(1, 40))
+            kind = rng.random()
+            if kind < 0.4:
+                beside.put(some)
+            elif kind < 0.75:
+                beside.check(some)
+            elif kind < 0.9:
+                beside.delete(some)
+            else:
+                if rng.random() < 0.5:
+                    settle(mount)
+                daemon = serving_of(mount.pid)
+                assert daemon is not None
+                os.kill(daemon, signal.SIGKILL)
+                wait_until(lambda former=daemon: serving_of(mount.pid) not in (None, former), "another daemon")
+                settle(mount)
+                beside.check(names)
         assert beside.hits > 100
         beside.store.close()
