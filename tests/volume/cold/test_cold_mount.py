@@ -6,13 +6,19 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from bucket_lab import bucket_server
+import trio
+from bucket_lab import BUCKET, bucket_server
+from cli_lab import kvfuse
 from cold_lab import KIB, MIB, Beside, cold_figures, cold_mount, settle
 from killer import serving_of
-from mounting import wait_until
+from mounting import KvfuseMount, wait_until
 
+from kvfuse.options.options import ColdBucketOptions
+from kvfuse.remote.bucket import Bucket
+from kvfuse.usrbio.client.block_store import BlockStore
 from kvfuse_cluster.seaweed import SeaweedServer
 
 pytestmark = pytest.mark.ring(2)
@@ -70,7 +76,7 @@ def test_blocks_come_back_after_a_restart(seaweed: SeaweedServer, rng: random.Ra
         mount.unmount()
         mount.mount()
         assert settle(mount)["blocks"] == count
-        beside.store = type(beside.store)(mount.point, "ns")
+        beside.store = BlockStore(mount.point, "ns")
         assert check_all(beside, 0, 600) == 600
         beside.store.close()
 
@@ -103,7 +109,7 @@ def test_replaced_and_removed_blocks_stay_so(seaweed: SeaweedServer, rng: random
         mount.unmount()
         mount.mount()
         settle(mount)
-        beside.store = type(beside.store)(mount.point, "ns")
+        beside.store = BlockStore(mount.point, "ns")
         beside.check(cold)
         assert not any(beside.store.exists(cold[:30]))
         beside.store.close()
@@ -164,7 +170,7 @@ def test_a_dict_beside_it_agrees(seaweed: SeaweedServer, rng: random.Random) -> 
                     mount.unmount()
                 mount.mount()
                 settle(mount)
-                beside.store = type(beside.store)(mount.point, "ns")
+                beside.store = BlockStore(mount.point, "ns")
         assert beside.hits > 100
         beside.store.close()
 
@@ -195,3 +201,98 @@ def test_a_killed_daemon_brings_nothing_back(seaweed: SeaweedServer, rng: random
                 beside.check(names)
         assert beside.hits > 100
         beside.store.close()
+
+
+def test_cleared_and_removed_folders_stay_so(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        assert kvfuse("namespace", "create", mount.point / "a").returncode == 0
+        assert kvfuse("namespace", "set", mount.point / "a", "cold=all", "admission=all").returncode == 0
+        first, second = Beside(mount, "a", rng), Beside(mount, "b", rng)
+        for start in range(0, 300, 25):
+            first.put(keys(start, start + 25), 64 * KIB)
+            second.put(keys(start, start + 25), 64 * KIB)
+            settle(mount)
+        assert first.check(keys(0, 20)) == second.check(keys(0, 20)) == 20
+        done = kvfuse("namespace", "clear", mount.point / "a")
+        assert done.returncode == 0, done.stderr
+        assert not any(first.store.exists(keys(0, 300)))
+        assert second.check(keys(20, 40)) == 20
+        for one in (first, second):
+            one.store.close()
+        mount.unmount()
+        mount.mount()
+        settle(mount)
+        first.store, second.store = BlockStore(mount.point, "a"), BlockStore(mount.point, "b")
+        assert not any(first.store.exists(keys(0, 300)))
+        assert second.check(keys(40, 60)) == 20
+        for one in (first, second):
+            one.store.close()
+
+
+def test_a_file_takes_the_name_of_a_cold_block(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 400)
+        (name,) = keys(3, 4)
+        path = mount.point / "ns" / name.decode()
+        assert not path.exists(), "files show hot blocks alone"
+        with path.open("wb") as file:
+            file.write(b"short")
+        assert beside.store.get(name) == b"short"
+        path.unlink()
+        assert beside.store.get(name) is None
+        (name,) = keys(5, 6)
+        path = mount.point / "ns" / name.decode()
+        path.write_bytes(bytes(5 * MIB))  # too large for a slab: it stays a file
+        path.unlink()
+        assert beside.store.get(name) is None
+        beside.store.close()
+
+
+def test_destroy_and_doctor_know_the_bucket(seaweed: SeaweedServer, rng: random.Random, tmp_path: Path) -> None:
+    volume, conf = tmp_path / "volume", tmp_path / "mount.conf"
+    lines = [f'volume.path = "{volume}"', 'volume.capacity = "16MiB"', 'namespace.kind = "blocks"']
+    lines += ['namespace.cold = "all"', 'namespace.admission = "all"', "namespace.high_water = 0.8"]
+    lines += ["namespace.low_water = 0.6", 'cold.engine = "s3"', f'cold.endpoint = "{seaweed.endpoint}"']
+    lines += [f'cold.bucket = "{BUCKET}"', f'cold.prefix = "{tmp_path.name}/"', 'cold.capacity = "64MiB"']
+    lines += ['cold.object_size = "1MiB"', f'cold.credentials_file = "{seaweed.credentials_file}"']
+    conf.write_text("\n".join(lines) + "\n")
+    assert "cold tier" in kvfuse("doctor", conf).stdout
+    (tmp_path / "place").mkdir()
+    mount = KvfuseMount(tmp_path / "place", source=conf)
+    try:
+        mount.mount()
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 300)
+        beside.store.close()
+        assert cold_figures(mount)["objects"] > 2
+        metrics = [line for line in kvfuse("stats", mount.point).stdout.splitlines() if "cold" in line]
+        assert metrics
+        mount.unmount()
+    finally:
+        mount.remove()
+    place = ColdBucketOptions(
+        endpoint=seaweed.endpoint, bucket=BUCKET, prefix=f"{tmp_path.name}/", credentials_file=seaweed.credentials_file
+    )
+
+    async def count() -> int:
+        return len(await Bucket(place, 30.0, 4).list(""))
+
+    assert trio.run(count) > 2
+    done = kvfuse("destroy", conf, "--yes", "volume")
+    assert done.returncode == 0, done.stderr
+    assert trio.run(count) == 0
+    assert not volume.exists()
+
+
+def test_keys_that_others_may_read_are_refused(seaweed: SeaweedServer, tmp_path: Path) -> None:
+    keys_file, volume, point = tmp_path / "keys", tmp_path / "volume", tmp_path / "mnt"
+    keys_file.write_text(seaweed.credentials_file.read_text())
+    keys_file.chmod(0o644)
+    point.mkdir()
+    words = [f"cold.bucket={BUCKET}", f"cold.endpoint={seaweed.endpoint}", f"cold.credentials_file={keys_file}"]
+    words = ["capacity=16MiB", "cold.engine=s3", "cold.capacity=1GiB", *words]
+    done = kvfuse("mount", volume, point, *[part for word in words for part in ("-o", word)])
+    assert done.returncode != 0
+    assert "chmod" in done.stderr
+    assert "kvfuse-secret" not in done.stderr
