@@ -198,7 +198,9 @@ def _cold_tier(cold: Stats | None) -> Iterator[Metric]:
     rows = [((event,), found[key]) for event, key in COLD_EVENTS.items()]
     yield _counter("kvfuse_cold_blocks", "Blocks of the cold tier, and what became of them.", ("event",), rows)
     rows = [(("out",), found["demoted_bytes"]), (("back",), found["promoted_bytes"])]
-    yield _counter("kvfuse_cold_moved_bytes", "Bytes of blocks that went to the bucket, and back.", ("direction",), rows)
+    yield _counter(
+        "kvfuse_cold_moved_bytes", "Bytes of blocks that went to the bucket, and back.", ("direction",), rows
+    )
     rows = [((what,), found[key]) for what, key in (("put", "failed_puts"), ("read", "failed_reads"))]
     yield _counter("kvfuse_cold_failures", "Requests that the bucket did not answer, or refused.", ("request",), rows)
 

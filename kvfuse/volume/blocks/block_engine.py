@@ -215,6 +215,7 @@ class BlockEngine:
         """Have blocks go to a cold tier: once, before `run`."""
         self.cold = self.eviction.cold = ColdBlocks(self, tier, self.eviction.drop_leaving)
         self.shown.has_cold = tier.index.has_directory
+        self.shown.on_lost = tier.kill_directory
         tier.on_directory = self.shown.cold_blocks_come
         self.writer.before_write = tier.sync_graves
 

@@ -245,7 +245,7 @@ class ColdBlocks:
         try:
             heads = np.concatenate([self._heads_of(one) for one in whole])
             offsets = layout.offsets_of(heads["length"].astype(np.int64))
-            data = np.empty(int(offsets[-1]), np.uint8).data
+            data = np.zeros(int(offsets[-1]), np.uint8).data  # zeros also between blocks: all of it leaves this machine
             await self._fill(whole, heads, offsets, data)
             self._stored = some  # from here on they may go at any time
             here = await self.tier.store(heads, data, lambda: self._are_here(whole))
@@ -385,6 +385,9 @@ class ColdBlocks:
 
     async def _put_back(self, one: _Wanted, entry: npt.NDArray[np.void], data: memoryview) -> None:
         group = self.tier.index.group(int(entry["group"]))
+        with self.tier.taking(one.row, one.sequence) as is_it:
+            if not is_it:  # its folder may be gone
+                return
         table = self.engine.table(group.directory, group.namespace, group.uid, group.gid, group.mode)
         terms = RowTerms(int(entry["expires"]), int(entry["priority"]), shown_us=int(entry["stored"]) * 1_000_000)
         give_up = trio.current_time() + ROOM_SECONDS

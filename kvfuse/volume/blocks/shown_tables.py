@@ -86,6 +86,8 @@ class ShownTables:
     """hears what is read"""
     has_cold: Callable[[int], bool] = lambda directory: False
     """the cold tier has blocks of a directory"""
+    on_lost: Callable[[int], None] = lambda directory: None
+    """all blocks of a directory are about to be lost"""
     _have_neighbours: bool = False
     _touches: deque[RowTouches] = field(default_factory=deque)
     _opened: trio.Event = field(default_factory=trio.Event)
@@ -145,6 +147,7 @@ class ShownTables:
                 self.tables.renew(table)
             except OSError as error:
                 log.warning("a group of blocks is lost, as there is no memory for other people's: %s", error)
+                self.on_lost(table.readers.directory)
                 self.tables.end(table)
             table.ancestors = None
         fence()

@@ -149,6 +149,13 @@ class ColdTier:
             self._bury(low, high, rows, np.full(len(low), self._latest() if not self.is_loaded else 0, np.uint64))
             return was_there
 
+    def kill_directory(self, directory: int) -> None:
+        """All names of a directory are removed, or it is not known which blocks they had."""
+        with self.gate, self.index.lock:
+            numbers = [number for number, group in enumerate(self.index.groups) if group.directory == directory]
+            found = self.index.rows[np.isin(self.index.rows["group"], numbers) & (self.index.rows["state"] != 0)]
+            self.kill(found["low"].copy(), found["high"].copy())
+
     def supersede(self, low: Words, high: Words, sequences: Words) -> None:
         """Blocks of the volume are about to leave it: what is here and older is dead, but for the same blocks."""
         with self.gate, self.index.lock:

@@ -199,6 +199,17 @@ async def test_a_cleared_namespace_stays_so(open_tier: Open, world: World) -> No
         assert there(tier, [1]) == []
 
 
+async def test_blocks_of_a_lost_folder_stay_away(open_tier: Open) -> None:
+    async with open_tier() as tier:
+        await store(tier, [1, 2], 10)
+        tier.kill_directory(6)
+        assert there(tier, [1, 2]) == [1, 2]
+        tier.kill_directory(5)
+        assert there(tier, [1, 2]) == []
+    async with open_tier() as tier:
+        assert there(tier, [1, 2]) == []
+
+
 async def test_a_damaged_object_is_absent(open_tier: Open) -> None:
     async with open_tier() as tier:
         await store(tier, [1], 10)
