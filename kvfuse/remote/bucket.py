@@ -83,7 +83,7 @@ class Bucket:
         reading = _Reading(ranges)
         try:
             with trio.fail_after(self.deadline):
-                return await self._run(lambda: reading.run(self._store, self._prefix + name), abandon=True)
+                return await self._run(lambda: reading.run(self._store, self._prefix + name))
         except trio.TooSlowError:
             raise EngineTimeout(f"{self.title}{name} was not read within {self.deadline:g} s") from None
         finally:
@@ -98,10 +98,11 @@ class Bucket:
 
         return await self._run(call, name)
 
-    async def put(self, name: str, data: Any, expected: str | None = None) -> str:
+    async def put(self, name: str, data: Any, expected: str | None = None, *, is_given: bool = False) -> str:
         """Store an object; its tag. ``expected``: only in the place of the object with this tag, or `ABSENT`. Changed.
 
-        ``data``: one buffer, or several that follow each other. They are read until this returns, also if cancelled.
+        ``data``: a buffer, which is read until this returns, also if cancelled; ``is_given``: nobody else changes it or
+        takes its memory away, so a cancelled call returns at once.
         """
         mode: Any = "overwrite" if expected is None else "create" if expected == ABSENT else {"e_tag": expected}
 
@@ -109,7 +110,7 @@ class Bucket:
             result = obstore.put(self._store, self._prefix + name, data, mode=mode, use_multipart=False)
             return result["e_tag"] or ""
 
-        return await self._run(call, name)
+        return await self._run(call, name, abandon=is_given)
 
     async def tag(self, name: str) -> str:
         """Of an object; `ABSENT`."""
@@ -143,7 +144,7 @@ class Bucket:
 
         return await self._run(call, prefix)
 
-    async def _run(self, call: Callable[[], T], name: str = "", *, abandon: bool = False) -> T:
+    async def _run(self, call: Callable[[], T], name: str = "", *, abandon: bool = True) -> T:
         self.requests += 1
         try:
             return await trio.to_thread.run_sync(call, limiter=self._limiter, abandon_on_cancel=abandon)

@@ -445,7 +445,7 @@ class ColdTier:
     async def _put(self, one: StoredObject, data: memoryview, heads: npt.NDArray[np.void]) -> Mask | None:
         stored = False
         try:
-            await self._writer.put(layout.object_name(one.number), data, ABSENT)
+            await self._writer.put(layout.object_name(one.number), data, ABSENT, is_given=True)
             stored = True
         except Changed:
             log.warning("there is a cold object %d that this volume did not store: it is deleted", one.number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,7 +129,16 @@ def test_a_server_that_hangs_is_a_miss(own_seaweed: SeaweedServer, rng: random.R
         finally:
             own_seaweed.kill(signal.SIGCONT)
         wait_until(lambda: beside.check(keys(0, 20)) > 0, "blocks to come back")
-        beside.store.close()
+        own_seaweed.kill(signal.SIGSTOP)
+        try:
+            beside.put(keys(2000, 2200), 64 * KIB)
+            wait_until(lambda: cold_figures(mount)["leaving_bytes"] > 0, "blocks that wait for the bucket")
+            beside.store.close()
+            began = time.monotonic()
+            mount.unmount()
+            assert time.monotonic() - began < 40, "the end of the daemon waits for the bucket"
+        finally:
+            own_seaweed.kill(signal.SIGCONT)
 
 
 def test_the_bucket_holds_no_more_than_it_may(seaweed: SeaweedServer, rng: random.Random) -> None:
