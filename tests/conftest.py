@@ -18,6 +18,7 @@ import pytest
 import rings
 import trio
 from alone import Turns
+from bucket_lab import bucket_server
 from cli_lab import Place, a_place
 from cluster_lab import RunServers, ceph_cluster, etcd_cluster
 from engine_pairs import BLOCKS, EVERYWHERE, PAIRS, TEST_WORDS, Engines
@@ -32,6 +33,7 @@ from kvfuse.usrbio.client import Client, connect
 from kvfuse.volume.content import writer
 from kvfuse_cluster.ceph import CephServers
 from kvfuse_cluster.etcd import EtcdServers
+from kvfuse_cluster.seaweed import SeaweedServer
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
 os.environ["KVFUSE_TEST_SEED"] = str(SEED)  # the processes of 'pytest -n' have the same
@@ -241,6 +243,13 @@ def own_ceph() -> Iterator[CephServers]:
     """One monitor and three OSDs that only this process uses: a test may kill or stop them."""
     with ceph_cluster() as servers:
         yield servers
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedServer]:
+    """A server with S3 that this process uses: no test kills or stops it."""
+    with bucket_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

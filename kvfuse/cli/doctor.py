@@ -31,7 +31,7 @@ from kvfuse.holder import status_socket
 from kvfuse.holder.guarding import CONNECTIONS
 from kvfuse.options import config
 from kvfuse.options.config import Options
-from kvfuse.options.options import BlockOptions, CacheOptions, RedisIndexOptions
+from kvfuse.options.options import BlockOptions, CacheOptions, ColdBucketOptions, RedisIndexOptions
 from kvfuse.sizes import GIB, format_size
 
 KERNEL_MIN = (5, 4)
@@ -273,6 +273,8 @@ def check_engines(options: Options) -> Iterator[Finding]:
         yield trio.run(_ask_index, options)
     if options.cache.disk_path is not None:
         yield _disk_tier(options.cache)
+    if isinstance(options.cold, ColdBucketOptions):
+        yield trio.run(_ask_cold, options)
     if options.peer.listen is not None:
         from kvfuse.cli.doctor_peers import check_peers
 
@@ -313,6 +315,17 @@ async def _ask_segments(options: Options) -> Finding:
         return Finding("segments", MISSING, str(error), "see docs/engines.md, rados")
     size = "an unknown number of bytes" if free is None else format_size(free)
     return Finding("segments", OK, f"{options.segments.engine}: {size} free {place}")
+
+
+async def _ask_cold(options: Options) -> Finding:
+    from kvfuse.volume.opening import cold_opening
+
+    begin = time.monotonic()
+    try:
+        title = await cold_opening.ask_bucket(options)
+    except KvfuseError as error:
+        return Finding("cold tier", MISSING, str(error), "see docs/cold.md")
+    return Finding("cold tier", OK, f"{title}: answers in {(time.monotonic() - begin) * 1000:.0f} ms")
 
 
 async def _ask_index(options: Options) -> Finding:

@@ -44,6 +44,7 @@ MEANINGS = {
     "soft_pin": "its blocks go only where other caches have no more to give",
     "tiers": "where hosts may keep copies of its blocks: all, dram, disk; or remote: nowhere",
     "compression": "zstd: what is stored from now on is compressed where that takes a smaller slot; none",
+    "cold": "blocks that go to the cold tier when they leave: none, used (those that were read), all",
     "recompute_speed": "tokens a second that an engine computes: what it computes sooner than it reads is a miss",
     "token_size": "bytes that one token has in blocks",
     "token": "the secret that clients of other users show: 'generate', '@FILE', or 16 characters or more; '': none",

@@ -188,6 +188,8 @@ def _head(look: Look, title: str, width: int) -> list[Text]:
     ]
     if "disk" in now:
         facts.append(_disk(look, now["disk"]))
+    if now.get("store") and now["store"].get("cold"):
+        facts.append(_cold(look, now["store"]["cold"]))
     lines = fill_lines([shorten(title, max(NAME_MIN, width)), *facts], min(width, HEAD_WIDTH))
     if now.get("holder"):
         lines += fill_lines(holders.described(now["holder"]).split("; "), min(width, HEAD_WIDTH))
@@ -202,6 +204,19 @@ def _disk(look: Look, disk: Stats) -> str:
     return (
         f"disk tier {_bytes(disk['used_bytes'])} of {_bytes(disk['capacity_bytes'])},"
         f" {_bytes(local)}/s local, {_bytes(remote)}/s remote ({_share(local, local + remote)} local)"
+    )
+
+
+def _cold(look: Look, cold: Stats) -> str:
+    """The line of the cold tier."""
+    if cold["failure"] is not None:
+        return "cold tier: its bucket does not answer, see the log"
+    if not cold["is_loaded"]:
+        return "cold tier: its objects are being looked at"
+    out, back = (look.rate("store", "cold", f"{way}_bytes") for way in ("demoted", "promoted"))
+    return (
+        f"cold tier {_bytes(cold['used_bytes'])} of {_bytes(cold['capacity'])},"
+        f" {_bytes(out)}/s out, {_bytes(back)}/s back"
     )
 
 

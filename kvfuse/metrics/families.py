@@ -30,6 +30,12 @@ CACHE = "cache"
 DEGRADED = "commit", "write", "sync"
 """reasons for which a volume is: see `volume.views.health`"""
 REASONS = "room", "expired", "cleared"
+COLD_BYTES = {"capacity": "capacity", "used": "used_bytes", "blocks": "block_bytes", "leaving": "leaving_bytes"}
+COLD_EVENTS = {
+    **{event: event for event in ("demoted", "promoted", "surrendered", "refused")},
+    "damaged": "damaged_blocks",
+    "dead": "killed_blocks",
+}
 DISK_EVENTS = {
     "hit": "hits",
     "miss": "misses",
@@ -144,6 +150,7 @@ def _volume(stats: Stats, space: Stats) -> Iterator[Metric]:
     yield _counter("kvfuse_tier_events", text, ("event",), [((event,), tier[name]) for event, name in names.items()])
     yield from _reports(stats.get("reports") or Counter())
     yield from _disk_tier(stats.get("disk") or Counter())
+    yield from _cold_tier((stats["store"] or {}).get("cold"))
     peers = stats.get("peers") or {"asked": Counter(), "served": Counter(), "hosts": ()}
     yield from _peers(peers)
     yield from _rdma(peers.get("rdma") or Counter(), peers["served"])
@@ -179,6 +186,23 @@ def _disk_tier(disk: Stats) -> Iterator[Metric]:
     seconds = disk["adoption_seconds"]
     text = "Seconds until all copies of before the mount could be found."
     yield _gauge("kvfuse_disk_tier_adoption_seconds", text, (), [((), seconds)])
+
+
+def _cold_tier(cold: Stats | None) -> Iterator[Metric]:
+    """Zeros where there is none."""
+    found = Counter(cold or {})
+    rows: Rows = [((kind,), found[key]) for kind, key in COLD_BYTES.items()]
+    yield _gauge("kvfuse_cold_bytes", "The cold tier in a bucket.", ("kind",), rows)
+    is_up = cold is not None and cold["is_loaded"] and cold["failure"] is None
+    yield _gauge("kvfuse_cold_up", "1: there is a cold tier, and its bucket answers.", (), [((), is_up)])
+    rows = [((event,), found[key]) for event, key in COLD_EVENTS.items()]
+    yield _counter("kvfuse_cold_blocks", "Blocks of the cold tier, and what became of them.", ("event",), rows)
+    rows = [(("out",), found["demoted_bytes"]), (("back",), found["promoted_bytes"])]
+    yield _counter(
+        "kvfuse_cold_moved_bytes", "Bytes of blocks that went to the bucket, and back.", ("direction",), rows
+    )
+    rows = [((what,), found[key]) for what, key in (("put", "failed_puts"), ("read", "failed_reads"))]
+    yield _counter("kvfuse_cold_failures", "Requests that the bucket did not answer, or refused.", ("request",), rows)
 
 
 def _peers(peers: Stats) -> Iterator[Metric]:

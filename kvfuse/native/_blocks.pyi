@@ -83,10 +83,12 @@ class Core:
         results: Any,
         sequences: Any,
         shown_us: int = 0,
+        only_absent: bool = False,
     ) -> int:
         """How many have a place: blocks are tried in order, up to the first that has none.
 
-        ``shown_us``: time that files show, in microseconds since the epoch; 0: now.
+        ``shown_us``: time that files show, in microseconds since the epoch; 0: now. ``only_absent``: a block that has a
+        name stays, and the result is PRESENT.
         """
     def rename_row(self, table: int, row: int, sequence: int, name: Any, now_us: int) -> tuple[int, int]:
         """Give a block that is in memory another name in its table. (Its row, or why not; its sequence)."""

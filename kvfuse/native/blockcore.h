@@ -30,7 +30,7 @@ enum { PACKED_VERSION = 2 }; /* of a block's head, if its bytes are compressed i
    the time that the block shows */
 enum { DIRTY = 1, WRITING = 2, HOT = 4, LOADED = 8, FOREIGN = 16, SHADOWS = 32, MICROS = 12 };
 enum { NO_LIST = 253 }; /* no policy decides about the row */
-enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7 };
+enum { NO_SLOT = -1, NO_MEMORY = -2, NO_QUOTA = -3, TOO_LARGE = -4, NOT_TRIED = -5, ENDED = -6, ODD_NAME = -7, PRESENT = -9 };
 enum { ABSENT = -1, NOT_RESIDENT = -2, NOT_MAPPED = -3, NO_ROOM = -4, CHANGED = -8 };
 enum { SLOT_FREE = 0, SLOT_STALE = 1, SLOT_HELD = 2, SLOT_OWNED = 16 };
 enum { ARENAS = 4096, TABLES = 4096, TURNS = 1 << 18, SPACES = 4096, SIZES = 256, SEEN = 256, LEARN_AFTER = 64, LEARNED_MAX = 64 };
@@ -793,7 +793,7 @@ static uint64_t next_sequence(Core *core, uint64_t now_us)
 typedef struct {
     uint64_t now_us, directory, shown_us; /* the last: time that the block shows; 0: now */
     uint32_t now, expires;
-    uint8_t priority;
+    uint8_t priority, only_absent; /* the last: a block that has the name stays */
 } PutTerms;
 
 typedef struct {
@@ -865,7 +865,10 @@ static void copy_plan(const Table *table, uint64_t directory, Plan *plan)
 static int64_t publish(Core *core, Table *table, Plan *plan, const PutTerms *terms, uint64_t *sequence)
 {
     TableHeader *header = table->index.header;
-    int64_t former = find_row(&table->index, plan->fingerprint), number = take_row(table);
+    int64_t former = find_row(&table->index, plan->fingerprint), number;
+    if (former >= 0 && terms->only_absent)
+        return PRESENT;
+    number = take_row(table);
     if (number < 0 && former >= 0) {
         drop_row(core, table, (uint32_t)former);
         former = NO_ROW, number = take_row(table);

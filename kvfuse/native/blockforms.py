@@ -33,6 +33,9 @@ ODD_NAME = -7
 NOT_ADMITTED = -8
 """not of the core: the policy of a full namespace does not store it"""
 
+PRESENT = -9
+"""of a put of absent names alone: there is a block of this one"""
+
 ABSENT = -1
 NOT_RESIDENT = -2
 """only its slab has it"""

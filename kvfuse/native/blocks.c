@@ -658,16 +658,17 @@ static PyObject *put(PyObject *self, PyObject *args)
 {
     unsigned place, now, expires, priority;
     unsigned long long directory, now_us, shown_us = 0;
-    int plain_only;
+    int plain_only, only_absent = 0;
     Py_buffer columns[7];
-    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*KIIIw*w*|K", &place, &directory, columns, columns + 1, columns + 2, &plain_only,
-                          columns + 3, columns + 4, &now_us, &now, &expires, &priority, columns + 5, columns + 6, &shown_us))
+    if (!PyArg_ParseTuple(args, "IKy*y*y*py*y*KIIIw*w*|Kp", &place, &directory, columns, columns + 1, columns + 2, &plain_only,
+                          columns + 3, columns + 4, &now_us, &now, &expires, &priority, columns + 5, columns + 6, &shown_us,
+                          &only_absent))
         return NULL;
     Names names;
     int64_t count = open_columns(columns, "-848888", &names), planned = -1;
     Table *table = count < 0 ? NULL : use_table(CORE, place);
     if (table) {
-        PutTerms terms = {now_us, directory, shown_us, now, expires, (uint8_t)priority};
+        PutTerms terms = {now_us, directory, shown_us, now, expires, (uint8_t)priority, (uint8_t)only_absent};
         Py_BEGIN_ALLOW_THREADS
         Plan *plans = malloc((size_t)(count + 1) * sizeof *plans);
         if (plans)

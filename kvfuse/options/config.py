@@ -25,6 +25,8 @@ from kvfuse.errors import ConfigError
 from kvfuse.options.options import (
     SIZES,
     BlockOptions,
+    BucketOptions,
+    ColdBucketOptions,
     EtcdIndexOptions,
     EtcdOptions,
     KernelFlag,
@@ -102,6 +104,17 @@ UNSET: dict[str, str] = {
     "segments.devices": "must be set",
     "segments.weights": "as the devices have room",
     "segments.domains": "each device fails alone",
+    "segments.endpoint": "Amazon's, of the region",
+    "segments.prefix": "the name of the volume's folder",
+    "segments.bucket": "must be set",
+    "segments.credentials_file": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+    "segments.ca_file": "those that the system trusts",
+    "cold.endpoint": "Amazon's, of the region",
+    "cold.prefix": "the name of the volume's folder",
+    "cold.bucket": "must be set",
+    "cold.capacity": "must be set",
+    "cold.credentials_file": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
+    "cold.ca_file": "those that the system trusts",
     "index.url": "must be set",
     "index.user": "the server's default",
     "index.password_file": "none",
@@ -155,8 +168,15 @@ _SHORT_WORDS = {
     # index has such keys, too, but had none when these words came into fstabs
     "password_file": "records.password_file",
     "ca_file": "records.ca_file",
+    # likewise segments and cold, of engine s3
+    "capacity": "volume.capacity",
+    "endpoint": "trace.endpoint",
+    "object_size": "segments.object_size",
+    "prefix": "records.prefix",
+    "rate": "scrub.rate",
 }
 # fmt: off
+_URLS = ("records.endpoints", "index.url", "segments.endpoint", "cold.endpoint")
 _IGNORED_WORDS = frozenset((
     "defaults", "_netdev", "nofail", "auto", "noauto", "comment", "user", "nouser", "users", "owner", "noowner",
     "group", "nogroup", "async", "lazytime", "nolazytime", "silent", "loud", "mand", "nomand", "iversion", "noiversion",
@@ -246,10 +266,12 @@ def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = 
         plain = _to_bytes(value) if is_size(key) else value
         result = msgspec.convert(plain, annotation, strict=not from_text, dec_hook=_hook)
     except (ValueError, RuntimeError):  # RuntimeError: expanduser found no home
-        if key in ("records.endpoints", "index.url") and "@" in str(value):
+        if key in _URLS and "@" in str(value):
             where = where.partition("=")[0]  # the rest may be a password
             table = key.partition(".")[0]
             remedy = f"set {table}.user and {table}.password_file"
+            if key in ("segments.endpoint", "cold.endpoint"):
+                remedy = f"set {table}.credentials_file"
             raise ConfigError(f"{where}: {key}: a user and a password have no place in a URL: {remedy}") from None
         expected = _expectation(annotation)
         raise ConfigError(f"{_masked(where)}: {key} is wrong - expected {expected}; found {_found(value)}") from None
@@ -259,7 +281,10 @@ def _convert(key: str, value: Any, base: Path, where: str, *, from_text: bool = 
 def _nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """ " - did you mean ...?", or " - " and ``otherwise`` where no known word is like it."""
     names = list(known)
-    same_last = [name for name in names if name.split(".")[-1] == word.split(".")[-1]]
+    last = word.split(".")[-1]
+    if NAMES.get(last) in names:
+        return f" - did you mean '{NAMES[last]}'?"
+    same_last = [name for name in names if name.split(".")[-1] == last]
     near = difflib.get_close_matches(word, same_last, 1, 0.0) or difflib.get_close_matches(word, names, 1, 0.6)
     return f" - did you mean '{near[0]}'?" if near else f" - {otherwise}"
 
@@ -440,6 +465,7 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
     _check_disk_tier(options, origins)
     _check_devices(options)
     _check_index(options)
+    _check_buckets(options)
     if isinstance(options.records, EtcdOptions):
         _check_shared(options, options.records, origins)
     elif isinstance(options.segments, RadosOptions):
@@ -493,6 +519,21 @@ def _check_index(options: Options) -> None:
         raise ConfigError("index.user needs index.password_file")
     if index.ca_file is not None and not index.url.startswith("rediss:"):
         raise ConfigError("index.ca_file is for rediss://, but index.url is of redis://")
+
+
+def _check_buckets(options: Options) -> None:
+    cold = options.cold
+    for table, bucket in (("segments", options.segments), ("cold", cold)):
+        if isinstance(bucket, BucketOptions):
+            if bucket.bucket is None:
+                raise ConfigError(f"{table}.bucket is not set: {table}.engine 's3' needs the name of a bucket")
+            if options.is_shared:
+                raise ConfigError(f"{table}.engine 's3' is for volumes of one host: records.engine 'lmdb'")
+    if isinstance(cold, ColdBucketOptions):
+        if cold.capacity is None:
+            raise ConfigError("cold.capacity is not set: say how many bytes of the bucket the volume may use")
+        if cold.capacity < 4 * cold.object_size:
+            raise ConfigError("cold.capacity is to be four times cold.object_size, at least")
 
 
 def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str]) -> None:

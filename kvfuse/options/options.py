@@ -61,12 +61,28 @@ NamespaceKind = Annotated[
     Literal["files", "cache", "blocks"], Meta(description="'files', or 'blocks' (formerly 'cache')")
 ]
 ObjectBytes = Annotated[int, _size(64 * KIB, SLOT_SIZE_MAX, 4 * KIB)]
+ColdObjectBytes = Annotated[int, _size(MIB, GIB, MIB)]
 Endpoint = Annotated[str, Meta(pattern=r"^https?://[^\s/,@]+$", description='URLs such as "http://10.0.0.1:2379"')]
 RedisUrl = Annotated[
     str,
     Meta(
         pattern=r"^rediss?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:\d{1,5})?(/\d{0,5})?$",
         description='a URL such as "redis://10.0.0.1:6379", with rediss:// for TLS',
+    ),
+]
+BucketUrl = Annotated[
+    str,
+    Meta(pattern=r"^https?://[^\s/,@]+/?$", description='a URL such as "https://s3.example.com:9000", without keys'),
+]
+BucketName = Annotated[
+    str,
+    Meta(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="3 to 63 small letters, digits, dots and dashes"),
+]
+BucketPrefix = Annotated[
+    str,
+    Meta(
+        pattern=r"^([A-Za-z0-9_.-]{1,60}/){0,8}$",
+        description='folders such as "kvfuse/volume1/", with a slash at the end',
     ),
 ]
 TraceUrl = Annotated[
@@ -112,6 +128,7 @@ SIZES = (
     ChunkBytes,
     SegmentBytes,
     ObjectBytes,
+    ColdObjectBytes,
     TierBytes,
     ReadAheadBytes,
     ScrubBytes,
@@ -236,6 +253,56 @@ class BlockOptions(_Engine, frozen=True, tag="block"):
     """devices refuse further writes of such a host, where they have persistent reservations"""
 
 
+class BucketOptions(_Engine, frozen=True):
+    """Base of what has its bytes in a bucket of an S3 server."""
+
+    endpoint: BucketUrl | None = None
+    """None: Amazon's, of the region"""
+    bucket: BucketName | None = None
+    prefix: BucketPrefix | None = None
+    """of all objects' names; None: the name of the volume's folder"""
+    region: Word = "us-east-1"
+    credentials_file: Path | None = None
+    """as ~/.aws/credentials; None: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, or the machine's
+    role"""
+    ca_file: Path | None = None
+    """an authority for https beside those that the system trusts"""
+    path_style: bool = True
+    """the bucket's name is in the path of the URL, not in the host's name"""
+
+
+class S3Options(BucketOptions, frozen=True, tag="s3"):
+    """Bytes in the objects of a bucket."""
+
+    object_size: ObjectBytes = 8 * MIB
+    """bytes of one object: a write of a part of one reads it and puts it whole"""
+    deadline: DeadlineSeconds = 10.0
+    """seconds for a request"""
+    in_flight_max: Count = 16
+    """requests under way"""
+
+
+class NoColdOptions(_Engine, frozen=True, tag="none"):
+    """Blocks that leave the volume are gone."""
+
+
+class ColdBucketOptions(BucketOptions, frozen=True, tag="s3"):
+    """Blocks that leave the volume go to a bucket, and come back when they are asked for."""
+
+    capacity: Bytes | None = None
+    """bytes of objects, at most"""
+    object_size: ColdObjectBytes = 32 * MIB
+    """bytes of one object, about"""
+    rate: RateBytes = 0
+    """bytes a second that go to the bucket; 0: any number"""
+    deadline: DeadlineSeconds = 2.0
+    """seconds for a read, after which a block counts as absent"""
+    put_deadline: DeadlineSeconds = 60.0
+    """seconds for a put of an object, and for all that nobody waits for"""
+    in_flight_max: Count = 16
+    """reads under way"""
+
+
 class AutoIndexOptions(_Engine, frozen=True, tag="auto"):
     """omap where segments are in rados (in a pool that has omaps), else etcd where records are there, else none."""
 
@@ -336,6 +403,8 @@ class NamespaceOptions(_Section, frozen=True):
     """its blocks go after those of other caches"""
     tiers: Literal["all", "dram", "disk", "remote"] | None = None
     """tiers of a host that may get copies of its blocks"""
+    cold: Literal["none", "used", "all"] | None = None
+    """which blocks go to the cold tier when they leave the volume"""
     compression: Literal["none", "zstd"] | None = None
     """of whole chunks, where a smaller slot holds them then"""
     recompute_speed: TokenRate | None = None
@@ -485,13 +554,14 @@ class Options(_Section, frozen=True):
 
     volume: VolumeOptions = msgspec.field(default_factory=VolumeOptions)
     records: LmdbOptions | EtcdOptions = msgspec.field(default_factory=LmdbOptions)
-    segments: FileOptions | RadosOptions | BlockOptions = msgspec.field(default_factory=FileOptions)
+    segments: FileOptions | RadosOptions | BlockOptions | S3Options = msgspec.field(default_factory=FileOptions)
     index: AutoIndexOptions | EtcdIndexOptions | OmapIndexOptions | RedisIndexOptions = msgspec.field(
         default_factory=AutoIndexOptions
     )
     client: ClientOptions = msgspec.field(default_factory=ClientOptions)
     publish: PublishOptions = msgspec.field(default_factory=PublishOptions)
     cache: CacheOptions = msgspec.field(default_factory=CacheOptions)
+    cold: NoColdOptions | ColdBucketOptions = msgspec.field(default_factory=NoColdOptions)
     namespace: NamespaceOptions = msgspec.field(default_factory=NamespaceOptions)
     mount: MountOptions = msgspec.field(default_factory=MountOptions)
     usrbio: UsrbioOptions = msgspec.field(default_factory=UsrbioOptions)

@@ -647,6 +647,12 @@ class RowApi(Protocol):
     def try_look_up(self, directory: int, namespace: int, names: NameColumns) -> npt.NDArray[np.bool_] | None:
         """As `look_up` without times: which there are. None: the event loop has to look. Any thread."""
 
+    def find_cold(self, directory: int, names: NameColumns) -> npt.NDArray[np.bool_] | None:
+        """Which names the cold tier has blocks of; None: it has none of the directory. Any thread."""
+
+    async def warm(self, directory: int, names: Sequence[bytes]) -> None:
+        """Bring blocks of the cold tier into the volume: return when they are there, or cannot come in time."""
+
     def copy(self, table: Any, name: bytes, room: int) -> memoryview | int:
         """A copy of a block that is in memory; its length, if above ``room``; below 0: it is not. Any thread."""
 

@@ -61,6 +61,7 @@ from kvfuse.volume.names.rewriting import Rewriter
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.namespaces.namespace_registry import Namespace
+from kvfuse.volume.opening.cold_opening import open_cold
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
 from kvfuse.volume.slots.space import RoomFinder, RoomSource
@@ -174,6 +175,9 @@ class Parts:
             options.cache.staging_size, self.blocks.search.ancestors, (lambda: view.lent) if view else None,
         )  # fmt: skip
         core.blocks = self.engine
+        cold = open_cold(options, core.superblock.volume_id, self.engine.is_valid_group, self.engine.latest_sequence)
+        if cold is not None:
+            self.engine.connect_cold(cold)
         self.letters: BlockLetters | None = None
         self.block_names: BlockNames | None = None
         """of a volume with a block store"""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from bucket_lab import bucket_options
 from cluster_lab import rados_place
 from loop_lab import loop_device, loop_devices
 
@@ -23,6 +24,7 @@ from kvfuse.remote.segments.block.places import DevicePlaces
 from kvfuse.remote.segments.block.store import BlockSegments
 from kvfuse.remote.segments.file.store import FileSegments
 from kvfuse.remote.segments.rados.store import RadosSegments
+from kvfuse.remote.segments.s3.store import S3Segments
 
 MIB = 1 << 20
 SIZE = 4 * MIB
@@ -44,10 +46,12 @@ OBJECTS: dict[str, dict[str, int]] = {
     "rados, small objects": {"object_size": 20 * 4096, "in_flight_max": 7},
 }
 """a Ceph cluster's; more options"""
+BUCKETS: dict[str, dict[str, int]] = {"s3": {}, "s3, small objects": {"object_size": 20 * 4096, "in_flight_max": 7}}
+"""SeaweedFS' buckets; more options"""
 FABRICS = "block, NVMe over TCP and RDMA"
 """in the virtual machine of tests/nvmeof, and nothing else there"""
 IN_MACHINE = "KVFUSE_RDMA_VM" in os.environ
-ENGINES = [FABRICS] if IN_MACHINE else [*FILES, *DEVICES, *SETS, *OBJECTS]
+ENGINES = [FABRICS] if IN_MACHINE else [*FILES, *DEVICES, *SETS, *OBJECTS, *BUCKETS]
 TURNS = itertools.cycle(range(2))
 """which of two hosts opens a store: all tests together let each have half of them"""
 
@@ -88,6 +92,10 @@ def opening(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
         # the machine may be busy, and what is tried here is not how late an answer may be
         options = rados_place(servers, request.node.name, deadline=60, **OBJECTS[engine])
         yield lambda: RadosSegments.open(options)
+        return
+    if engine in BUCKETS:
+        bucket = bucket_options(request.getfixturevalue("seaweed"), request.node.name, **BUCKETS[engine])
+        yield lambda: S3Segments.open(bucket)
         return
     if engine in DEVICES:
         with loop_device(tmp_path / "image", DEVICE_SIZE) if engine == "device" else image(tmp_path) as device:

@@ -64,6 +64,7 @@ class RowCalls:
         name = call.names[0]
         if door.terms.is_strict or door.store.find(namespace.ino, name) is None:
             await door.store.renew(is_strict=door.terms.is_strict, directory=namespace.ino, names=[name])
+            await door.store.warm(namespace.ino, [name])
         was_found = was_fetched = False
         for _ in range(4):
             found = door.store.find(namespace.ino, name)
@@ -164,13 +165,17 @@ class RowCalls:
     async def are_there(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
         """Which blocks exist, whatever they are worth."""
         await self._renew(door, names)
-        answers: list[bool] = door.find(names).tolist()
+        found = door.find(names)
+        if (cold := door.store.find_cold(door.directory, name_columns(names))) is not None:
+            found |= cold
+        answers: list[bool] = found.tolist()
         return answers
 
     async def prefetch(self, door: BlockDoor, namespace: NamespaceHandle, names: Sequence[bytes]) -> list[bool]:
         """Bring blocks into memory. Which are there then."""
         loaded = np.zeros(len(names), np.bool_)
         await self._renew(door, names)
+        await door.store.warm(door.directory, names)
         for table in door.store.tables_of(door.directory):
             if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
                 continue

@@ -100,7 +100,10 @@ class RowKeys:
         namespace, door = keys.namespace, keys.door
         if namespace.read_only or not namespace.may_copy or namespace.waits or door.store.is_shared:
             return None
-        former = self._completions.begin_known_answers(keys.entry, door.find(keys.names))
+        known = door.find(keys.names)
+        if (cold := door.store.find_cold(door.directory, name_columns(keys.names))) is not None:
+            known |= cold
+        former = self._completions.begin_known_answers(keys.entry, known)
         if former is None:
             return None
         found: Found = np.frombuffer(former, np.uint8) != 0
@@ -128,6 +131,9 @@ def _find_resident(keys: _Keys) -> Found | None:
     """Which blocks are in memory; None: one may have to be brought there."""
     door, loaded = keys.door, np.zeros(len(keys.names), np.bool_)
     if not door.store.knows_all or (door.store.is_shared and door.terms.is_strict):
+        return None
+    cold = door.store.find_cold(door.directory, name_columns(keys.names))
+    if cold is not None and cold.any():
         return None
     for table in door.readable:
         rows, _ = table.find(keys.names, door.store.now(table.namespace))

@@ -162,6 +162,11 @@ class RowOps:
             size = int(results[is_copied].sum())
             if is_known and is_absent.any():
                 names = self._aux, blocks.offsets[is_absent], blocks.lengths[is_absent]
+                cold = door.store.find_cold(door.directory, names)
+                if cold is not None and cold.any():  # the event loop brings them back
+                    results[np.flatnonzero(is_absent)[cold]] = LEFT
+                    is_absent = results == forms.ABSENT
+                    names = self._aux, blocks.offsets[is_absent], blocks.lengths[is_absent]
                 door.store.note_chain(door.directory, names, is_read=True)
             results = np.where(is_copied, results, np.where(is_absent & is_known, -errno.ENOENT, LEFT))
             count = int(np.count_nonzero(results != LEFT))

@@ -27,7 +27,7 @@ class Tier(IntEnum):
     DISK = 2
     """the disk tier of that host"""
     REMOTE = 3
-    """the volume's segments"""
+    """the volume's segments, or its cold tier"""
 
 
 class Costs(NamedTuple):
@@ -41,10 +41,10 @@ class Costs(NamedTuple):
 
 
 def encode_costs(tiers: npt.NDArray[np.uint8], seconds: npt.NDArray[np.float32]) -> bytes:
-    """One byte for each block."""
+    """One byte for each block. A tier behind the last one is shown as that: its time says how far it is."""
     steps = np.log(np.maximum(seconds * (1000 / BASE_MS), 1.0)) / np.log(FACTOR)
     numbers = np.minimum(np.ceil(steps - 1e-3), STEPS - 1).astype(np.uint8)
-    return np.where(tiers == Tier.NONE, 0, numbers << 2 | tiers).astype(np.uint8).tobytes()
+    return np.where(tiers == Tier.NONE, 0, numbers << 2 | np.minimum(tiers, Tier.REMOTE)).astype(np.uint8).tobytes()
 
 
 def decode_costs(answers: npt.NDArray[np.uint8]) -> Costs:

@@ -14,11 +14,11 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from kvfuse.volume.blocks.block_news import BlockNews
 from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.cold_blocks import ColdBlocks
 from kvfuse.volume.blocks.indexed_blocks import IndexedBlocks, Letters, keys_of, split_keys
 from kvfuse.volume.blocks.kernel_answers import KeptRows, KernelAnswers
 from kvfuse.volume.blocks.other_slabs import OtherSlabs
@@ -45,6 +46,7 @@ from kvfuse.volume.blocks.room_requests import RoomRequests
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
 from kvfuse.volume.blocks.write_behind import WriteBehind
+from kvfuse.volume.cold.cold_index import ColdGroup
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import SegmentsTier
 from kvfuse.volume.measures.speeds import Tier, worth_reading
@@ -54,6 +56,9 @@ from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.slots.space import RoomSource
 from kvfuse.volume.views import clock
 from kvfuse.volume.views.neighbours import LandsBlocks, Uses, WantedBlocks
+
+if TYPE_CHECKING:
+    from kvfuse.volume.cold.cold_tier import ColdTier
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +189,7 @@ class BlockEngine:
         self.eviction = BlockEviction(
             self.native, self.tables, core, self._states.slot_sizes, self.use, self.news, self.answers
         )
+        self.cold: ColdBlocks | None = None
         self._epochs: dict[int, int] = {}
         self._spaces: dict[int, int] = {}
         """namespace -> its place in the core"""
@@ -209,6 +215,14 @@ class BlockEngine:
         """directory -> names in it of files that become blocks"""
         self._restore()
         core.namespaces.accounts.blocks = self
+
+    def connect_cold(self, tier: ColdTier) -> None:
+        """Have blocks go to a cold tier: once, before `run`."""
+        self.cold = self.eviction.cold = ColdBlocks(self, tier, self.eviction.drop_leaving)
+        self.shown.has_cold = tier.index.has_directory
+        self.shown.on_lost = tier.kill_directory
+        tier.on_directory = self.shown.cold_blocks_come
+        self.writer.before_write = tier.sync_graves
 
     def meet(self, hosts: Hosts) -> None:
         """The other hosts of a shared volume: once, before `run`."""
@@ -440,7 +454,16 @@ class BlockEngine:
         found = self.core.namespaces.all.get(number)
         return found is not None and found.settings.is_blocks
 
-    def _epoch(self, number: int) -> int:
+    def is_valid_group(self, group: ColdGroup) -> bool:
+        """Cold blocks of a group may be served: their namespace was not cleared. Any thread."""
+        found = self.core.namespaces.all.get(group.namespace)
+        return found is not None and found.settings.is_blocks and found.settings.epoch == group.epoch
+
+    def latest_sequence(self) -> int:
+        """Of all blocks that were put. Any thread."""
+        return self.native.statistics()["sequence"]
+
+    def epoch_of(self, number: int) -> int:
         """Of the blocks that are stored now: it changes with `clear`, and not with the settings before."""
         if number not in self._epochs:
             found = self.core.namespaces.all.get(number)
@@ -469,7 +492,7 @@ class BlockEngine:
         elif number == ROOT and accounts.root_blocks > 0:
             files = files or accounts.use_of_all()
             count = max(0, accounts.root_blocks - files.files)
-        self.native.put_space(place, number, above, self._epoch(number), size, count)
+        self.native.put_space(place, number, above, self.epoch_of(number), size, count)
         found = self.core.namespaces.all.get(number)
         packs = found is not None and found.settings.compression != "none"
         self.native.set_packing(place, packs and bool(self.core.superblock.features & FEATURE_PACKED))
@@ -525,10 +548,12 @@ class BlockEngine:
         """Bytes of the largest block."""
         return min(self.arenas.block_max, self.core.geometry.slab_size)
 
-    def note_file(self, directory: int, namespace: int) -> None:
+    def note_file(self, directory: int, namespace: int, name: bytes) -> None:
         """A name of a directory is about to mean a file."""
         if self.is_block_namespace(namespace):
             self.with_files.add(directory)
+            if self.cold is not None:
+                self.cold.kill(directory, forms.name_columns([name]))
 
     def note_directories(self, directory: int, namespace: int, names: Collection[bytes]) -> None:
         """Names of a directory mean directories, or are about to."""
@@ -564,6 +589,8 @@ class BlockEngine:
         self.directories.pop(directory, None)
         for table in self.tables.of(directory):
             self.tables.end(table)
+        if self.cold is not None:
+            self.cold.tier.clear(lambda group: group.directory == directory)
         self.core.namespaces.news.lose(directory)
 
     def clear(self, number: int) -> None:
@@ -573,6 +600,8 @@ class BlockEngine:
             self.tables.end(table)
         self.core.namespaces.news.clear(number)
         self._epochs.pop(number, None)
+        if self.cold is not None:
+            self.cold.tier.clear(lambda group: group.namespace == number)
         self.update_quotas()
         if self.others is not None:
             self.others.distrust()
@@ -593,7 +622,7 @@ class BlockEngine:
     def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable:
         """The table for new blocks. NoSpace: there are too many."""
         self.arenas.make_first()
-        space, epoch = self._space(namespace), self._epoch(namespace)
+        space, epoch = self._space(namespace), self.epoch_of(namespace)
         readers = RowReaders(directory, uid, gid, mode & 0o777)
         found = (other for other in self.tables.of(directory) if other.readers == readers)
         table = next((other for other in found if other.namespace == namespace), None)
@@ -629,7 +658,7 @@ class BlockEngine:
 
     def _put_some(
         self, table: BlockTable, names: NameColumns, sources: Words, sizes: Numbers, terms: RowTerms,
-        *, plain_only: bool,
+        *, plain_only: bool, only_absent: bool = False,
     ) -> tuple[Numbers, Words]:  # fmt: skip
         results, sequences = np.empty(len(sizes), np.int64), np.zeros(len(sizes), np.uint64)
         now_us, sequence = clock.now() // 1000, clock.fine() // 1000 - SEQUENCE_LAG_US
@@ -637,7 +666,7 @@ class BlockEngine:
         self.native.put(
             table.number, table.readers.directory, *names, plain_only, sources, sizes, sequence, now,
             self.eviction.expiry(table.namespace, now, terms.expires), terms.priority, results, sequences,
-            terms.shown_us or now_us,
+            terms.shown_us or now_us, only_absent,
         )  # fmt: skip
         if len(self.tables.of(table.readers.directory)) > 1:
             self._drop_beside(table, names, now, sequences)
@@ -647,6 +676,19 @@ class BlockEngine:
         self.note_put()
         return results, sequences
 
+    def put_absent(self, table: BlockTable, name: bytes, data: memoryview, terms: RowTerms) -> tuple[int, int]:
+        """Store a block, if there is none of its name: (row, or why not; sequence)."""
+        source = np.array([np.frombuffer(data, np.uint8).ctypes.data], np.uint64)
+        columns, size = forms.name_columns([name]), np.array([len(data)], np.int64)
+        if self.has(table.readers.directory, columns).any():
+            return forms.PRESENT, 0
+        results, sequences = self._put_some(table, columns, source, size, terms, plain_only=False, only_absent=True)
+        return int(results[0]), int(sequences[0])
+
+    def has(self, directory: int, names: NameColumns) -> Mask:
+        """Which blocks are in the volume. Any thread."""
+        return _any_of(self._find_all(directory, names)[1], len(names[1]))
+
     def rename(self, table: BlockTable, row: int, sequence: int, name: bytes) -> int | None:
         """Give a block another name in its directory, where its bytes can stay where they are. Its sequence then.
 
@@ -654,6 +696,7 @@ class BlockEngine:
         """
         if self.others is not None or self.news.is_followed(table.readers.directory):
             return None
+        self._bury_cold(table, row)
         with self.eviction.becoming(table, name):
             now_us = clock.fine() // 1000 - SEQUENCE_LAG_US
             made, found = self.native.rename_row(table.number, row, sequence, name, now_us)
@@ -941,6 +984,7 @@ class BlockEngine:
             self.core.counters.checksum_failures += int(np.count_nonzero(still))
             log.warning("%d blocks of directory %d are damaged, and dropped", still.sum(), table.readers.directory)
             sizes = np.zeros(int(np.count_nonzero(still)), np.int64)
+            self._bury_cold(table, rows[still])
             self.native.drop_rows(table.number, rows[still], sequences[still], sizes)
             self.news.gone(table, rows[still], sequences[still])
 
@@ -1005,6 +1049,10 @@ class BlockEngine:
         tables, rows = self._find_all(directory, names)
         self.eviction.note_chain(tables, names, rows)
         rate, there = self._recompute_rate(namespace), _any_of(rows, len(names[1]))
+        cold = self.cold.look_up(directory, names) if self.cold is not None and not there.all() else None
+        if cold is not None:
+            is_cold, cold_sizes = cold[0] & ~there, cold[1]
+            there |= is_cold
         if not (is_timed or (rate and there.any())):
             return there.astype(np.uint8), None
         tiers, sizes = np.zeros(len(there), np.uint8), np.zeros(len(there), np.int64)
@@ -1014,6 +1062,8 @@ class BlockEngine:
             tiers[here], sizes[here] = np.where(found["arena"] != 0, Tier.DRAM, Tier.REMOTE), found["length"]
             beside = found["arena"] == 0
             tiers[here[beside][self.reads.on_disk(found[beside])]] = Tier.DISK
+        if cold is not None:
+            tiers[is_cold], sizes[is_cold] = Tier.COLD, cold_sizes[is_cold]
         seconds = self.core.reads.speeds.arrivals(tiers, sizes)
         if rate:
             count = worth_reading(seconds, sizes, rate)
@@ -1026,10 +1076,20 @@ class BlockEngine:
             return None
         tables, rows = self._find_all(directory, names)
         found = _any_of(rows, len(names[1]))
+        if self.cold is not None and not found.all() and (cold := self.cold.find(directory, names)) is not None:
+            found |= cold >= 0
         if not (self.knows_all or found.all()):
             return None
         self.eviction.note_chain(tables, names, rows)
         return found
+
+    def find_cold(self, directory: int, names: NameColumns) -> Mask | None:
+        rows = self.cold.find(directory, names) if self.cold is not None else None
+        return rows >= 0 if rows is not None else None
+
+    async def warm(self, directory: int, names: Sequence[bytes]) -> None:
+        if self.cold is not None:
+            await self.cold.warm(directory, names)
 
     def copy(self, table: BlockTable, name: bytes, room: int) -> memoryview | int:
         rows, _ = table.find([name], self.now(table.namespace))
@@ -1066,13 +1126,14 @@ class BlockEngine:
                 self.native.drop(other.number, other.readers.directory, *columns, False, now, rows, sequences)
 
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
-        found = np.zeros(len(names), np.bool_)
-        for table in self.tables.of(directory):
-            rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
-            self.native.drop(
-                table.number, directory, *forms.name_columns(names), False, self.now(table.namespace), rows, sequences
-            )
-            found |= rows >= 0
+        found, columns = np.zeros(len(names), np.bool_), forms.name_columns(names)
+        with self.cold.tier.gate if self.cold is not None else nullcontext():
+            if self.cold is not None:
+                found |= self.cold.kill(directory, columns)
+            for table in self.tables.of(directory):
+                rows, sequences = np.empty(len(names), np.int64), np.empty(len(names), np.uint64)
+                self.native.drop(table.number, directory, *columns, False, self.now(table.namespace), rows, sequences)
+                found |= rows >= 0
         if self.news.is_followed(directory):
             self.news.removed(self.tables.of(directory), list(compress(names, found.tolist())))
         self.note_put()
@@ -1127,11 +1188,19 @@ class BlockEngine:
     def drop_entry(self, table: BlockTable, row: int, sequence: int) -> bool:
         """Remove a block, if it is still the one of a row. Whether it was."""
         sizes, rows, sequences = np.zeros(1, np.int64), np.array([row], np.int64), np.array([sequence], np.uint64)
+        if int(table.rows["sequence"][row]) == sequence:
+            self._bury_cold(table, row)
         self.native.drop_rows(table.number, rows, sequences, sizes)
         if sizes[0]:
             self.news.gone(table, rows, sequences)
         self.note_put()
         return bool(sizes[0])
+
+    def _bury_cold(self, table: BlockTable, rows: int | Numbers) -> None:
+        """Blocks of rows are about to be removed, and do not come back from the cold tier."""
+        if self.cold is not None:
+            found = np.atleast_1d(table.rows[rows])
+            self.cold.tier.kill(found["low"].copy(), found["high"].copy())
 
     async def remove_entry(self, table: BlockTable, row: int, sequence: int, name: bytes) -> bool:
         """Remove a block of any host, if it is still the one of a row. Whether it was. The errors of `remove`."""
@@ -1209,7 +1278,7 @@ class BlockEngine:
         self.slabs.to_load = sorted(lent.keys() - known)
 
     def _find_space(self, namespace: int, epoch: int) -> int | None:
-        is_there = self.is_block_namespace(namespace) and self._epoch(namespace) == epoch
+        is_there = self.is_block_namespace(namespace) and self.epoch_of(namespace) == epoch
         return self._space(namespace) if is_there else None
 
     async def _open_tables(self, heads: Sequence[bytes]) -> None:
@@ -1220,7 +1289,7 @@ class BlockEngine:
             if len(rows):
                 for fields in np.unique(rows[["name_space", "directory", "uid", "gid", "mode", "epoch"]]).tolist():
                     namespace, directory, uid, gid, mode, epoch = fields
-                    if self.is_block_namespace(namespace) and self._epoch(namespace) == epoch:
+                    if self.is_block_namespace(namespace) and self.epoch_of(namespace) == epoch:
                         self.table(directory, namespace, uid, gid, mode)
                     await trio.lowlevel.checkpoint()
 
@@ -1239,6 +1308,8 @@ class BlockEngine:
             nursery.start_soon(failing.service, "room for blocks", self._keep_ready)
             nursery.start_soon(failing.service, "what C answered", self._hear_answers)
             nursery.start_soon(failing.service, "room for puts that wait", self._room_requests.run)
+            if self.cold is not None:
+                nursery.start_soon(self.cold.run)
             if self.others is not None:
                 nursery.start_soon(failing.service, "slabs of other hosts", self.others.run)
                 nursery.start_soon(failing.service, "cleared namespaces", self._look_at_namespaces)
@@ -1368,6 +1439,7 @@ class BlockEngine:
             "evicted": self.eviction.statistics(),
             **(self.others.statistics() if self.others is not None else {}),
             **(self.indexed.statistics() if self.indexed is not None else {}),
+            "cold": self.cold.statistics() if self.cold is not None else None,
         }
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from kvfuse.volume.blocks.uses_elsewhere import UsesElsewhere
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
+
+if TYPE_CHECKING:
+    from kvfuse.volume.cold.cold_tier import ColdTier
 
 STEP_SHARE = 0.005
 """of what is used: what one step of an eviction frees at least"""
@@ -55,6 +58,29 @@ CHUNK = 1 << 16
 
 Numbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+
+
+class LeavingBlocks(Protocol):
+    """Blocks of one table."""
+
+    @property
+    def table(self) -> BlockTable: ...
+    @property
+    def rows(self) -> Numbers: ...
+    @property
+    def sequences(self) -> Words: ...
+    @property
+    def sizes(self) -> Numbers: ...
+
+
+class ColdDoor(Protocol):
+    """What an eviction asks of the cold tier (`cold_blocks.ColdBlocks`)."""
+
+    tier: ColdTier
+    leaving: Counter[int]
+
+    def offer(self, namespace: int, gone: Victims) -> tuple[Victims, int]: ...
+    def surrender(self, size: int) -> int: ...
 
 
 class NamespacePolicy:
@@ -86,6 +112,8 @@ class BlockEviction:
     use: Callable[[int], tuple[int, int]]
     news: BlockNews
     answers: KernelAnswers
+    cold: ColdDoor | None = None
+    """where blocks go that leave the volume; None: nowhere"""
     ahead: dict[int, int] = field(default_factory=dict)
     """namespace -> seconds by which its clock was moved ahead"""
     books: defaultdict[int, BlockBooks] = field(default_factory=lambda: defaultdict(BlockBooks))
@@ -374,6 +402,8 @@ class BlockEviction:
         self._tell()
         used, _ = self.use(namespace)
         self._full |= {namespace}
+        if self.cold is not None and self.cold.surrender(max(size, int(used * STEP_SHARE))):
+            return True
         return self._evict(self._inner(namespace), max(size, int(used * STEP_SHARE))) > 0
 
     def make_room(self, size: int) -> bool:
@@ -381,6 +411,8 @@ class BlockEviction:
         self._tell()
         self._full |= {ROOT}
         data_size = self.core.geometry.data_size
+        if self.cold is not None and self.cold.surrender(max(size, int(STEP_SHARE * data_size))):
+            return True
         if self.native.statistics()["free_slots_bytes"] > SCATTERED_SHARE * data_size and self.empty_slabs():
             return True
         return self._evict(list(self._policies), max(size, int(STEP_SHARE * data_size))) > 0
@@ -391,11 +423,12 @@ class BlockEviction:
             size, count = self.use(account.number)
             if not size:
                 continue
+            size -= self._leaving(self._inner(account.number))
             settings = account.settings
             excess = _excess(settings, account.size + size, account.files + count, settings.high_water)
             if excess > 0:
                 excess = _excess(settings, account.size + size, account.files + count, settings.low_water)
-                self._evict(self._inner(account.number), excess)
+                self._evict(self._inner(account.number), excess, ahead=True)
             if _excess(settings, account.size + size, account.files + count, settings.low_water) > 0:
                 full.add(account.number)
         own = [found.settings for found in self._policies.values()]
@@ -403,13 +436,17 @@ class BlockEviction:
             part, found = self.core.part(), self.native.statistics()
             total = part.size
             free = part.size - part.used + found["free_slots_bytes"]
-            free += found["free_slabs"] * self.core.geometry.slab_size
+            free += found["free_slabs"] * self.core.geometry.slab_size + self._leaving(self._policies)
             if total - free > min(one.high_water for one in own) * total:
                 low = min(one.low_water for one in own) * total
-                self._evict(list(self._policies), int(total - free - low))
+                self._evict(list(self._policies), int(total - free - low), ahead=True)
             if total - free > min(one.low_water for one in own) * total:
                 full.add(ROOT)
         self._full = frozenset(full)
+
+    def _leaving(self, namespaces: Iterable[int]) -> int:
+        """Bytes of slots of blocks that are about to leave the volume."""
+        return sum([self.cold.leaving[one] for one in namespaces]) if self.cold is not None else 0
 
     def _inner(self, namespace: int) -> list[int]:
         """A namespace and those in it."""
@@ -426,8 +463,11 @@ class BlockEviction:
                 size, count = size - inner_size, count - inner_count
         return size, count
 
-    def _evict(self, numbers: Sequence[int], size: int) -> int:
-        """Remove blocks of so many bytes: of namespaces that are not pinned first, each by its part. The bytes."""
+    def _evict(self, numbers: Sequence[int], size: int, *, ahead: bool = False) -> int:
+        """Remove blocks of so many bytes: of namespaces that are not pinned first, each by its part. The bytes.
+
+        ``ahead``: nobody waits for their room, so they may go by the cold tier, in a moment.
+        """
         freed = 0
         for is_pinned in (False, True):
             chosen = [one for one in numbers if self._policies[one].settings.soft_pin == is_pinned]
@@ -441,12 +481,12 @@ class BlockEviction:
                     with found.lock:
                         gone = found.policy.victims(max(1, wanted), self._now(one), forms.SHADOWS)
                     is_offered |= len(gone.rows) > 0
-                    freed += self._drop_settled(one, gone)
+                    freed += self._drop_settled(one, gone, ahead=ahead)
             if freed >= size:
                 break
         return freed or self._drop_late(numbers)
 
-    def _drop_settled(self, number: int, gone: Victims) -> int:
+    def _drop_settled(self, number: int, gone: Victims, *, ahead: bool = False) -> int:
         """Remove victims of a namespace, and those that were late, but for blocks that are fresh."""
         if number in self._late:
             gone = Victims._make(map(np.concatenate, zip(self._late.pop(number), gone, strict=True)))
@@ -459,7 +499,18 @@ class BlockEviction:
         if is_fresh.any():
             self._late[number] = _chosen(gone, is_fresh)
             gone = _chosen(gone, ~is_fresh)
+        if ahead and self.cold is not None:
+            gone, leaving = self.cold.offer(number, gone)
+            return leaving + self._drop(gone, "room")
         return self._drop(gone, "room")
+
+    def drop_leaving(self, one: LeavingBlocks) -> int:
+        """Remove blocks that a policy gave up a moment ago. The bytes of slots."""
+        if one.table.has_ended or self.tables.all.get(one.table.place) is not one.table:
+            return 0
+        tables = np.full(len(one.rows), one.table.place, np.int64)
+        ages = np.zeros(len(one.rows))
+        return self._drop(Victims(tables, one.rows, one.sequences, one.sizes, ages), "room")
 
     def empty_slabs_from(self, first: int) -> int:
         """Remove all blocks of slabs from this one on, also of those that are pinned, or fresh. The bytes."""
@@ -509,10 +560,16 @@ class BlockEviction:
             own, table = gone.tables == place, self.tables.all[place]
             rows = np.ascontiguousarray(gone.rows[own], dtype=np.int64)
             keys, stored = table.rows["low"][rows], table.rows["stored"][rows]
-            sizes = np.zeros(len(rows), np.int64)
-            self.native.drop_rows(table.number, rows, np.ascontiguousarray(gone.sequences[own]), sizes)
+            sizes, sequences = np.zeros(len(rows), np.int64), np.ascontiguousarray(gone.sequences[own])
+            highs = table.rows["high"][rows]
+            if self.cold is not None:
+                is_it = table.rows["sequence"][rows] == sequences
+                self.cold.tier.supersede(keys[is_it], highs[is_it], sequences[is_it])
+            self.native.drop_rows(table.number, rows, sequences, sizes)
             freed += int(sizes.sum())
             went = sizes > 0
+            if self.cold is not None:
+                self.cold.tier.released(keys[went], highs[went], sequences[went])
             self._count_gone(table, keys[went], stored[went], reason)
             self.news.gone(table, rows[went], gone.sequences[own][went])
         return freed

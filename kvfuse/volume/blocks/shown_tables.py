@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,6 +84,10 @@ class ShownTables:
     dentries: Dentries
     eviction: BlockEviction
     """hears what is read"""
+    has_cold: Callable[[int], bool] = lambda directory: False
+    """the cold tier has blocks of a directory"""
+    on_lost: Callable[[int], None] = lambda directory: None
+    """all blocks of a directory are about to be lost"""
     _have_neighbours: bool = False
     _touches: deque[RowTouches] = field(default_factory=deque)
     _opened: trio.Event = field(default_factory=trio.Event)
@@ -143,6 +147,7 @@ class ShownTables:
                 self.tables.renew(table)
             except OSError as error:
                 log.warning("a group of blocks is lost, as there is no memory for other people's: %s", error)
+                self.on_lost(table.readers.directory)
                 self.tables.end(table)
             table.ancestors = None
         fence()
@@ -189,13 +194,19 @@ class ShownTables:
         """``has_files``: what was found. ``knows_all``: heads of all slabs were read."""
         is_plain = self._looked_at.get(directory) is False and not has_files
         tables = self.tables.of(directory)
-        if is_plain and knows_all and len(tables) == 1:
+        if is_plain and knows_all and len(tables) == 1 and not self.has_cold(directory):
             tables[0].words[COMPLETE] = 1
         return is_plain
 
     def names_come(self, directory: int) -> None:
         """A name of a directory is about to mean an inode."""
         self._looked_at[directory] = True
+        for table in self.tables.of(directory):
+            table.words[COMPLETE] = 0
+        fence()
+
+    def cold_blocks_come(self, directory: int) -> None:
+        """A name that is in no table is about to have a block in the cold tier."""
         for table in self.tables.of(directory):
             table.words[COMPLETE] = 0
         fence()

@@ -52,6 +52,8 @@ class WriteBehind:
     packer: BlockPacker
     reads: SlotReads
     publish: Callable[[bytes], Awaitable[None]] | None = None
+    before_write: Callable[[], Awaitable[None]] | None = None
+    """makes durable what has to be before heads say free"""
     written: int = 0
     durable: int = 0
     failures: int = 0
@@ -119,6 +121,8 @@ class WriteBehind:
         await self.packer.pack(batch)
         transfers = self._transfers(batch)
         _, _, position = batch.facts()
+        if self.before_write is not None:
+            await self.before_write()
         async with trio.open_nursery() as nursery:
             if self.publish is not None:
                 nursery.start_soon(self.publish, batch.told())

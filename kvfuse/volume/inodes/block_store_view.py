@@ -53,7 +53,7 @@ class BlockStoreView(Protocol):
     def update_quotas(self) -> None:
         """Quotas, or what files have of them, changed."""
 
-    def note_file(self, directory: int, namespace: int) -> None:
+    def note_file(self, directory: int, namespace: int, name: bytes) -> None:
         """A name of a directory is about to mean an ordinary file."""
 
     def note_directories(self, directory: int, namespace: int, names: Collection[bytes]) -> None:

@@ -36,6 +36,8 @@ class Tier(IntEnum):
     """the disk tier of this host"""
     REMOTE = 3
     """the segments of the volume"""
+    COLD = 4
+    """the cold tier"""
 
 
 class Speed:
@@ -94,6 +96,7 @@ class Speeds:
     dram: Speed = field(default_factory=lambda: Speed(20e-6, memory_bandwidth()))
     disk: Speed = field(default_factory=lambda: Speed(200e-6, 1e9))
     remote: Speed = field(default_factory=lambda: Speed(1e-3, 1e9))
+    cold: Speed = field(default_factory=lambda: Speed(30e-3, 100e6))
 
     def arrivals(self, tiers: ArrayLike, sizes: ArrayLike) -> npt.NDArray[np.float32]:
         """Seconds until each of these blocks is there, and all before it, if their reads begin now in this order.
@@ -102,7 +105,8 @@ class Speeds:
         """
         places, bytes_of = np.asarray(tiers, np.uint8), np.asarray(sizes, np.int64)
         seconds = np.zeros(len(places), np.float32)
-        for tier, speed in ((Tier.DRAM, self.dram), (Tier.DISK, self.disk), (Tier.REMOTE, self.remote)):
+        speeds = {Tier.DRAM: self.dram, Tier.DISK: self.disk, Tier.REMOTE: self.remote, Tier.COLD: self.cold}
+        for tier, speed in speeds.items():
             which = places == tier
             seconds[which] = speed.expect(np.cumsum(bytes_of[which]))
         return np.maximum.accumulate(seconds)

@@ -151,7 +151,7 @@ class ApplyFirst:
                 if meant.is_directory:
                     self.core.blocks.note_directories(directory.ino, directory.namespace, [end.name])
                 else:
-                    self.core.blocks.note_file(directory.ino, directory.namespace)
+                    self.core.blocks.note_file(directory.ino, directory.namespace, end.name)
             leaves = was if was is unlinked else None
             moved = was if meant is None else None
             pending.set_name(directory.ino, end.name, meant, found.stored, moved, found.version, leaves)

@@ -32,6 +32,7 @@ Kind = Literal["files", "blocks", "cache"]
 """cache: of volumes of before, whose blocks were files"""
 Tiers = Literal["all", "dram", "disk", "remote"]
 Compression = Literal["none", "zstd"]
+Cold = Literal["none", "used", "all"]
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
@@ -70,6 +71,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """tiers of a host that may get copies of its blocks: both, one of them, or none (remote)"""
     compression: Compression = "none"
     """whole chunks that it stores from now on are compressed where a smaller slot holds them then"""
+    cold: Cold = "none"
+    """blocks that go to the cold tier when they leave the volume: none, those that were read since then, all"""
     recompute_speed: Size = 0
     """tokens a second that an engine computes; 0: look-ups do not compare"""
     token_size: Size = 0
@@ -123,6 +126,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "kind": get_args(Kind),
     "tiers": get_args(Tiers),
     "compression": get_args(Compression),
+    "cold": get_args(Cold),
     "eviction": tuple(POLICIES),
     "admission": tuple(ADMISSIONS),
 }

@@ -27,6 +27,7 @@ from kvfuse.remote.segments.file.fileio import sync_directory
 from kvfuse.slab import layout
 from kvfuse.slab.layout import Superblock
 from kvfuse.volume.opening import engines, formatting
+from kvfuse.volume.opening.cold_opening import GRAVES_FILE, remove_cold
 from kvfuse.volume.opening.formatting import DESTROYED_FILE, LOCK_FILE, RECORD_FILES, SUPERBLOCK_FILE
 from kvfuse.volume.store import schema, sealed
 from kvfuse.volume.store.member import Member, describe, membership, others_of
@@ -103,9 +104,10 @@ async def _destroy_folder(options: Options, step: Step, without_lost: bool) -> l
     else:
         remains = _parse((path / DESTROYED_FILE).read_bytes(), str(path))
     await _remove_bytes(options, remains, step)
+    await remove_cold(options, remains.volume_id, step)
     step("removing records")
     left = await _remove_records(options)
-    for name in ("log", LOCK_FILE, f"{SUPERBLOCK_FILE}.new", f"{DESTROYED_FILE}.new"):
+    for name in ("log", GRAVES_FILE, LOCK_FILE, f"{SUPERBLOCK_FILE}.new", f"{DESTROYED_FILE}.new"):
         (path / name).unlink(missing_ok=True)
     for folder in (path / "records", path / "segments"):
         with suppress(OSError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -10,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import trio
 
 from kvfuse.errors import ConfigError
@@ -17,6 +20,8 @@ from kvfuse.options.config import Options, disk_free
 from kvfuse.options.options import (
     AutoIndexOptions,
     BlockOptions,
+    BucketOptions,
+    ColdBucketOptions,
     EtcdIndexOptions,
     EtcdOptions,
     FileOptions,
@@ -24,6 +29,7 @@ from kvfuse.options.options import (
     OmapIndexOptions,
     RadosOptions,
     RedisIndexOptions,
+    S3Options,
 )
 from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import Meter, RecordStore
@@ -100,6 +106,8 @@ async def free_space(options: Options) -> tuple[int | None, str]:
     if isinstance(options.segments, BlockOptions):
         sizes = await trio.to_thread.run_sync(making.sizes_of, device_paths(options.segments))
         return _room(options, sizes), f"on {', '.join(options.segments.devices)}"
+    if isinstance(options.segments, S3Options):
+        return None, f"in the bucket {options.segments.bucket}"
     async with _closing(await _open_rados(options, options.segments)) as segments:
         return await segments.free_bytes(), f"in the pool {options.segments.pool}"
 
@@ -134,6 +142,38 @@ async def _open_rados(options: Options, rados: RadosOptions, *_: object) -> Rado
     from kvfuse.remote.segments.rados.store import RadosSegments
 
     return await RadosSegments.open(_pool_place(options, rados))
+
+
+async def _open_bucket(options: Options, bucket: S3Options, *_: object) -> SegmentStore:
+    """ConfigError where others may read the keys, or the package is missing."""
+    check_bucket(bucket, "segments")
+    from kvfuse.remote.segments.s3.store import S3Segments
+
+    return await S3Segments.open(msgspec.structs.replace(bucket, prefix=bucket_prefix(options, bucket)))
+
+
+def bucket_prefix(options: Options, bucket: BucketOptions) -> str:
+    """Of all objects of a volume."""
+    return bucket.prefix or f"{re.sub('[^A-Za-z0-9_.-]', '_', options.volume_path.name)[:60]}/"
+
+
+def cold_bucket(options: Options, volume_id: bytes) -> ColdBucketOptions | None:
+    """Where the cold tier of a volume is, with a prefix of its own; None: it has none. ConfigError."""
+    if not isinstance(options.cold, ColdBucketOptions):
+        return None
+    check_bucket(options.cold, "cold")
+    prefix = f"{bucket_prefix(options, options.cold)}{volume_id.hex()[:16]}/"
+    return msgspec.structs.replace(options.cold, prefix=prefix)
+
+
+def check_bucket(bucket: BucketOptions, table: str) -> None:
+    """ConfigError: the bucket is not named, its keys are others' to read, or obstore is not installed."""
+    if bucket.bucket is None:
+        raise ConfigError(f"{table}.bucket is not set: engine 's3' needs one")
+    if bucket.credentials_file is not None:
+        check_private(bucket.credentials_file, f"{table}.credentials_file")
+    if importlib.util.find_spec("obstore") is None:
+        raise ConfigError(f"{table}.engine 's3' needs the package obstore: pip install 'obstore>=0.8'")
 
 
 def _pool_place(options: Options, rados: RadosOptions) -> PoolPlace:
@@ -249,6 +289,7 @@ SEGMENTS: dict[type, Callable[..., Awaitable[SegmentStore]]] = {
     FileOptions: _open_files,
     RadosOptions: _open_rados,
     BlockOptions: _open_devices,
+    S3Options: _open_bucket,
 }
 INDEXES: dict[type, Callable[..., Awaitable[BlockIndex | None]]] = {
     AutoIndexOptions: _open_auto_index,

@@ -1,0 +1,1 @@
+"""Segments in the objects of a bucket (S3)."""

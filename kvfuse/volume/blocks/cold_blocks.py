@@ -1,0 +1,413 @@
+"""Brings blocks to the cold tier before they leave the volume, and back when somebody asks for them.
+
+*Demotion*: blocks that a policy gives up ahead of need wait here, still in the volume, until an object is full of them
+or a moment has passed. Once that is stored they go. Where room is wanted at once, or more wait than the bucket takes,
+they go without. *Promotion*: a block that is asked for is read, verified, and put back, if no other has its name then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from kvfuse import errors, failing
+from kvfuse.checksum import crc32c
+from kvfuse.native import blockforms as forms
+from kvfuse.native._blocks import Core as NativeCore
+from kvfuse.native._blocks import fingerprints
+from kvfuse.policy.column_policy import Victims
+from kvfuse.volume.api import NameColumns, RowTerms
+from kvfuse.volume.blocks.block_arenas import BlockArenas
+from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
+from kvfuse.volume.blocks.slot_reads import SlotReads, slot_read
+from kvfuse.volume.cold import cold_format as layout
+
+if TYPE_CHECKING:
+    from kvfuse.volume.cold.cold_tier import ColdTier
+
+log = logging.getLogger(__name__)
+
+GATHER_SECONDS = 1.0
+"""for which blocks wait for others, to share an object"""
+BATCH_SHARE, BATCH_MIN = 0.005, 1 << 20
+"""of the volume, and bytes: as many do not wait for others, however large an object may be"""
+WAITING_OBJECTS = 8
+"""full objects' bytes of blocks that may wait"""
+PROMOTERS = 4
+TAKEN_BYTES = 16 << 20
+"""of blocks that one of them reads together"""
+ROOM_SECONDS = 1.0
+"""for which a block that came back waits for room"""
+
+Rows = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+
+
+class HotBlocks(Protocol):
+    """The block store (`block_engine.BlockEngine`), which has this."""
+
+    core: Any
+    native: NativeCore
+    tables: BlockTables
+    arenas: BlockArenas
+    reads: SlotReads
+
+    def now(self, namespace: int) -> int: ...
+    def epoch_of(self, number: int) -> int: ...
+    def has(self, directory: int, names: NameColumns) -> Mask: ...
+    def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable: ...
+    def put_absent(self, table: BlockTable, name: bytes, data: memoryview, terms: RowTerms) -> tuple[int, int]: ...
+    async def make_room(self, why: int, table: BlockTable, size: int, give_up: float) -> None: ...
+
+
+class LeavingRows(NamedTuple):
+    """Blocks of one table that a policy gave up."""
+
+    namespace: int
+    table: BlockTable
+    rows: Rows
+    sequences: Words
+    sizes: Rows
+    """of their slots"""
+
+
+@dataclass
+class _Wanted:
+    """A block that is on its way back, or could not come."""
+
+    name: bytes
+    row: int
+    sequence: int
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass
+class ColdBlocks:
+    """Of one membership. Event loop only, but for `find`, `look_up` and `removing`."""
+
+    engine: HotBlocks
+    tier: ColdTier
+    drop: Callable[[LeavingRows], int]
+    """removes blocks, as evicted ones; returns bytes of slots"""
+    counters: Counter[str] = field(default_factory=Counter)
+    leaving: Counter[int] = field(default_factory=Counter)
+    """namespace -> bytes of slots that are about to be free"""
+    _queue: deque[LeavingRows] = field(default_factory=deque)
+    _stored: list[LeavingRows] = field(default_factory=list)
+    """on their way to the bucket: they may go at any time"""
+    _work: trio.Event = field(default_factory=trio.Event)
+    _wanted: dict[int, _Wanted] = field(default_factory=dict)
+    """row of the index -> the block that is on its way back"""
+    _to_read: deque[_Wanted] = field(default_factory=deque)
+    _asked: trio.Event = field(default_factory=trio.Event)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(failing.service, "heads of cold blocks", self.tier.load)
+            nursery.start_soon(failing.service, "cold objects", self.tier.keep_up)
+            if not self.engine.core.read_only:
+                nursery.start_soon(failing.service, "blocks that become cold", self._demote)
+            for _ in range(PROMOTERS):
+                nursery.start_soon(failing.service, "cold blocks that come back", self._promote)
+
+    # -- look-ups: any thread ------------------------------------------------------------------------------
+
+    def find(self, directory: int, names: NameColumns) -> Rows | None:
+        """The row of each name in the index of the cold tier, -1: none; None: there are none of the directory."""
+        if not (self.tier.index.has_directory(directory) and self.tier.is_usable):
+            return None
+        return self.tier.find(*self._halves(directory, names), self._now(directory))
+
+    def look_up(self, directory: int, names: NameColumns) -> tuple[Mask, Rows] | None:
+        """Which names the cold tier has blocks of, and their bytes."""
+        rows = self.find(directory, names)
+        if rows is None:
+            return None
+        return rows >= 0, np.where(rows >= 0, self.tier.index.rows["length"][rows], 0).astype(np.int64)
+
+    def kill(self, directory: int, names: NameColumns) -> Mask:
+        """Names are about to mean nothing, or something else. Which had cold blocks."""
+        if self.tier.is_loaded and not self.tier.index.has_directory(directory):
+            return np.zeros(len(names[1]), np.bool_)
+        return self.tier.kill(*self._halves(directory, names), self._now(directory))
+
+    def _halves(self, directory: int, names: NameColumns) -> tuple[Words, Words]:
+        halves = np.zeros(2 * len(names[1]), np.uint64)
+        fingerprints(self.engine.tables.multipliers, directory, *names, halves)
+        return halves[::2].copy(), halves[1::2].copy()
+
+    def _now(self, directory: int) -> int:
+        tables = self.engine.tables.of(directory)
+        return self.engine.now(tables[0].namespace if tables else 0)
+
+    # -- out -----------------------------------------------------------------------------------------------
+
+    def offer(self, namespace: int, gone: Victims) -> tuple[Victims, int]:
+        """Take those victims that are worth it: they go later. The others; bytes of slots of those that it took."""
+        settings = self.engine.core.namespaces.all.get(namespace)
+        room = WAITING_OBJECTS * self.tier.options.object_size - sum(self.leaving.values())
+        is_wanted = settings is not None and settings.settings.cold != "none"
+        if not (is_wanted and self.tier.is_loaded and self.tier.is_usable) or room <= 0 or not len(gone.rows):
+            return gone, 0
+        assert settings is not None
+        takes, rate = np.zeros(len(gone.rows), np.bool_), settings.settings.recompute_rate
+        for place in np.unique(gone.tables).tolist():
+            own, table = np.flatnonzero(gone.tables == place), self.engine.tables.all[place]
+            found = table.rows[gone.rows[own]]
+            fits = (found["flags"] & np.uint32(forms.FOREIGN) == 0) & (found["sequence"] == gone.sequences[own])
+            fits &= found["length"] <= self.tier.options.object_size // 2
+            if settings.settings.cold == "used":
+                fits &= (found["flags"] & np.uint32(forms.HOT) != 0) | (found["used"] > found["stored"])
+            if rate:
+                fits &= self.engine.core.reads.speeds.cold.expect(found["length"]) < found["length"] / rate
+            fits &= ~self.tier.are_copied(found["low"].copy(), found["high"].copy(), gone.sequences[own])
+            fits &= np.cumsum(np.where(fits, gone.sizes[own], 0)) <= room
+            room -= int(gone.sizes[own][fits].sum())
+            takes[own] = fits
+            if fits.any():
+                self._take(namespace, table, gone, own[fits])
+        if not takes.any():
+            return gone, 0
+        self._work.set()
+        return Victims._make(column[~takes] for column in gone), int(gone.sizes[takes].sum())
+
+    def _take(self, namespace: int, table: BlockTable, gone: Victims, own: Rows) -> None:
+        rows = np.ascontiguousarray(gone.rows[own], np.int64)
+        self._queue.append(LeavingRows(namespace, table, rows, gone.sequences[own].copy(), gone.sizes[own].copy()))
+        self.leaving[namespace] += int(gone.sizes[own].sum())
+
+    def surrender(self, size: int) -> int:
+        """Have blocks of so many bytes leave the volume now: first those that are on their way to the bucket, as these
+        become cold all the same. The bytes of slots."""
+        freed = 0
+        while self._stored and freed < size:
+            freed += self._let_go(self._stored.pop())
+        while self._queue and freed < size:
+            one = self._queue.popleft()
+            self.counters["surrendered"] += len(one.rows)
+            freed += self._let_go(one)
+        return freed
+
+    def _let_go(self, one: LeavingRows) -> int:
+        self.leaving[one.namespace] -= int(one.sizes.sum())
+        return self.drop(one)
+
+    async def _demote(self) -> None:
+        while True:
+            await self._gather()
+            some = self._next_batch()
+            if not some:
+                continue
+            began = trio.current_time()
+            size = await self._store(some)
+            if (rate := self.tier.options.rate) and size:
+                await trio.sleep(max(0.0, size / rate - (trio.current_time() - began)))
+
+    async def _gather(self) -> None:
+        while not self._queue:
+            self._work = trio.Event()
+            await self._work.wait()
+        part = int(BATCH_SHARE * self.engine.core.geometry.data_size)
+        enough = min(self.tier.options.object_size, max(BATCH_MIN, part))
+        with trio.move_on_after(GATHER_SECONDS):
+            while sum([int(one.sizes.sum()) for one in self._queue]) < enough:
+                self._work = trio.Event()
+                await self._work.wait()
+
+    def _next_batch(self) -> list[LeavingRows]:
+        """What goes into the next object, or what is to be dropped with it."""
+        room, some = self.tier.options.object_size - layout.data_start(0), list[LeavingRows]()
+        while self._queue:
+            one = self._queue.popleft()
+            each = one.table.rows["length"][one.rows].astype(np.int64) + layout.STEP + forms.HEAD.itemsize
+            count = int(np.searchsorted(np.cumsum(each), room, side="right"))
+            if count:
+                some.append(_part(one, slice(0, count)))
+                room -= int(each[:count].sum())
+            if count < len(one.rows):
+                self._queue.appendleft(_part(one, slice(count, None)))
+                break
+        return some
+
+    async def _store(self, some: list[LeavingRows]) -> int:
+        """Store blocks, and have them leave the volume. Bytes that were stored."""
+        whole, size = tuple(some), 0
+        try:
+            heads = np.concatenate([self._heads_of(one) for one in whole])
+            offsets = layout.offsets_of(heads["length"].astype(np.int64))
+            data = np.zeros(int(offsets[-1]), np.uint8).data  # zeros also between blocks: all of it leaves this machine
+            await self._fill(whole, heads, offsets, data)
+            self._stored = some  # from here on they may go at any time
+            here = await self.tier.store(heads, data, lambda: self._are_here(whole))
+            if here is not None:
+                self.counters["demoted"] += int(np.count_nonzero(here))
+                self.counters["demoted_bytes"] += (size := int(heads["length"][here].sum()))
+        except errors.EngineError as error:
+            log.warning("blocks cannot be read for the cold tier: %s", error)
+        finally:
+            self._stored = []
+            for one in some:
+                self._let_go(one)
+        return size
+
+    def _are_here(self, some: Sequence[LeavingRows]) -> Mask:
+        """Which blocks the volume has still."""
+        found = [(one.table, one.table.rows[one.rows], one.sequences) for one in some]
+        return np.concatenate(
+            [
+                (rows["version"] & np.uint64(1) == 1) & (rows["sequence"] == sequences) & (not table.has_ended)
+                for table, rows, sequences in found
+            ]
+        )
+
+    def _heads_of(self, one: LeavingRows) -> npt.NDArray[np.void]:
+        rows, readers = one.table.rows[one.rows].copy(), one.table.readers
+        heads = np.zeros(len(rows), forms.HEAD)
+        for name in ("length", "low", "high", "sequence", "directory", "checksum", "stored", "expires", "priority"):
+            heads[name] = rows[name]
+        heads["magic"], heads["version"], heads["name_length"] = forms.HEAD_MAGIC, 1, rows["name_length"]
+        heads["uid"], heads["gid"], heads["mode"] = readers.uid, readers.gid, readers.mode
+        heads["name_space"], heads["epoch"] = one.namespace, self.engine.epoch_of(one.namespace)
+        heads["micros"] = rows["flags"] >> np.uint32(forms.MICROS)
+        is_it = (rows["version"] & np.uint64(1) == 1) & (rows["sequence"] == one.sequences)
+        heads["state"] = np.where(is_it, forms.BLOCK_HEAD, forms.FREE_HEAD)
+        heads["length"][~is_it] = 0
+        return heads
+
+    async def _fill(
+        self, some: Sequence[LeavingRows], heads: npt.NDArray[np.void], offsets: Rows, data: memoryview
+    ) -> None:
+        """Bring the blocks to where they belong in an object; what is not right there is none. EngineError."""
+        copies, reads, at = list[tuple[int, Any]](), list[Any](), 0
+        for one in some:
+            for row, sequence in zip(one.rows.tolist(), one.sequences.tolist(), strict=True):
+                target = data[offsets[at] : offsets[at] + int(heads["length"][at])]
+                held = self.engine.arenas.hold(one.table, row, sequence) if len(target) else None
+                if held is not None:
+                    copies.append((at, held))
+                elif len(target) and (read := self._slot_of(one, row, sequence, target)) is not None:
+                    reads.append(read)
+                at += 1
+        if reads:
+            await self.engine.reads.read(reads)
+
+        def copy() -> None:
+            for place, held in copies:
+                length, start = int(heads["length"][place]), int(offsets[place])
+                data[start : start + length] = held.home.bytes[held.offset : held.offset + length].data
+            for place in range(len(heads)):
+                start, length = int(offsets[place]), int(heads["length"][place])
+                if crc32c(data[start : start + length]) != heads["checksum"][place]:
+                    heads["state"][place] = forms.FREE_HEAD
+
+        await trio.to_thread.run_sync(copy)
+
+    def _slot_of(self, one: LeavingRows, row: int, sequence: int, target: memoryview) -> Any:
+        found = one.table.rows[row].copy()
+        slab, slot, packed = found[["slab", "slot", "packed"]].item()
+        if int(found["sequence"]) != sequence:
+            return None
+        with suppress(ValueError):  # a thread dropped it just now
+            _, offset = self.engine.native.slot_places(slab, slot)
+            address = slab * self.engine.core.geometry.slab_size + offset
+            return slot_read(one.namespace, address, sequence, target, packed * forms.PAGE)
+        return None
+
+    # -- back ----------------------------------------------------------------------------------------------
+
+    async def warm(self, directory: int, names: Sequence[bytes]) -> None:
+        """Bring blocks back that are asked for now: return when they are in the volume, or cannot come."""
+        columns = forms.name_columns(names)
+        rows = self.find(directory, columns)
+        if rows is None or not (rows >= 0).any():
+            return
+        absent = ~self.engine.has(directory, columns) & (rows >= 0)
+        waiting = []
+        for place in np.flatnonzero(absent).tolist():
+            row = int(rows[place])
+            one = self._wanted.get(row)
+            if one is None:
+                one = self._wanted[row] = _Wanted(names[place], row, int(self.tier.index.rows["sequence"][row]))
+                self._to_read.append(one)
+            waiting.append(one)
+        self._asked.set()
+        with trio.move_on_after(self.tier.options.deadline + ROOM_SECONDS):
+            for one in waiting:
+                await one.done.wait()
+
+    async def _promote(self) -> None:
+        while True:
+            while not self._to_read:
+                self._asked = trio.Event()
+                await self._asked.wait()
+            await trio.lowlevel.checkpoint()  # more may be asked for in this turn
+            some, size = list[_Wanted](), 0
+            while self._to_read and size < TAKEN_BYTES:
+                some.append(self._to_read.popleft())
+                size += int(self.tier.index.rows["length"][some[-1].row])
+            if some:
+                try:
+                    await self._bring_back(some, size)
+                finally:
+                    for one in some:
+                        self._wanted.pop(one.row, None)
+                        one.done.set()
+
+    async def _bring_back(self, some: Sequence[_Wanted], size: int) -> None:
+        entries = self.tier.index.rows[[one.row for one in some]].copy()
+        with self.engine.core.reads.speeds.cold.reading(size):
+            found = await self.tier.read(np.array([one.row for one in some], np.int64))
+        for one, entry, data in zip(some, entries, found, strict=True):
+            if data is None:
+                continue
+            if crc32c(data) != int(entry["checksum"]):
+                with self.tier.taking(one.row, one.sequence) as is_it:
+                    if is_it:
+                        self.tier.note_damaged(one.row)
+                        log.warning("a cold block of object %d is damaged, and dropped", entry["object"])
+                continue
+            try:
+                await self._put_back(one, entry, data)
+            except errors.OperationError as error:
+                self.counters["refused"] += 1
+                log.debug("a cold block cannot come back: %s", error)
+            one.done.set()
+
+    async def _put_back(self, one: _Wanted, entry: npt.NDArray[np.void], data: memoryview) -> None:
+        group = self.tier.index.group(int(entry["group"]))
+        with self.tier.taking(one.row, one.sequence) as is_it:
+            if not is_it:  # its folder may be gone
+                return
+        table = self.engine.table(group.directory, group.namespace, group.uid, group.gid, group.mode)
+        terms = RowTerms(int(entry["expires"]), int(entry["priority"]), shown_us=int(entry["stored"]) * 1_000_000)
+        give_up = trio.current_time() + ROOM_SECONDS
+        while True:
+            with self.tier.taking(one.row, one.sequence) as is_it:
+                if not is_it or not self.tier.is_valid(group):
+                    return
+                result, sequence = self.engine.put_absent(table, one.name, data, terms)
+                if result >= 0:
+                    self.tier.note_hot(one.row, sequence)
+            if result >= 0 or result == forms.PRESENT:
+                break
+            await self.engine.make_room(result, table, len(data), give_up)
+        if result >= 0:
+            self.counters["promoted"] += 1
+            self.counters["promoted_bytes"] += len(data)
+
+    def statistics(self) -> dict[str, Any]:
+        return {**self.tier.statistics(), **self.counters, "leaving_bytes": sum(self.leaving.values())}
+
+
+def _part(one: LeavingRows, which: slice) -> LeavingRows:
+    return one._replace(rows=one.rows[which], sequences=one.sequences[which], sizes=one.sizes[which])
