@@ -14,8 +14,8 @@ from typing import cast
 import trio
 
 from kvfuse import errors
-from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
+from kvfuse.access.namespace_access import NamespaceAccess
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.usrbio.protocol.wire import NEWS, NEWS_NAMES_MAX, NewsKind, pack_keys
 from kvfuse.volume.api import RingApi
 from kvfuse.volume.views.news import NameEvent, PackedNames, Row, Watch

@@ -18,20 +18,21 @@ from functools import partial
 import trio
 
 from kvfuse import errors, failing
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_handle import NO_GROUP, NamespaceHandle, Remembered
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio.daemon import device_iovs, kept_records, registered_things, restored_connection
 from kvfuse.usrbio.daemon.audience import Audience
 from kvfuse.usrbio.daemon.block_feed import BlockFeed
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import MappedIov, map_memory
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.connection_keeping import KeptConnection
 from kvfuse.usrbio.daemon.descriptor_receiver import SO_PASSRIGHTS, DescriptorReceiver, close_all
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
-from kvfuse.usrbio.daemon.registered_things import NO_GROUP, NamespaceHandle, OpenFile, Remembered
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.usrbio.protocol.wire import (
