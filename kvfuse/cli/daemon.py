@@ -89,7 +89,7 @@ def run(
     import trio
 
     os.umask(0o077)  # the volume's files are the daemon's alone; what users see has its own modes
-    refusal = _be_nice(effective.options.mount.nice)
+    refusal = be_nice(effective.options.mount.nice)
     sys.setswitchinterval(SWITCH_SECONDS)
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # rings and their memory take some each
@@ -107,7 +107,7 @@ def run(
         raise
 
 
-def _be_nice(value: int) -> str | None:
+def be_nice(value: int) -> str | None:
     """Give this thread a nice value, before there are others: they get it from this one. Why it may not have it.
 
     0: it stays as it is.
@@ -155,6 +155,11 @@ async def _serve(
 
         services.append(Service("metrics", partial(serve_metrics, options=options.metrics)))
 
+    if options.http.listen is not None:
+        from kvfuse.http.http_door import serve_http
+
+        services.append(Service("http", partial(serve_http, options=options.http)))
+
     def ready() -> None:
         calm_collector()
         log.info("%s is mounted on %s", options.title, point)
@@ -168,7 +173,7 @@ async def _serve(
         if keeper.is_apart:
             await nursery.start(failing.vital_task, _pass_signals_on)
         else:
-            await nursery.start(failing.vital_task, _cancel_on_signal, nursery.cancel_scope)
+            await nursery.start(failing.vital_task, cancel_on_signal, nursery.cancel_scope)
         nursery.start_soon(failing.service, "heap", give_memory_back)
         if leaving is not None:
             nursery.start_soon(failing.vital_task, leaving.answer_holder)
@@ -204,7 +209,7 @@ def calm_collector() -> None:
     gc.set_threshold(*COLLECTIONS)
 
 
-async def _cancel_on_signal(scope: Any, *, task_status: Any) -> None:
+async def cancel_on_signal(scope: Any, *, task_status: Any) -> None:
     """Cancel ``scope`` at the first signal; further ones do not interrupt the flush that follows."""
     import trio
 
