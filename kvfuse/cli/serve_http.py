@@ -67,6 +67,9 @@ def serve_http_command(
 def _run(options: Options) -> None:
     import trio
 
+    from kvfuse.http.http_door import open_files
+
+    open_files(options.http)  # before a volume is made
     os.umask(0o077)  # the volume's files are this process's alone
     be_nice(options.mount.nice)
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -149,8 +149,9 @@ class BlockAccess:
             missing = wanted.missing
             rows, sequences = table.find(wanted.names_of(missing), door.store.now(table.namespace))
             is_here = rows >= 0
-            is_here &= table.rows["length"][np.where(is_here, rows, 0)] == wanted.sizes[missing]
             here, rows, sequences = missing[is_here], rows[is_here], sequences[is_here]
+            is_same = table.rows["length"][rows] == wanted.sizes[here]
+            here, rows, sequences = here[is_same], rows[is_same], sequences[is_same]
             if not len(here):
                 continue
             away = np.flatnonzero(wanted.copy(door, table, here) == forms.NOT_RESIDENT)

@@ -26,9 +26,10 @@ from kvfuse.errors import ConfigError, MountError
 from kvfuse.http.http_resources import Resources
 from kvfuse.http.http_users import HttpUsers, make_client
 from kvfuse.http.routes import Routes, check_parameters
-from kvfuse.http.web_connection import GONE, HEAD_SECONDS, Stream, TooSlow, WebConnection
+from kvfuse.http.web_connection import GONE, HEAD_SECONDS, Stream, WebConnection
 from kvfuse.http.web_limits import Shared
 from kvfuse.http.web_message import RequestBody, WebAnswer, WebError, WebRequest, problem, split_target
+from kvfuse.http.web_pace import TooSlow
 from kvfuse.options.options import HttpOptions
 from kvfuse.options.secret_files import check_private
 from kvfuse.serving import NUMBERS, SERVED
@@ -56,8 +57,7 @@ async def serve_http(
     MountError where nobody can listen there, ConfigError where the users' file or the certificate cannot be used.
     """
     assert options.listen is not None
-    users = HttpUsers(options.users) if options.users is not None else None
-    context = _open_certificate(options)
+    users, context = open_files(options)
     door = HttpDoor(volume, options, users)
     async with AsyncExitStack() as stack:
         listeners = await _listen(options.listen, stack)
@@ -118,6 +118,11 @@ async def _listen_at_path(path: Path, stack: AsyncExitStack) -> trio.SocketListe
     path.chmod(0o666)
     listener.listen(BACKLOG)
     return trio.SocketListener(listener)
+
+
+def open_files(options: HttpOptions) -> tuple[HttpUsers | None, ssl.SSLContext | None]:
+    """(users, certificate) of the files that options name. ConfigError where one cannot be used."""
+    return HttpUsers(options.users) if options.users is not None else None, _open_certificate(options)
 
 
 def _open_certificate(options: HttpOptions) -> ssl.SSLContext | None:

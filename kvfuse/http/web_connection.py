@@ -22,7 +22,7 @@ import trio
 
 from kvfuse.connection_limit import HttpClient
 from kvfuse.http.web_message import Body, RequestBody, Streamed, WebAnswer, WebError, problem
-from kvfuse.http.web_pace import Pace
+from kvfuse.http.web_pace import Pace, TooSlow
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ HEADERS_MAX = 64
 REQUESTS_MAX = 100_000
 """of one connection"""
 RECEIVE_SIZE = 256 << 10
+PIECE = 1 << 20
+"""bytes that are sent at once"""
 JOINED_MAX = 32 << 10
 """bytes of a body that are copied to go with its head in one call"""
 DRAINED_SIZE_MAX = 256 << 10
@@ -48,10 +50,6 @@ _HEAD_END = b"\r\n\r\n"
 Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 GONE = (OSError, ssl.SSLError, trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel)
 """the client has gone"""
-
-
-class TooSlow(Exception):
-    """A client that is too slow is cut off."""
 
 
 class Answerer(Protocol):
@@ -160,10 +158,11 @@ class WebConnection:
         if self._http.they_are_waiting_for_100_continue:
             await self._write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"", pace)
         while (event := self._next_event()) is h11.NEED_DATA:
-            with trio.move_on_at(pace.deadline) as scope:
-                received = await self._stream.receive_some(RECEIVE_SIZE)
-            if scope.cancelled_caught:
-                raise WebError(408, "the body came too slowly", headers={"Connection": "close"})
+            try:
+                with pace:
+                    received = await self._stream.receive_some(RECEIVE_SIZE)
+            except TooSlow:
+                raise WebError(408, "the body came too slowly", headers={"Connection": "close"}) from None
             pace.moved(len(received))
             self._http.receive_data(bytes(received))
         if isinstance(event, h11.Data):
@@ -221,22 +220,16 @@ class WebConnection:
 
     async def _write(self, data: Body, pace: Pace, head: bytes = b"") -> None:
         """Send bytes, after those of ``head``. TooSlow."""
-        with trio.move_on_at(pace.deadline) as scope:
-            if head and self._socket is not None:
+        if head and self._socket is not None:
+            with pace:
                 sent = await self._socket.sendmsg([head, data])
-                if sent >= len(head):
-                    head, data = b"", memoryview(data)[sent - len(head) :]
-                else:
-                    head = head[sent:]
-            if head:
-                await self._stream.send_all(head)
-            for start in range(0, len(data), RECEIVE_SIZE):
-                part = memoryview(data)[start : start + RECEIVE_SIZE]
-                await self._stream.send_all(part)
+            head, data = head[sent:], memoryview(data)[max(0, sent - len(head)) :]
+        for rest in (memoryview(head), memoryview(data)):
+            for start in range(0, len(rest), PIECE):
+                part = rest[start : start + PIECE]
+                with pace:
+                    await self._stream.send_all(part)
                 pace.moved(len(part))
-                scope.deadline = pace.deadline
-        if scope.cancelled_caught:
-            raise TooSlow
 
     async def _refuse(self, error: WebError) -> None:
         """Say that a request makes no sense, if anything can be said."""

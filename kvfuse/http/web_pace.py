@@ -1,6 +1,8 @@
-"""A deadline that moves on with the bytes of a transfer: who is slower than a lowest rate for long is cut off."""
+"""How long a transfer may wait for its client: who is slower than a lowest rate for long is cut off."""
 
 from __future__ import annotations
+
+from types import TracebackType
 
 import trio
 
@@ -10,14 +12,35 @@ RATE_MIN = 64 << 10
 """bytes a second"""
 
 
+class TooSlow(Exception):
+    """A client that is too slow is cut off."""
+
+
 class Pace:
-    """One transfer, from now on."""
+    """One transfer. Only the time for which it waits for the client counts: that of `waiting` contexts."""
 
     def __init__(self, seconds: float = STALL_SECONDS, rate: float = RATE_MIN) -> None:
-        self.deadline = trio.current_time() + seconds
-        self._seconds = seconds
+        self._seconds = self._left = seconds
         self._rate = rate
+        self._began = 0.0
+        self._scope = trio.CancelScope()
+
+    def __enter__(self) -> Pace:
+        self._began = trio.current_time()
+        self._scope = trio.CancelScope(deadline=self._began + self._left)
+        self._scope.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """TooSlow."""
+        self._left -= trio.current_time() - self._began
+        is_handled = self._scope.__exit__(kind, error, trace)
+        if self._scope.cancelled_caught:
+            raise TooSlow
+        return is_handled
 
     def moved(self, size: int) -> None:
         """So many more bytes have been moved. What was faster before allows nobody to be slower for longer."""
-        self.deadline = min(self.deadline + size / self._rate, trio.current_time() + self._seconds)
+        self._left = min(self._left + size / self._rate, self._seconds)

@@ -174,7 +174,7 @@ class Connection:
         if left.said.follows:
             namespace = NamespaceHandle(left.said.follows, 0, NO_GROUP, by_path=left.said.by_path)
             self._follower = BlockFeed(
-                volume, self._admission, self._stream, namespace, self._audience.pause, goes_on=True
+                volume, self._admission, namespace, self._stream, self._audience.pause, goes_on=True
             )
 
     async def _answer_one(self) -> bool:
@@ -372,7 +372,7 @@ class Connection:
     async def _follow(self, values: tuple[int, ...]) -> Answer:
         registered = self._get_namespace(values[0])
         namespace = NamespaceHandle(registered.ino, 0, NO_GROUP, by_path=registered.by_path)
-        follower = BlockFeed(self._limits.volume, self._admission, self._stream, namespace, self._audience.pause)
+        follower = BlockFeed(self._limits.volume, self._admission, namespace, self._stream, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
         self.registered.keeping.keep_words(follows=namespace.ino, by_path=namespace.by_path)
