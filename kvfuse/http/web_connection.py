@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import ssl
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
@@ -39,9 +41,14 @@ PIECE = 1 << 20
 """bytes that are sent at once"""
 JOINED_MAX = 32 << 10
 """bytes of a body that are copied to go with its head in one call"""
-DRAINED_SIZE_MAX = 256 << 10
+DRAINED_SIZE_MAX = 64 << 20
 DRAIN_SECONDS = 2.0
-"""what is read of a request whose body nobody wanted, so that its sender reads the answer"""
+"""what is read, and for how long, of a request whose body nobody wanted, so that its sender reads the answer"""
+SMALL_BODY = 256 << 10
+"""bytes of such a body after which the connection goes on"""
+ABORT = struct.pack("ii", 1, 0)
+"""value of SO_LINGER: what is not sent yet never is"""
+VERSIONS = b"1.0", b"1.1"
 _FOLDED = re.compile(rb"\n[ \t]")
 _LENGTH = re.compile(rb"\ncontent-length[ \t]*:", re.IGNORECASE)
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -91,13 +98,15 @@ class WebConnection:
                 await self._serve_one(request)
                 self._client.waits_for_us = False
                 if not await self._begin_next():
-                    return
+                    break
         except h11.RemoteProtocolError as error:
             await self._refuse(WebError(error.error_status_hint, f"this is no request of HTTP: {error}"))
         except WebError as error:
             await self._refuse(error)
         except TooSlow:
-            pass
+            if self._socket is not None:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+            return
         await self._drain()
 
     async def _serve_one(self, request: h11.Request) -> None:
@@ -144,6 +153,8 @@ class WebConnection:
         event = self._http.next_event()
         if not isinstance(event, h11.Request):
             return None
+        if event.http_version not in VERSIONS:
+            raise WebError(505, "only HTTP/1.1 and HTTP/1.0 are offered")
         if len(event.headers) > HEADERS_MAX:
             raise WebError(431, f"a request has {HEADERS_MAX} headers at most")
         names = [name for name, _ in event.headers]
@@ -267,7 +278,7 @@ class _Body:
     @property
     def is_small(self) -> bool:
         """It is cheaper to read what nobody wants of it than to connect again."""
-        return self.size is not None and self.size <= DRAINED_SIZE_MAX
+        return self.size is not None and self.size <= SMALL_BODY
 
     async def pieces(self) -> AsyncIterator[bytes]:
         pace = Pace()

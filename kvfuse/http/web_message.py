@@ -9,6 +9,7 @@ import difflib
 import errno
 import json
 import os
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -26,6 +27,8 @@ PROBLEM = "application/problem+json"
 QUERY_FIELDS_MAX = 16
 BODY_JSON_MAX = 64 << 10
 """bytes of a body of JSON"""
+
+_WHOLE_URL = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)
 
 Body: TypeAlias = bytes | bytearray | memoryview
 
@@ -175,7 +178,7 @@ def split_target(target: bytes) -> tuple[tuple[bytes, ...], dict[str, str]]:
 
     "%2F" separates names, too: no name has a slash.
     """
-    path, _, query = target.partition(b"?")
+    path, _, query = _WHOLE_URL.sub(b"", target, 1).partition(b"?")
     if not path.startswith(b"/"):
         raise WebError(400, "the target of the request is no path")
     for part in path.split(b"%")[1:]:

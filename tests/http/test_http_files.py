@@ -177,6 +177,11 @@ def test_words_that_are_not_known_are_refused(client: WebClient, folder: str) ->
     assert client.ask("PUT", f"/v1/files/{folder}/x?mode=8", b"").status == 400
 
 
+def test_a_target_may_be_a_whole_url(client: WebClient, folder: str) -> None:
+    client.ask("PUT", f"/v1/files/{folder}/file", b"x")
+    assert client.ask("GET", f"http://localhost/v1/files/{folder}/file").body == b"x"
+
+
 def test_a_file_syncs(client: WebClient, folder: str) -> None:
     client.ask("PUT", f"/v1/files/{folder}/file", b"x")
     assert client.ask("POST", f"/v1/sync/{folder}/file").status == 204
