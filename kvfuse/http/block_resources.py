@@ -44,6 +44,8 @@ class BlockResources:
     async def get_one(self, request: WebRequest) -> WebAnswer:
         """One block; for HEAD the headers alone."""
         access, name = await self._open_one(request, 1)
+        if request.method == "GET" and (data := access.try_get(name)) is not None:
+            return self._charged(request, b"", data, BYTES)
         statuses, sizes = await access.look([name])
         _raise_for(int(statuses[0]))
         if request.method == "HEAD":
@@ -140,16 +142,23 @@ class BlockResources:
             self.memory.give(user, total)
             raise
 
-        async def release() -> None:
-            self.memory.give(user, total)
-
         if statuses is not None:
             found[statuses != 0] = statuses[statuses != 0]
         head = b"" if is_raw else build_head(found, np.where(found, 0, sizes))
         if (found != 0).any():
             target = target[np.repeat(found == 0, sizes)]
-        body = Streamed(_send(head, target.data), len(head) + len(target), release)
-        return found, WebAnswer(200, body, BYTES if is_raw else CONTENT_TYPE)
+        self.memory.give(user, total)
+        return found, self._charged(request, head, target, BYTES if is_raw else CONTENT_TYPE)
+
+    def _charged(self, request: WebRequest, head: bytes, data: npt.NDArray[np.uint8], kind: str) -> WebAnswer:
+        """An answer with bytes that are charged until it is sent."""
+        user, size = request.caller.uid, len(data)
+        self.memory.take(user, size)
+
+        async def release() -> None:
+            self.memory.give(user, size)
+
+        return WebAnswer(200, Streamed(_send(head, data.data), len(head) + size, release), kind)
 
     async def _open_one(self, request: WebRequest, wanted: int) -> tuple[BlockAccess, bytes]:
         if not request.path:

@@ -197,10 +197,12 @@ class WebConnection:
         try:
             head = self._http.send(self._head_of(answer)) or b""
             if isinstance(body, Streamed) and has_body:
-                await self._write(head, pace)
                 async with aclosing(body.pieces) as pieces:
                     async for piece in pieces:
-                        await self._send_piece(b"", piece, pace)
+                        await self._send_piece(head, piece, pace)
+                        head = b""
+                if head:
+                    await self._write(head, pace)
             elif has_body and not isinstance(body, Streamed) and len(body):
                 await self._send_piece(head, body, pace)
             else:
