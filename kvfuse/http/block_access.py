@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,15 @@ from kvfuse.access.namespace_handle import BlockDoor, NamespaceHandle
 from kvfuse.access.row_access import RowAccess
 from kvfuse.errnos import errno_of
 from kvfuse.http.kernel_drops import KernelDrops
+from kvfuse.http.web_message import Lent
 from kvfuse.native import blockforms as forms
 from kvfuse.volume.api import RingApi, RowTable
 
 ATTEMPTS = 3
+IN_LOOP_MAX = 2 << 20
+"""bytes from which on a copy is a thread's"""
+LENT_MAX = 4 << 20
+"""bytes of a block that is sent from where it lies"""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -48,11 +54,12 @@ class _Wanted:
         start = int(self._starts[number])
         return self._target[start : start + int(self.sizes[number])]
 
-    def copy(self, door: BlockDoor, table: RowTable, numbers: Numbers) -> Numbers:
+    async def copy(self, door: BlockDoor, table: RowTable, numbers: Numbers) -> Numbers:
         """Copy blocks of a table that are in memory: lengths, or codes of `forms`."""
         addresses = (self._target.ctypes.data + self._starts[numbers]).astype(np.uint64)
-        columns = forms.name_columns(self.names_of(numbers))
-        found = door.store.get_columns(table, columns, addresses, self.sizes[numbers])
+        columns, sizes = forms.name_columns(self.names_of(numbers)), self.sizes[numbers]
+        copy = partial(door.store.get_columns, table, columns, addresses, sizes)
+        found = copy() if sizes.sum() < IN_LOOP_MAX else await trio.to_thread.run_sync(copy)
         self.statuses[numbers[found == self.sizes[numbers]]] = 0
         return found
 
@@ -94,23 +101,18 @@ class BlockAccess:
 
     # -- get -----------------------------------------------------------------------------------------
 
-    def try_get(self, name: bytes) -> npt.NDArray[np.uint8] | None:
-        """A copy of one block that is a row and in memory. None: `look` and `get` tell more."""
+    def try_hold(self, name: bytes) -> Lent | None:
+        """One block that is a row and in memory, not too large. None: `look` and `get` tell more."""
         began, door = time.perf_counter(), self.namespace.blocks
         if door is None or not door.sees_all or self.namespace.measures.limiters:
             return None
-        found = door.store.find(door.directory, name)
-        if found is None:
+        held = door.store.hold(door.directory, name)
+        if held is None or not 0 < held.size <= LENT_MAX:
             return None
-        table, row, _ = found
-        size = int(table.rows["length"][row])
-        target = np.empty(size, np.uint8)
-        places = np.array([target.ctypes.data], np.uint64), np.array([size], np.int64)
-        if door.store.get_columns(table, forms.name_columns([name]), *places)[0] != size:
-            return None
+        data = held.home.memory.bytes[held.offset : held.offset + held.size].data
         self.namespace.measures.seconds["get"].add(time.perf_counter() - began)
-        self.namespace.measures.read_bytes += size
-        return target
+        self.namespace.measures.read_bytes += held.size
+        return Lent(data, held)
 
     async def look(self, names: Sequence[bytes]) -> tuple[Numbers, Numbers]:
         """(status, bytes) of each block: 0, or an errno."""
@@ -172,11 +174,11 @@ class BlockAccess:
             here, rows, sequences = here[is_same], rows[is_same], sequences[is_same]
             if not len(here):
                 continue
-            away = np.flatnonzero(wanted.copy(door, table, here) == forms.NOT_RESIDENT)
+            away = np.flatnonzero(await wanted.copy(door, table, here) == forms.NOT_RESIDENT)
             if len(away):
                 some = wanted.names_of(here[away])
                 await door.store.fetch(table, some, rows[away], sequences[away])
-                wanted.copy(door, table, here[away])
+                await wanted.copy(door, table, here[away])
                 for number in here[away].tolist():
                     if wanted.statuses[number]:
                         wanted.take(number, await door.store.read(table, wanted.names[number]))

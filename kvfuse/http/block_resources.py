@@ -44,8 +44,8 @@ class BlockResources:
     async def get_one(self, request: WebRequest) -> WebAnswer:
         """One block; for HEAD the headers alone."""
         access, name = await self._open_one(request, 1)
-        if request.method == "GET" and (data := access.try_get(name)) is not None:
-            return self._charged(request, b"", data, BYTES)
+        if request.method == "GET" and (lent := access.try_hold(name)) is not None:
+            return WebAnswer(200, lent, BYTES)
         statuses, sizes = await access.look([name])
         _raise_for(int(statuses[0]))
         if request.method == "HEAD":

@@ -8,6 +8,7 @@ return, or that give a length twice, and a length beside an encoding of the tran
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 import ssl
@@ -23,7 +24,7 @@ import h11
 import trio
 
 from kvfuse.connection_limit import HttpClient
-from kvfuse.http.web_message import Body, RequestBody, Streamed, WebAnswer, WebError, problem
+from kvfuse.http.web_message import Body, Lent, RequestBody, Streamed, WebAnswer, WebError, problem
 from kvfuse.http.web_pace import Pace, TooSlow
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class WebConnection:
     async def _serve_one(self, request: h11.Request) -> None:
         self._body = _Body(self, _length_of(request))
         try:
-            await self._send(request, await self._answerer.answer(request, self._body))
+            await self._send(request.method, await self._answerer.answer(request, self._body))
         finally:
             self._answerer.done()
 
@@ -190,10 +191,11 @@ class WebConnection:
 
     # -- answers -------------------------------------------------------------------------------------
 
-    async def _send(self, request: h11.Request, answer: WebAnswer) -> None:
+    async def _send(self, method: bytes, answer: WebAnswer) -> None:
         """Send an answer. TooSlow; what a body raises ends the connection, as the client cannot be told otherwise."""
         pace, body = Pace(), answer.body
-        has_body = request.method != b"HEAD" and answer.status not in (204, 304)
+        release = body.release if isinstance(body, Streamed) else None
+        has_body = method != b"HEAD" and answer.status not in (204, 304)
         try:
             head = self._http.send(self._head_of(answer)) or b""
             if isinstance(body, Streamed) and has_body:
@@ -203,15 +205,20 @@ class WebConnection:
                         head = b""
                 if head:
                     await self._write(head, pace)
-            elif has_body and not isinstance(body, Streamed) and len(body):
+            elif has_body and isinstance(body, Lent):
+                data = self._send_lent(head, body)
+                del body, answer  # nobody holds the memory while the client takes its time
+                await trio.lowlevel.checkpoint()
+                await self._write(data, pace)
+            elif has_body and not isinstance(body, Streamed | Lent) and len(body):
                 await self._send_piece(head, body, pace)
             else:
                 await self._write(head, pace)
             if end := self._http.send(h11.EndOfMessage()):
                 await self._write(end, pace)
         finally:
-            if isinstance(body, Streamed):
-                await body.release()
+            if release is not None:
+                await release()
 
     def _head_of(self, answer: WebAnswer) -> h11.Response:
         headers = [("Date", date_now()), *answer.headers]
@@ -223,6 +230,15 @@ class WebConnection:
         if self._is_ending or not (self._http.their_state is h11.DONE or self._body.is_small):
             headers.append(("Connection", "close"))
         return h11.Response(status_code=answer.status, headers=headers, reason=_REASONS[answer.status])
+
+    def _send_lent(self, head: bytes, body: Lent) -> bytes:
+        """Send what the kernel takes without a wait. The rest, copied."""
+        self._http.send_with_data_passthrough(h11.Data(data=body.data))  # type: ignore[arg-type]
+        sent = 0
+        if self._socket is not None:
+            with suppress(BlockingIOError):
+                sent = os.writev(self._socket.fileno(), [head, body.data])
+        return head[sent:] + bytes(body.data[max(0, sent - len(head)) :])
 
     async def _send_piece(self, head: bytes, piece: Body, pace: Pace) -> None:
         for part in self._http.send_with_data_passthrough(h11.Data(data=piece)) or ():  # type: ignore[arg-type]

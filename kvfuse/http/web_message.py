@@ -112,11 +112,21 @@ class Streamed(NamedTuple):
     """called once, however the answer ends, also if nothing of it was made"""
 
 
+class Lent(NamedTuple):
+    """A body in memory that stays as it is as long as somebody has ``holder``: it is sent, or copied, at once."""
+
+    data: memoryview
+    holder: object
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
 class WebAnswer(NamedTuple):
     """A status, headers and a body. ``size``: what Content-Length says in place of the body's, for HEAD."""
 
     status: int
-    body: Body | Streamed = b""
+    body: Body | Lent | Streamed = b""
     content_type: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
     size: int | None = None
