@@ -18,7 +18,7 @@ from kvfuse.http.block_access import BlockAccess
 from kvfuse.http.block_bodies import CONTENT_TYPE, KEY_BODY_MAX, KEYS_MAX, build_head, parse_body
 from kvfuse.http.kernel_drops import KernelDrops
 from kvfuse.http.path_walk import SEARCH, PathWalk
-from kvfuse.http.web_limits import Shared
+from kvfuse.http.web_limits import SharedUnits
 from kvfuse.http.web_message import BYTES, JSON, Streamed, WebAnswer, WebError, WebRequest, json_answer
 from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
 from kvfuse.sizes import MIB, format_size
@@ -37,7 +37,7 @@ class BlockResources:
 
     volume: RingApi
     drops: KernelDrops
-    memory: Shared
+    memory: SharedUnits
 
     # -- one -----------------------------------------------------------------------------------------
 

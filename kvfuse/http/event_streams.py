@@ -20,7 +20,7 @@ from kvfuse.access.block_follower import BlockFollower, FollowedNames, take_chan
 from kvfuse.access.namespace_access import NamespaceAccess
 from kvfuse.access.namespace_handle import NO_GROUP, NamespaceHandle
 from kvfuse.http.path_walk import PathWalk
-from kvfuse.http.web_limits import Shared
+from kvfuse.http.web_limits import SharedUnits
 from kvfuse.http.web_message import Streamed, WebAnswer, WebRequest
 from kvfuse.keys import key_of
 from kvfuse.volume.api import RingApi
@@ -41,7 +41,7 @@ class EventStreams:
     """The handler. ``followers``: streams of one user."""
 
     volume: RingApi
-    followers: Shared
+    followers: SharedUnits
     is_ending: bool = False
 
     async def follow(self, request: WebRequest) -> WebAnswer:

@@ -19,7 +19,7 @@ import trio
 
 from kvfuse import errors
 from kvfuse.http.kernel_drops import KernelDrops
-from kvfuse.http.path_walk import READ, SEARCH, WRITE, Found, PathWalk
+from kvfuse.http.path_walk import READ, SEARCH, WRITE, FoundPath, PathWalk
 from kvfuse.http.web_message import BYTES, Streamed, WebAnswer, WebError, WebRequest
 from kvfuse.volume.api import FILE_SIZE_MAX, RENAME_NOREPLACE, Handle, RingApi
 
@@ -117,7 +117,7 @@ class FileResources:
             new = await walk.step(folder, name)
         return WebAnswer(201 if old is None else 204, headers=describe(new))
 
-    def _check_replaced(self, walk: PathWalk, folder: Found, old: Found, *, is_exclusive: bool) -> None:
+    def _check_replaced(self, walk: PathWalk, folder: FoundPath, old: FoundPath, *, is_exclusive: bool) -> None:
         if is_exclusive:
             raise WebError(412, f"{os.fsdecode(old.name)} exists")
         if old.is_directory:
@@ -182,7 +182,7 @@ class FileResources:
         return WebAnswer(204)
 
 
-def describe(found: Found) -> tuple[tuple[str, str], ...]:
+def describe(found: FoundPath) -> tuple[tuple[str, str], ...]:
     """The headers that tell of a file."""
     return (
         ("ETag", found.etag),
@@ -192,12 +192,12 @@ def describe(found: Found) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _is_same(request: WebRequest, found: Found) -> bool:
+def _is_same(request: WebRequest, found: FoundPath) -> bool:
     given = request.headers.get("if-none-match", "")
     return given == "*" or found.etag in [tag.strip().removeprefix("W/") for tag in given.split(",")]
 
 
-def _find_range(request: WebRequest, found: Found, size: int) -> tuple[int, int] | None:
+def _find_range(request: WebRequest, found: FoundPath, size: int) -> tuple[int, int] | None:
     """(start, end) of the bytes that are wanted; None: all. WebError 416. What is none, or several, means all."""
     match = _RANGE.fullmatch(request.headers.get("range", "").strip())
     if match is None or match[0] == "bytes=-" or request.headers.get("if-range", found.etag) != found.etag:

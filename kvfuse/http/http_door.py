@@ -27,7 +27,7 @@ from kvfuse.http.http_resources import Resources
 from kvfuse.http.http_users import HttpUsers, make_client
 from kvfuse.http.routes import Routes, check_parameters
 from kvfuse.http.web_connection import GONE, HEAD_SECONDS, Stream, WebConnection
-from kvfuse.http.web_limits import Shared
+from kvfuse.http.web_limits import SharedUnits
 from kvfuse.http.web_message import RequestBody, WebAnswer, WebError, WebRequest, problem, split_target
 from kvfuse.http.web_pace import TooSlow
 from kvfuse.options.options import HttpOptions
@@ -160,7 +160,7 @@ class HttpDoor:
             self._anonymous = make_client(uid, gid)
         self._limit = ConnectionLimit(options.clients)
         self._connections: set[WebConnection] = set()
-        self._requests = Shared(4 * options.user_requests, options.user_requests, "requests under way")
+        self._requests = SharedUnits(4 * options.user_requests, options.user_requests, "requests under way")
         self._resources = Resources(volume, options)
         self._routes = Routes(self._resources.routes())
         self._counts = {"connections": 0, "requests": 0, "failures": 0}

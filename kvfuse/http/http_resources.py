@@ -14,7 +14,7 @@ from kvfuse.http.name_resources import CHANGEABLE, LISTED_MAX, TIME_MAX, NameRes
 from kvfuse.http.namespace_resources import NamespaceResources
 from kvfuse.http.openapi import build_openapi
 from kvfuse.http.routes import Parameter, Route
-from kvfuse.http.web_limits import Shared
+from kvfuse.http.web_limits import SharedUnits
 from kvfuse.http.web_message import BYTES, JSON, WebAnswer, WebRequest, json_answer
 from kvfuse.keys import KEY_SIZE_MAX
 from kvfuse.options.options import HttpOptions
@@ -66,8 +66,8 @@ class Resources:
 
     def __init__(self, volume: RingApi, options: HttpOptions) -> None:
         drops = KernelDrops(volume)
-        self.memory = Shared(options.body_memory, options.body_memory // 2, "bytes of bodies in memory")
-        self._followers = Shared(16 * options.followers, options.followers, "streams of events")
+        self.memory = SharedUnits(options.body_memory, options.body_memory // 2, "bytes of bodies in memory")
+        self._followers = SharedUnits(16 * options.followers, options.followers, "streams of events")
         self._files = FileResources(volume, drops)
         self._names = NameResources(volume, drops)
         self._blocks = BlockResources(volume, drops, self.memory)

@@ -52,7 +52,7 @@ class _User(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[_Id, ...] = ()
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _UsersFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     users: dict[str, _User] = {}
 
 
@@ -118,7 +118,7 @@ def _read(path: Path) -> tuple[object, dict[str, _Known]]:
             text = file.read(FILE_SIZE_MAX + 1).decode()
         if len(text) > FILE_SIZE_MAX:
             raise ConfigError(f"{KEY}: {path} has more than {FILE_SIZE_MAX} bytes")
-        users = msgspec.convert(tomllib.loads(text), _File).users
+        users = msgspec.convert(tomllib.loads(text), _UsersFile).users
     except OSError as error:
         raise ConfigError(f"{KEY}: {path} cannot be read: {error.strerror}") from error
     except (ValueError, msgspec.ValidationError) as error:

@@ -15,7 +15,7 @@ from kvfuse import errors
 from kvfuse.credentials import Capability
 from kvfuse.http.file_resources import describe
 from kvfuse.http.kernel_drops import KernelDrops
-from kvfuse.http.path_walk import READ, SEARCH, WRITE, Found, PathWalk
+from kvfuse.http.path_walk import READ, SEARCH, WRITE, FoundPath, PathWalk
 from kvfuse.http.web_message import BYTES, WebAnswer, WebError, WebRequest, json_answer, refuse_unknown, split_target
 from kvfuse.volume.api import FILE_SIZE_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, SYMLINK_MAX, Changes, RingApi
 
@@ -64,7 +64,7 @@ class NameResources:
                 found = await self.volume.tree.list_directory(folder.ino, after, count)
                 is_last = len(found) < count
                 for name, after, one in found:  # noqa: B007
-                    copy = Found.copy(one, folder.ino, name, has_token=False)
+                    copy = FoundPath.copy(one, folder.ino, name, has_token=False)
                     rows.append(_row(name, _attributes(copy) if may_stat else {"type": _kind(copy)}))
         return json_answer({"entries": rows} | ({} if is_last else {"next": after}))
 
@@ -115,11 +115,11 @@ class NameResources:
                 raise errors.IsADirectory(f"{os.fsdecode(found.name)} is no regular file")
             caller = walk.caller.make_caller()
             changed = await self.volume.inodes.set_attributes(found.ino, Changes(**given), caller)
-            content = _attributes(Found.copy(changed, found.directory, found.name, has_token=found.has_token))
+            content = _attributes(FoundPath.copy(changed, found.directory, found.name, has_token=found.has_token))
             await self.drops.drop([(found.directory, found.name)] if found.name else [], contents=[found.ino])
         return json_answer(content)
 
-    def _check_change(self, walk: PathWalk, found: Found, given: dict[str, Any]) -> None:
+    def _check_change(self, walk: PathWalk, found: FoundPath, given: dict[str, Any]) -> None:
         """As the kernel does. NotPermitted, PermissionDenied."""
         powers = walk.caller.powers
         if "size" in given:
@@ -172,12 +172,12 @@ class NameResources:
             await self._xattr_changed(found)
         return WebAnswer(204)
 
-    async def _xattr_changed(self, found: Found) -> None:
+    async def _xattr_changed(self, found: FoundPath) -> None:
         """What was a block may be a file of another number now."""
         names = [(found.directory, found.name)] if found.name else []
         await self.drops.drop(names, attributes=[found.ino])
 
-    def _check_xattr(self, walk: PathWalk, found: Found, name: str, wanted: int) -> None:
+    def _check_xattr(self, walk: PathWalk, found: FoundPath, name: str, wanted: int) -> None:
         """Only users' attributes of files and folders. NotPermitted, PermissionDenied, Unsupported."""
         if not name.startswith("user.") or "\0" in name:
             raise errors.Unsupported(f"{name!r}: attributes whose names begin with 'user.' are offered")
@@ -268,11 +268,11 @@ def _as_target(path: str) -> str:
     return quote_from_bytes(os.fsencode(path))
 
 
-def _kind(found: Found) -> str:
+def _kind(found: FoundPath) -> str:
     return KINDS.get(stat.S_IFMT(found.mode), "other")
 
 
-def _attributes(found: Found) -> dict[str, Any]:
+def _attributes(found: FoundPath) -> dict[str, Any]:
     return {
         "type": _kind(found), "mode": found.mode & 0o7777, "size": found.size, "uid": found.uid, "gid": found.gid,
         "nlink": found.nlink, "ino": found.ino, "atime": found.atime, "mtime": found.mtime, "ctime": found.ctime,

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfuse import errors
 from kvfuse.http.kernel_drops import KernelDrops
-from kvfuse.http.path_walk import READ, SEARCH, WRITE, Found, PathWalk
+from kvfuse.http.path_walk import READ, SEARCH, WRITE, FoundPath, PathWalk
 from kvfuse.http.web_message import WebAnswer, WebError, WebRequest, json_answer
 from kvfuse.volume.api import RingApi
 
@@ -47,7 +47,7 @@ class NamespaceResources:
                     folder.ino, name, request.mode(0o755), walk.caller.make_caller()
                 )
                 walk.note_made(made.ino)
-                found = Found.copy(made, folder.ino, name, has_token=folder.has_token)
+                found = FoundPath.copy(made, folder.ino, name, has_token=folder.has_token)
             elif await self._is_namespace(found):
                 raise errors.Exists(f"{name!r} is a namespace already: PATCH changes its settings")
             try:
@@ -94,21 +94,21 @@ class NamespaceResources:
             await self.drops.drop(attributes=[found.ino])
         return WebAnswer(204)
 
-    async def _change(self, walk: PathWalk, found: Found, name: bytes, value: bytes) -> None:
+    async def _change(self, walk: PathWalk, found: FoundPath, name: bytes, value: bytes) -> None:
         """Set an attribute. WebError says why the volume refuses."""
         try:
             await self.volume.inodes.set_xattr(found.ino, name, value, walk.caller.make_caller())
         except errors.InvalidArgument as error:
             raise WebError(400, str(error)) from error
 
-    async def _is_namespace(self, found: Found) -> bool:
+    async def _is_namespace(self, found: FoundPath) -> bool:
         try:
             await self.volume.inodes.get_xattr(found.ino, NAMESPACE)
         except errors.NoAttribute:
             return False
         return True
 
-    async def _settings_of(self, found: Found) -> dict[str, str]:
+    async def _settings_of(self, found: FoundPath) -> dict[str, str]:
         """NoAttribute: it is no namespace."""
         try:
             text = (await self.volume.inodes.get_xattr(found.ino, NAMESPACE)).decode()

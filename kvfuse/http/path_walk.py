@@ -26,7 +26,7 @@ LINKS_MAX = 40
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPath:
     """What a path means: a copy of the fields of a stat, and where it was found."""
 
     ino: int
@@ -91,43 +91,43 @@ class PathWalk:
         """An operation counted an inode as looked up."""
         self._counted.append(ino)
 
-    def may(self, one: Found, wanted: int) -> bool:
+    def may(self, one: FoundPath, wanted: int) -> bool:
         return one.has_token or self.caller.may_access(one, wanted)
 
-    def check(self, one: Found, wanted: int) -> None:
+    def check(self, one: FoundPath, wanted: int) -> None:
         """PermissionDenied."""
         if not self.may(one, wanted):
             words = {READ: "read", WRITE: "write", SEARCH: "search", WRITE | SEARCH: "change names in"}
             what = os.fsdecode(one.name) or "/"
             raise errors.PermissionDenied(f"the user may not {words.get(wanted, 'use')} {what}")
 
-    def check_owner(self, one: Found) -> None:
+    def check_owner(self, one: FoundPath) -> None:
         """NotPermitted, unless the caller owns it, or has CAP_FOWNER."""
         if self.caller.uid != one.uid and not self.caller.powers.has(Capability.FOWNER, one):
             raise errors.NotPermitted(f"{os.fsdecode(one.name) or '/'} is another user's")
 
-    def check_taking(self, directory: Found, one: Found) -> None:
+    def check_taking(self, directory: FoundPath, one: FoundPath) -> None:
         """The caller may remove a name from its directory, or replace what it means. PermissionDenied, NotPermitted."""
         self.check(directory, WRITE | SEARCH)
         if not (directory.has_token or self.caller.may_take_name(directory, one)):  # type: ignore[arg-type]
             raise errors.NotPermitted(f"{os.fsdecode(one.name)} is another user's, and its folder sticky")
 
-    async def root(self) -> Found:
+    async def root(self) -> FoundPath:
         one = await self._volume.inodes.attributes(ROOT_INODE)
-        return Found.copy(one, ROOT_INODE, b"", has_token=await self._fits(ROOT_INODE))
+        return FoundPath.copy(one, ROOT_INODE, b"", has_token=await self._fits(ROOT_INODE))
 
-    async def find(self, names: Sequence[bytes], *, follows: bool = True) -> Found:
+    async def find(self, names: Sequence[bytes], *, follows: bool = True) -> FoundPath:
         """What a path means. NotFound, NotADirectory, PermissionDenied. ``follows``: a link at its end, too."""
         return await self._go([await self.root()], list(names), follows=follows)
 
-    async def find_folder(self, names: Sequence[bytes]) -> Found:
+    async def find_folder(self, names: Sequence[bytes]) -> FoundPath:
         """As `find`, of a folder."""
         found = await self.find(names)
         if not found.is_directory:
             raise errors.NotADirectory(f"/{os.fsdecode(b'/'.join(names))} is no folder")
         return found
 
-    async def find_parent(self, names: Sequence[bytes]) -> tuple[Found, bytes]:
+    async def find_parent(self, names: Sequence[bytes]) -> tuple[FoundPath, bytes]:
         """(folder, name) of a path whose name may be absent. NotPermitted: the name is the daemon's own."""
         if not names:
             raise errors.NotPermitted("the root of the volume is always there")
@@ -138,7 +138,7 @@ class PathWalk:
             raise errors.NameTooLong(f"a name has {NAME_MAX} bytes at most")
         return folder, names[-1]
 
-    async def step(self, folder: Found, name: bytes) -> Found:
+    async def step(self, folder: FoundPath, name: bytes) -> FoundPath:
         """What a name of a folder means, which is no further followed. NotFound, NotADirectory, PermissionDenied."""
         if not folder.is_directory:
             raise errors.NotADirectory(f"{os.fsdecode(folder.name)} is no folder")
@@ -150,19 +150,19 @@ class PathWalk:
         except errors.NotFound:
             raise errors.NotFound(f"there is no {os.fsdecode(name)} in /{os.fsdecode(folder.name)}") from None
         self._counted.append(one.ino)
-        found = Found.copy(one, folder.ino, name, has_token=folder.has_token)
+        found = FoundPath.copy(one, folder.ino, name, has_token=folder.has_token)
         if self._tokens and found.is_directory:
-            return Found.copy(one, folder.ino, name, has_token=await self._fits(one.ino))
+            return FoundPath.copy(one, folder.ino, name, has_token=await self._fits(one.ino))
         return found
 
-    async def step_if_there(self, folder: Found, name: bytes) -> Found | None:
+    async def step_if_there(self, folder: FoundPath, name: bytes) -> FoundPath | None:
         """As `step`; None: there is no such name."""
         try:
             return await self.step(folder, name)
         except errors.NotFound:
             return None
 
-    async def _go(self, above: list[Found], names: list[bytes], *, follows: bool) -> Found:
+    async def _go(self, above: list[FoundPath], names: list[bytes], *, follows: bool) -> FoundPath:
         """Walk on from the last of some folders, which are above each other."""
         while names:
             name = names.pop(0)

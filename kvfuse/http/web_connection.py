@@ -1,7 +1,7 @@
 """One connection of a client: reads requests, has them answered, sends answers. h11 knows the protocol.
 
-A request's head has a deadline from its first byte on, bodies in both directions have a `Pace`. What h11 takes and
-servers behind proxies should not is refused before it sees it: lines that are folded, that end without a carriage
+A request's head has a deadline from its first byte on, bodies in both directions have a `ClientPace`. What h11
+takes, and servers behind proxies should not, is refused before it sees it: lines that are folded, that end without a carriage
 return, or that give a length twice, and a length beside an encoding of the transfer.
 """
 
@@ -25,7 +25,7 @@ import trio
 
 from kvfuse.connection_limit import HttpClient
 from kvfuse.http.web_message import Body, Lent, RequestBody, Streamed, WebAnswer, WebError, problem
-from kvfuse.http.web_pace import Pace, TooSlow
+from kvfuse.http.web_pace import ClientPace, TooSlow
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class WebConnection:
 
     # -- bodies of requests --------------------------------------------------------------------------
 
-    async def next_piece(self, pace: Pace) -> bytes | None:
+    async def next_piece(self, pace: ClientPace) -> bytes | None:
         """The next bytes of a request's body; None at its end. WebError 408; BrokenResourceError."""
         if self._http.they_are_waiting_for_100_continue:
             await self._write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"", pace)
@@ -193,7 +193,7 @@ class WebConnection:
 
     async def _send(self, method: bytes, answer: WebAnswer) -> None:
         """Send an answer. TooSlow; what a body raises ends the connection, as the client cannot be told otherwise."""
-        pace, body = Pace(), answer.body
+        pace, body = ClientPace(), answer.body
         release = body.release if isinstance(body, Streamed) else None
         has_body = method != b"HEAD" and answer.status not in (204, 304)
         try:
@@ -240,14 +240,14 @@ class WebConnection:
                 sent = os.writev(self._socket.fileno(), [head, body.data])
         return head[sent:] + bytes(body.data[max(0, sent - len(head)) :])
 
-    async def _send_piece(self, head: bytes, piece: Body, pace: Pace) -> None:
+    async def _send_piece(self, head: bytes, piece: Body, pace: ClientPace) -> None:
         for part in self._http.send_with_data_passthrough(h11.Data(data=piece)) or ():  # type: ignore[arg-type]
             if head and len(part) <= JOINED_MAX:
                 head, part = b"", b"".join((head, part))
             await self._write(part, pace, head)
             head = b""
 
-    async def _write(self, data: Body, pace: Pace, head: bytes = b"") -> None:
+    async def _write(self, data: Body, pace: ClientPace, head: bytes = b"") -> None:
         """Send bytes, after those of ``head``. TooSlow."""
         if head and self._socket is not None:
             with pace:
@@ -273,7 +273,7 @@ class WebConnection:
             or b""
         )
         with suppress(TooSlow):
-            await self._write(head + answer.body, Pace())
+            await self._write(head + answer.body, ClientPace())
 
     async def _drain(self) -> None:
         """End this direction, and read a little of what still comes: else the kernel may take the answer back."""
@@ -299,7 +299,7 @@ class _Body:
         return self.size is not None and self.size <= SMALL_BODY
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        pace = Pace()
+        pace = ClientPace()
         while not self._is_over:
             piece = await self._connection.next_piece(pace)
             if piece is None:

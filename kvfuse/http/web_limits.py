@@ -14,7 +14,7 @@ from kvfuse.http.web_message import WebError
 RETRY_SECONDS = 1
 
 
-class Shared:
+class SharedUnits:
     """A resource of ``total`` units, of which one user has ``user_max`` at most. ``what``: in messages."""
 
     def __init__(self, total: int, user_max: int, what: str) -> None:

@@ -16,7 +16,7 @@ class TooSlow(Exception):
     """A client that is too slow is cut off."""
 
 
-class Pace:
+class ClientPace:
     """One transfer. Only the time for which it waits for the client counts: that of `waiting` contexts."""
 
     def __init__(self, seconds: float = STALL_SECONDS, rate: float = RATE_MIN) -> None:
@@ -25,7 +25,7 @@ class Pace:
         self._began = 0.0
         self._scope = trio.CancelScope()
 
-    def __enter__(self) -> Pace:
+    def __enter__(self) -> ClientPace:
         self._began = trio.current_time()
         self._scope = trio.CancelScope(deadline=self._began + self._left)
         self._scope.__enter__()
