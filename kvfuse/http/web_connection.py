@@ -1,8 +1,8 @@
 """One connection of a client: reads requests, has them answered, sends answers. h11 knows the protocol.
 
-A request's head has a deadline from its first byte on, bodies in both directions have a `ClientPace`. What h11
-takes, and servers behind proxies should not, is refused before it sees it: lines that are folded, that end without a carriage
-return, or that give a length twice, and a length beside an encoding of the transfer.
+A request's head has a deadline from its first byte on, bodies in both directions have a `ClientPace`. h11 takes some
+requests that a server behind a proxy should not: lines that are folded or end without a carriage return, a length that
+is given twice, a length beside an encoding of the transfer. They are refused before it sees them.
 """
 
 from __future__ import annotations
