@@ -5,6 +5,7 @@ Clients of TCP show a bearer token of `http_users`, those of a UNIX socket are t
 
 from __future__ import annotations
 
+import base64
 import errno
 import logging
 import os
@@ -261,8 +262,8 @@ class HttpDoor:
         if self._is_socket:
             return request.caller, tokens
         kind, _, token = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and self._users is not None:
-            user = self._users.find(token.strip())
+        if kind.lower() in ("bearer", "basic") and self._users is not None:
+            user = self._users.find(token.strip() if kind.lower() == "bearer" else _password_of(token))
             if user is not None:
                 return user, tokens
         elif not kind and self._anonymous is not None:
@@ -272,7 +273,7 @@ class HttpDoor:
             401,
             "the request shows no token of a user that this server knows",
             "send the header Authorization: Bearer TOKEN",
-            {"WWW-Authenticate": 'Bearer realm="kvfuse"'},
+            {"WWW-Authenticate": 'Bearer realm="kvfuse", Basic realm="kvfuse"'},
         )
 
     def _check_local(self, request: WebRequest) -> None:
@@ -281,6 +282,14 @@ class HttpDoor:
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if "origin" in request.headers or (name not in LOCAL_HOSTS):
             raise WebError(403, "without a token only programs of this machine may ask, by a name such as localhost")
+
+
+def _password_of(credentials: str) -> str:
+    """The password of Basic credentials, which is a token; the name beside it says nothing. "": there is none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).decode("latin-1").partition(":")[2]
+    except ValueError:
+        return ""
 
 
 class _Answerer:

@@ -7,6 +7,7 @@ from typing import Any
 from kvfuse.access.namespace_handle import EXPIRES_MAX
 from kvfuse.http.block_bodies import CONTENT_TYPE, KEYS_MAX
 from kvfuse.http.block_resources import BlockResources
+from kvfuse.http.dav_resources import DavResources
 from kvfuse.http.event_streams import EVENTS, LINES, EventStreams
 from kvfuse.http.file_resources import FileResources
 from kvfuse.http.kernel_drops import KernelDrops
@@ -72,6 +73,7 @@ class Resources:
         self._names = NameResources(volume, drops)
         self._blocks = BlockResources(volume, drops, self.memory)
         self._namespaces = NamespaceResources(volume, drops)
+        self._dav = DavResources(volume, self._files, self._names)
         self._events = EventStreams(volume, self._followers)
 
     def statistics(self) -> dict[str, int]:
@@ -91,7 +93,7 @@ class Resources:
             *self._namespace_routes(),
         ]
         description = build_openapi([*rows, *self._public_routes({})])
-        return [*rows, *self._public_routes(description)]
+        return [*rows, *self._dav.routes(), *self._public_routes(description)]
 
     def _public_routes(self, description: dict[str, Any]) -> list[Route]:
         async def health(request: WebRequest) -> WebAnswer:

@@ -16,8 +16,6 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from kvfuse.usrbio.client import BlockStore
 from kvfuse_cluster.process import free_ports
 
-pytestmark = pytest.mark.ring(2)
-
 
 @pytest.fixture(scope="module")
 def mounted() -> Iterator[tuple[KvfuseMount, int]]:

@@ -31,7 +31,6 @@ def test_each_route_is_described(tmp_path: Path) -> None:
     assert found["paths"].keys() >= {"/v1/files/{path}", "/v1/batch/longest_prefix/{path}", "/healthz", "/openapi.json"}
 
 
-@pytest.mark.ring(2)
 @pytest.mark.skipif(not SCHEMATHESIS.exists(), reason="schemathesis is not installed")
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """No answer is a failure of the server, nor of another shape than said; no user is another."""
