@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from http_lab import WebServer, client_of, connect, web_server
@@ -208,6 +210,37 @@ def test_bodies_take_no_more_memory_than_there_is(server: WebServer) -> None:
     with client_of(server.address) as client:
         wait_until(lambda: client.ask("PUT", "/v1/blocks/another", b"x" * 1000).status == 204, "the memory")
         client.ask("DELETE", "/v1/blocks/another")
+
+
+def test_a_user_has_so_many_requests_and_streams(tmp_path: Path) -> None:
+    """Beyond that it is told to come again; whoever needs no user is answered."""
+    words = ("http.anonymous=0:0", "kind=blocks", "http.user_requests=4", "http.followers=2")
+    with web_server(tmp_path, *words) as server, ExitStack() as stack:
+        streams = [stack.enter_context(connect(server.address)) for _ in range(2)]
+        for stream in streams:
+            stream.sendall(b"GET /v1/events/ HTTP/1.1\r\n" + HOST + b"\r\n")
+            assert stream.recv(4096).startswith(b"HTTP/1.1 200 ")
+        with client_of(server.address) as client:
+            assert client.ask("GET", "/v1/events/").status == 429
+            puts = [stack.enter_context(connect(server.address)) for _ in range(2)]
+            for number, plain in enumerate(puts):
+                plain.sendall(b"PUT /v1/files/f%d HTTP/1.1\r\n" % number + HOST + b"Content-Length: 10\r\n\r\nx")
+            wait_until(lambda: client.ask("GET", "/v1/files/none").status == 429, "the limit")
+            assert client.ask("GET", "/healthz").status == 200
+            for plain in puts:
+                plain.sendall(b"y" * 9)
+                assert plain.recv(4096).startswith(b"HTTP/1.1 201 ")
+            wait_until(lambda: client.ask("GET", "/v1/files/none").status == 404, "their end")
+            streams[0].close()
+            client.ask("PUT", "/v1/blocks/key", b"x")  # the server finds that nobody reads, when it tells of that
+            client.ask("DELETE", "/v1/blocks/key")
+            wait_until(lambda: is_followed(server), "the end of a stream")
+
+
+def is_followed(server: WebServer) -> bool:
+    with connect(server.address) as stream:
+        stream.sendall(b"GET /v1/events/ HTTP/1.1\r\n" + HOST + b"\r\n")
+        return stream.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def test_random_bytes_end_nothing(server: WebServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from cli_lab import kvfuse
 from http_lab import WebClient, client_of, serve, web_server
+from killer import serving_of
 from mounting import KvfuseMount, temporary_mount, wait_until
 
 from kvfuse.usrbio.client import BlockStore
@@ -154,6 +156,43 @@ def test_what_the_door_does_is_counted(client: WebClient, point: Path) -> None:
     before = kvfuse("stats", point, "--json").stdout
     client.ask("GET", "/healthz")
     assert '"http"' in before
+
+
+def is_answering(port: int) -> bool:
+    try:
+        with client_of(port) as client:
+            return client.ask("GET", "/healthz").status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount outlives its daemon where root holds it")
+def test_the_next_daemon_answers_and_has_what_was_answered() -> None:
+    """After a kill as after an upgrade: also what nobody had synced."""
+    (port,) = free_ports(1)
+    words = ["outlive", "capacity=256MiB", f"http.listen=127.0.0.1:{port}", "http.anonymous=0:0"]
+    with temporary_mount(words) as mount:
+        with client_of(port) as client:
+            client.ask("PUT", "/v1/namespaces/blocks", b'{"kind": "blocks", "capacity": 67108864}')
+        for number in range(2):
+            with client_of(port) as client:
+                assert client.ask("PUT", f"/v1/files/file-{number}", b"x" * 70_000).status == 201
+                assert client.ask("POST", f"/v1/rename/file-{number}?to=/kept-{number}").status == 204
+                assert client.ask("PUT", f"/v1/blocks/blocks/{number}", b"y" * 70_000).status == 204
+            if number % 2:
+                daemon = serving_of(mount.pid)
+                assert daemon is not None
+                os.kill(daemon, signal.SIGKILL)
+                wait_until(lambda former=daemon: not Path(f"/proc/{former}").exists(), "the end of the daemon")
+            else:
+                done = kvfuse("upgrade", mount.point)
+                assert done.returncode == 0, done.stderr
+            wait_until(lambda: is_answering(port), "the next daemon")
+            with client_of(port) as client:
+                for past in range(number + 1):
+                    assert client.ask("GET", f"/v1/files/kept-{past}").body == b"x" * 70_000
+                    assert client.ask("GET", f"/v1/blocks/blocks/{past}").body == b"y" * 70_000
+                    assert (mount.point / f"kept-{past}").read_bytes() == b"x" * 70_000
 
 
 def test_sigterm_lets_requests_end(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from http_lab import PACKED, WebClient, WebServer, client_of, make_users, web_se
 from mounting import wait_until
 
 from kvfuse.http.block_bodies import build_body
+from kvfuse.http.web_connection import HEAD_SECONDS
 
 Clients = dict[str, WebClient]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
@@ -222,3 +227,43 @@ def test_a_new_token_is_printed_with_its_lines() -> None:
     assert (done.returncode, table) == (0, "[users.router]")
     assert token.startswith("router.")
     assert token not in done.stdout.partition("\n")[2]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_https(tmp_path: Path) -> None:
+    """With a certificate nobody reads a token on the wire, and plain HTTP gets nothing."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    key.chmod(0o600)
+    file, headers = make_users(tmp_path, admin=(0, 0))
+    words = (f"http.users={file}", f"http.certificate={certificate}", f"http.key={key}", "kind=blocks")
+    with web_server(tmp_path, *words) as server:
+        assert isinstance(server.address, int)
+        context = ssl.create_default_context(cafile=certificate)
+        block = os.urandom(3 << 20)
+        connection = http.client.HTTPSConnection("localhost", server.address, context=context, timeout=30)
+        for method, target, body, status in (
+            ("PUT", "/v1/blocks/key", block, 204),
+            ("GET", "/v1/blocks/key", None, 200),
+            ("PUT", "/v1/files/file", block, 201),
+            ("GET", "/v1/files/file", None, 200),
+        ):
+            connection.request(method, target, body, headers["admin"])
+            answer = connection.getresponse()
+            content = answer.read()
+            assert answer.status == status, content
+            assert method == "PUT" or content == block
+        connection.close()
+        with socket.create_connection(("127.0.0.1", server.address)) as plain:
+            plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"HTTP" not in plain.recv(4096)
+        with socket.create_connection(("127.0.0.1", server.address)) as silent:
+            silent.settimeout(2 * HEAD_SECONDS)
+            began = time.monotonic()
+            assert silent.recv(1) == b"", "who says nothing is cut off"
+            assert HEAD_SECONDS - 1 < time.monotonic() - began < HEAD_SECONDS + 5
+    key.chmod(0o644)
+    done = kvfuse("serve-http", tmp_path / "volume", *[part for word in words for part in ("-o", word)])
+    assert (done.returncode, "chmod" in done.stderr) == (2, True)
