@@ -32,7 +32,7 @@ from kvfuse.options.config import Effective
 from kvfuse.options.options import Options
 
 if TYPE_CHECKING:
-    from kvfuse.fs.doors import Door
+    from kvfuse.fs.doors import Door, Service
     from kvfuse.fs.leaving import Leaving
     from kvfuse.holder.daemon_side import Holding
 
@@ -133,7 +133,6 @@ async def _serve(
 
     from kvfuse import failing
     from kvfuse.cli.heap import give_memory_back
-    from kvfuse.fs.doors import Service
     from kvfuse.fs.mount_session import serve_mount
     from kvfuse.usrbio.daemon.listener import serve_rings
 
@@ -145,20 +144,6 @@ async def _serve(
         handing_over = leaving.begun if leaving is not None else None
         rings = partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories(), keeper=keeper)
         doors.append(partial(rings, handing_over=handing_over))
-    services: list[Service] = []
-    if options.is_shared and (options.peer.listen is not None or options.peer.reads):
-        from kvfuse.peer.service import serve_peers
-
-        services.append(Service("peers", partial(serve_peers, options=options.peer)))
-    if options.metrics.listen is not None:
-        from kvfuse.metrics.server import serve_metrics
-
-        services.append(Service("metrics", partial(serve_metrics, options=options.metrics)))
-
-    if options.http.listen is not None:
-        from kvfuse.http.http_door import serve_http
-
-        services.append(Service("http", partial(serve_http, options=options.http)))
 
     def ready() -> None:
         calm_collector()
@@ -184,7 +169,7 @@ async def _serve(
                 on_ready=ready,
                 source=effective.source,
                 doors=doors,
-                services=services,
+                services=make_services(options),
                 keeper=keeper,
                 leaving=leaving,
                 on_open=on_open,
@@ -196,6 +181,27 @@ async def _serve(
         raise failure
     how = "left to the next daemon" if leaving is not None and leaving.is_done else "unmounted"
     log.info("%s is %s, everything is written", point, how)
+
+
+def make_services(options: Options) -> list[Service]:
+    """What runs beside the requests of a volume, as options say."""
+    from kvfuse.fs.doors import Service
+
+    services: list[Service] = []
+    if options.is_shared and (options.peer.listen is not None or options.peer.reads):
+        from kvfuse.peer.service import serve_peers
+
+        services.append(Service("peers", partial(serve_peers, options=options.peer)))
+    if options.metrics.listen is not None:
+        from kvfuse.metrics.server import serve_metrics
+
+        services.append(Service("metrics", partial(serve_metrics, options=options.metrics)))
+
+    if options.http.listen is not None:
+        from kvfuse.http.http_door import serve_http
+
+        services.append(Service("http", partial(serve_http, options=options.http)))
+    return services
 
 
 def calm_collector() -> None:

@@ -12,7 +12,7 @@ import click
 
 from kvfuse.cli import Failure
 from kvfuse.cli.console import note, say, say_lines
-from kvfuse.cli.daemon import SWITCH_SECONDS, be_nice, calm_collector, cancel_on_signal
+from kvfuse.cli.daemon import SWITCH_SECONDS, be_nice, calm_collector, cancel_on_signal, make_services
 from kvfuse.cli.logs import start_logging
 from kvfuse.cli.volumes import ensure_volume
 from kvfuse.errors import KvfuseError, VolumeBusy
@@ -90,7 +90,7 @@ async def _serve(options: Options) -> None:
     import trio
 
     from kvfuse import failing
-    from kvfuse.http.http_door import serve_http
+    from kvfuse.fs.doors import run_services
     from kvfuse.volume.running import open_volume
 
     failure: KvfuseError | None = None
@@ -99,22 +99,13 @@ async def _serve(options: Options) -> None:
         try:
             async with open_volume(options) as volume:
                 volume.sections["service_failures"] = lambda: dict(failing.failures)
-                begun = _Announced(options.http.listen)
-                calm_collector()
-                await serve_http(volume, options=options.http, task_status=begun)
+                async with run_services(make_services(options), volume, must_begin=True):
+                    calm_collector()
+                    note(f"HTTP requests are answered at {options.http.listen}")
+                    await trio.sleep_forever()
         except KvfuseError as error:  # carried past the nursery, which would wrap it in a group
             failure = error
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
     log.info("%s is closed, everything is written", options.title)
-
-
-class _Announced:
-    """Says on stderr that requests are answered now."""
-
-    def __init__(self, address: str | None) -> None:
-        self._address = address
-
-    def started(self, _: object = None) -> None:
-        note(f"HTTP requests are answered at {self._address}")

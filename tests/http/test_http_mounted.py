@@ -101,7 +101,7 @@ def test_blocks_of_rings_http_and_files_are_the_same(point: Path, client: WebCli
             assert bytes(target) == value
             assert (point / "blocks" / key.decode()).read_bytes() == value
         assert client.ask("DELETE", "/v1/blocks/blocks/by-0").status == 204
-        assert [store.exists(key) for key in (b"by-0", b"by-1")] == [False, True]
+        assert store.exists([b"by-0", b"by-1"]).tolist() == [False, True]
         assert not (point / "blocks" / "by-0").exists()
 
 
@@ -197,10 +197,15 @@ def test_the_next_daemon_answers_and_has_what_was_answered() -> None:
 
 def test_sigterm_lets_requests_end(tmp_path: Path) -> None:
     """A body that is on its way when the signal comes is stored whole, and answered."""
-    with web_server(tmp_path, "http.anonymous=0:0") as server, client_of(server.address) as client:
+    with (
+        web_server(tmp_path, "http.anonymous=0:0") as server,
+        client_of(server.address) as client,
+        client_of(server.address) as other,
+    ):
 
         def body() -> Iterator[bytes]:
             yield b"before "
+            wait_until(lambda: other.ask("GET", "/v1/folders/").json["entries"] != [], "the unfinished file")
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: b"flushing" in server.log.read_bytes(), "the signal")
             yield b"after"
