@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 class Capability(IntEnum):
     """Numbers of bits, as in linux/capability.h."""
 
+    CHOWN = 0
     DAC_OVERRIDE = 1
     DAC_READ_SEARCH = 2
     FOWNER = 3

@@ -8,8 +8,8 @@ ROOT=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 # What building pyfuse3 and mounting need.
 BUILD_PACKAGES=(fuse3 libfuse3-dev pkg-config gcc)
 # What the tests measure with and compare to; and those of ring 3.
-TEST_PACKAGES=(fio attr openssl prometheus git rsync)
-LAB_PACKAGES=(stress-ng dbench fsmark postmark)
+TEST_PACKAGES=(fio attr openssl prometheus git rsync cadaver)
+LAB_PACKAGES=(stress-ng dbench fsmark postmark rclone)
 # The servers of volumes that hosts share: started by the tests and by 'kvfuse cluster-dev', on loopback.
 ETCD_PACKAGES=(etcd-server etcd-client)
 REDIS_PACKAGES=(redis-server)

@@ -20,7 +20,7 @@ PACKAGE = Path(kvfuse.__file__).parent
 ROOT = PACKAGE.parent
 
 BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing", "serving", "traceparent"}
-DOOR = BASE | {"native", "options", "errnos", "machine_memory", "mounttable", "credentials", "volume"}
+DOOR = BASE | {"native", "options", "errnos", "machine_memory", "mounttable", "credentials", "volume", "access"}
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -37,19 +37,23 @@ ROOMS: dict[str, set[str]] = {
     "mounttable": set(),
     "checksum": {"errors"},
     "credentials": set(),
+    "connection_limit": set(),
     "options": {"errors", "sizes"},
     "slab": BASE,
     "policy": {"errors"},
     "remote": BASE | {"native", "options"},
     "volume": BASE | {"native", "options", "machine_memory", "mounttable", "credentials", "slab", "remote", "policy"},
     "holder": {"errors", "mounttable", "kept"},
+    "access": {"errors", "native", "credentials", "volume"},
     "fs": DOOR | {"holder"},
     "usrbio": DOOR,
-    "metrics": {"errors", "options", "volume.api"},
+    "http": DOOR | {"connection_limit"},
+    "metrics": {"errors", "options", "volume.api", "connection_limit"},
     "peer": DOOR,
     "target": DOOR | {"remote"},
     "connectors": BASE | {"usrbio.client"},
-    "cli": DOOR | {"fs", "holder", "usrbio", "metrics", "peer", "target", "connectors", "slab", "remote", "policy"},
+    "cli": DOOR
+    | {"fs", "holder", "usrbio", "http", "metrics", "peer", "target", "connectors", "slab", "remote", "policy"},
 }
 """room -> what it may import of this package, beside itself and the version in kvfuse/__init__.py"""
 
@@ -86,7 +90,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pyfuse3": {"fs", "cli.mount"},
     "lmdb": {"remote.records"},
     "hpack": {"remote.records"},
-    "h11": {"metrics"},
+    "h11": {"metrics", "http"},
     "prometheus_client": {"metrics"},
     "pyverbs": {"peer"},
     "hiredis": {"remote.index"},
@@ -114,7 +118,7 @@ OF_DAEMONS = {"daemon_side", "guarding", "mounting_apart", "takeover"}
 """modules of `holder` that daemons import; the others need no package"""
 
 CONTRACT = {"volume.api", "volume.views", "volume.measures", "volume.tier"}
-"""what the rings' door may import of the volume"""
+"""what the doors of rings and of HTTP, and what they share, may import of the volume"""
 
 PURE = {"trio", "os", "time", "datetime", "threading", "asyncio", "socket", "random", "pathlib"}
 """what slab and policy, which are synchronous and have no I/O and no clock, do without"""
@@ -203,7 +207,7 @@ def violations(source: str, module: str) -> list[str]:
             found.append(f"{module} imports {name}, which is above it, or beside it")
         if top in OUTSIDE and not is_within(place, OUTSIDE[top]):
             found.append(f"{module} imports {name}")
-        if room == "usrbio" and inner.startswith("volume.") and not is_within(inner, CONTRACT):
+        if room in ("usrbio", "access", "http") and inner.startswith("volume.") and not is_within(inner, CONTRACT):
             found.append(f"{module} imports {name}, which is no part of the volume's contract")
         if room in ("slab", "policy") and top in PURE:
             found.append(f"{module} imports {name}, but {room} is pure")

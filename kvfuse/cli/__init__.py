@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "umount": ("kvfuse.cli.umount:umount", "Unmount, and wait until everything is written."),
     "hold": ("kvfuse.cli.apart:hold", "Make a mount and keep it, while another process serves it."),
     "serve": ("kvfuse.cli.apart:serve", "Serve a mount that 'kvfuse hold' keeps."),
+    "serve-http": ("kvfuse.cli.serve_http:serve_http_command", "Files and blocks over HTTP, without a mount."),
     "upgrade": ("kvfuse.cli.upgrade:upgrade", "Let another version serve a mount that is in use."),
     "status": ("kvfuse.cli.status:status", "What is mounted here, and is it well?"),
     "stats": ("kvfuse.cli.stats:stats", "Counters of a mount, once or live."),

@@ -37,7 +37,7 @@ KERNEL_WORDS = "fuse", "kvfuse", "out of memory", "oom", "i/o error", "hung task
 PROCESS_FILES = "status", "limits", "cgroup", "wchan", "stack"
 VIRTUAL_FILES = {"stats.json": "counters and gauges", "config.json": "options", "version.txt": "its version"}
 """of the archive, with the content of MNT/.kvfuse/NAME"""
-SECRET_OPTIONS = "password_file", "key_file", "keyring"
+SECRET_OPTIONS = "password_file", "key_file", "keyring", "key", "users"
 
 
 class Part(NamedTuple):
@@ -254,7 +254,7 @@ def _redaction(found: Sequence[BundledMount], source: Path | None, *, names: boo
 
 
 def _secret_files(options: Options) -> Iterator[Path]:
-    for section in (options.records, options.segments, options.index):
+    for section in (options.records, options.segments, options.index, options.http):
         for name in SECRET_OPTIONS:
             if (path := getattr(section, name, None)) is not None:
                 yield path

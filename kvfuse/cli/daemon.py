@@ -32,7 +32,7 @@ from kvfuse.options.config import Effective
 from kvfuse.options.options import Options
 
 if TYPE_CHECKING:
-    from kvfuse.fs.doors import Door
+    from kvfuse.fs.doors import Door, Service
     from kvfuse.fs.leaving import Leaving
     from kvfuse.holder.daemon_side import Holding
 
@@ -89,7 +89,7 @@ def run(
     import trio
 
     os.umask(0o077)  # the volume's files are the daemon's alone; what users see has its own modes
-    refusal = _be_nice(effective.options.mount.nice)
+    refusal = be_nice(effective.options.mount.nice)
     sys.setswitchinterval(SWITCH_SECONDS)
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))  # rings and their memory take some each
@@ -107,7 +107,7 @@ def run(
         raise
 
 
-def _be_nice(value: int) -> str | None:
+def be_nice(value: int) -> str | None:
     """Give this thread a nice value, before there are others: they get it from this one. Why it may not have it.
 
     0: it stays as it is.
@@ -133,7 +133,6 @@ async def _serve(
 
     from kvfuse import failing
     from kvfuse.cli.heap import give_memory_back
-    from kvfuse.fs.doors import Service
     from kvfuse.fs.mount_session import serve_mount
     from kvfuse.usrbio.daemon.listener import serve_rings
 
@@ -145,15 +144,6 @@ async def _serve(
         handing_over = leaving.begun if leaving is not None else None
         rings = partial(serve_rings, options=options.usrbio, device_memories=RdmaMemories(), keeper=keeper)
         doors.append(partial(rings, handing_over=handing_over))
-    services: list[Service] = []
-    if options.is_shared and (options.peer.listen is not None or options.peer.reads):
-        from kvfuse.peer.service import serve_peers
-
-        services.append(Service("peers", partial(serve_peers, options=options.peer)))
-    if options.metrics.listen is not None:
-        from kvfuse.metrics.server import serve_metrics
-
-        services.append(Service("metrics", partial(serve_metrics, options=options.metrics)))
 
     def ready() -> None:
         calm_collector()
@@ -168,7 +158,7 @@ async def _serve(
         if keeper.is_apart:
             await nursery.start(failing.vital_task, _pass_signals_on)
         else:
-            await nursery.start(failing.vital_task, _cancel_on_signal, nursery.cancel_scope)
+            await nursery.start(failing.vital_task, cancel_on_signal, nursery.cancel_scope)
         nursery.start_soon(failing.service, "heap", give_memory_back)
         if leaving is not None:
             nursery.start_soon(failing.vital_task, leaving.answer_holder)
@@ -179,7 +169,7 @@ async def _serve(
                 on_ready=ready,
                 source=effective.source,
                 doors=doors,
-                services=services,
+                services=make_services(options),
                 keeper=keeper,
                 leaving=leaving,
                 on_open=on_open,
@@ -193,6 +183,27 @@ async def _serve(
     log.info("%s is %s, everything is written", point, how)
 
 
+def make_services(options: Options) -> list[Service]:
+    """What runs beside the requests of a volume, as options say."""
+    from kvfuse.fs.doors import Service
+
+    services: list[Service] = []
+    if options.is_shared and (options.peer.listen is not None or options.peer.reads):
+        from kvfuse.peer.service import serve_peers
+
+        services.append(Service("peers", partial(serve_peers, options=options.peer)))
+    if options.metrics.listen is not None:
+        from kvfuse.metrics.server import serve_metrics
+
+        services.append(Service("metrics", partial(serve_metrics, options=options.metrics)))
+
+    if options.http.listen is not None:
+        from kvfuse.http.http_door import serve_http
+
+        services.append(Service("http", partial(serve_http, options=options.http)))
+    return services
+
+
 def calm_collector() -> None:
     """Keep Python's search for cyclic garbage from stopping the daemon again and again.
 
@@ -204,7 +215,7 @@ def calm_collector() -> None:
     gc.set_threshold(*COLLECTIONS)
 
 
-async def _cancel_on_signal(scope: Any, *, task_status: Any) -> None:
+async def cancel_on_signal(scope: Any, *, task_status: Any) -> None:
     """Cancel ``scope`` at the first signal; further ones do not interrupt the flush that follows."""
     import trio
 

@@ -17,8 +17,8 @@ from prometheus_client import Metric, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from kvfuse.connection_limit import ConnectionLimit, HttpClient
 from kvfuse.errors import MountError
-from kvfuse.metrics.connection_limit import ConnectionLimit, HttpClient
 from kvfuse.metrics.families import families
 from kvfuse.options.options import MetricsOptions
 from kvfuse.volume.api import Statfs

@@ -29,6 +29,7 @@ from kvfuse.options.options import (
     ColdBucketOptions,
     EtcdIndexOptions,
     EtcdOptions,
+    HttpOptions,
     KernelFlag,
     NamespaceOptions,
     OmapIndexOptions,
@@ -138,6 +139,11 @@ UNSET: dict[str, str] = {
     "peer.rdma_mtu": "4096",
     "peer.rdma_traffic_class": "0",
     "metrics.listen": "nowhere",
+    "http.listen": "nowhere",
+    "http.users": "none",
+    "http.certificate": "none: plain HTTP",
+    "http.key": "none",
+    "http.anonymous": "nobody",
     "trace.endpoint": "nowhere",
     "log.journal": "where stderr is the journal",
     "log.file": "log, in the volume's folder, or /var/log/kvfuse-NAME.log; in the foreground stderr",
@@ -466,6 +472,7 @@ def _check_combination(options: Options, origins: dict[str, str]) -> None:
     _check_devices(options)
     _check_index(options)
     _check_buckets(options)
+    _check_http(options.http)
     if isinstance(options.records, EtcdOptions):
         _check_shared(options, options.records, origins)
     elif isinstance(options.segments, RadosOptions):
@@ -534,6 +541,27 @@ def _check_buckets(options: Options) -> None:
             raise ConfigError("cold.capacity is not set: say how many bytes of the bucket the volume may use")
         if cold.capacity < 4 * cold.object_size:
             raise ConfigError("cold.capacity is to be four times cold.object_size, at least")
+
+
+def _check_http(http: HttpOptions) -> None:
+    if (http.certificate is None) != (http.key is None):
+        raise ConfigError("http.certificate and http.key go together: give both, or none")
+    if http.listen is None:
+        return
+    is_socket = http.listen.startswith("unix:")
+    if is_socket and (http.users or http.certificate or http.anonymous):
+        raise ConfigError(
+            "http.listen is a socket, whose clients the kernel names: http.users, http.certificate and http.anonymous"
+            " are for HOST:PORT"
+        )
+    is_loopback = http.listen.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
+    if http.anonymous is not None and not is_loopback:
+        raise ConfigError(f"http.anonymous is for a loopback address, and http.listen is {http.listen}")
+    if not (is_socket or http.users or http.anonymous):
+        raise ConfigError(
+            "http.listen needs http.users, a file with users and hashes of their tokens: type 'kvfuse serve-http"
+            " --new-token NAME'; or, on a loopback address, http.anonymous = UID:GID"
+        )
 
 
 def _check_shared(options: Options, records: EtcdOptions, origins: dict[str, str]) -> None:

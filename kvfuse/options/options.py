@@ -106,6 +106,16 @@ ListenAddress = Annotated[
         description='HOST:PORT such as "127.0.0.1:9567", an IPv6 address in brackets, the port from 1 to 65535',
     ),
 ]
+HttpAddress = Annotated[
+    str,
+    Meta(
+        pattern=rf"^({_HOST}:{_PORT}|unix:/[^\0]{{1,100}})$",
+        description='HOST:PORT such as "127.0.0.1:8080", or "unix:/run/kvfuse.sock"',
+    ),
+]
+HttpOwner = Annotated[
+    str, Meta(pattern=r"^\d{1,10}:\d{1,10}$", description='numbers of a user and a group such as "1000:1000"')
+]
 PeerAddress = Annotated[
     str,
     Meta(
@@ -528,6 +538,28 @@ class MetricsOptions(_Section, frozen=True):
     """HOST:PORT where it answers ``GET /metrics``; None: nowhere"""
 
 
+class HttpOptions(_Section, frozen=True):
+    """Files and blocks over HTTP."""
+
+    listen: HttpAddress | None = None
+    """HOST:PORT, or unix:PATH of a socket, where it answers; None: nowhere"""
+    users: Path | None = None
+    """a file with the users that may come over TCP, and the hashes of their tokens"""
+    certificate: Path | None = None
+    """of this server, for https; None: plain HTTP"""
+    key: Path | None = None
+    anonymous: HttpOwner | None = None
+    """UID:GID of whoever comes without a token, on a loopback address alone; None: nobody does"""
+    clients: Count = 256
+    """connections of all of them"""
+    user_requests: Count = 64
+    """requests of one user at once"""
+    followers: Count = 16
+    """streams of events of one user"""
+    body_memory: Bytes = 256 * MIB
+    """bytes of bodies that are in memory, for all users"""
+
+
 class TraceOptions(_Section, frozen=True):
     """Spans of requests, for a collector of OpenTelemetry."""
 
@@ -568,6 +600,7 @@ class Options(_Section, frozen=True):
     peer: PeerOptions = msgspec.field(default_factory=PeerOptions)
     scrub: ScrubOptions = msgspec.field(default_factory=ScrubOptions)
     metrics: MetricsOptions = msgspec.field(default_factory=MetricsOptions)
+    http: HttpOptions = msgspec.field(default_factory=HttpOptions)
     trace: TraceOptions = msgspec.field(default_factory=TraceOptions)
     log: LogOptions = msgspec.field(default_factory=LogOptions)
 

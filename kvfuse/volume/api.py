@@ -25,6 +25,7 @@ from kvfuse.volume.measures.measures import Measures
 from kvfuse.volume.tier.shared_tier import SharedTier, TierBlock
 from kvfuse.volume.views.ancestors import Ancestors
 from kvfuse.volume.views.content_map import ContentMap
+from kvfuse.volume.views.kernel_cache import KernelCache
 from kvfuse.volume.views.news import Watch
 from kvfuse.volume.views.ring_files import KeptFile
 
@@ -403,6 +404,10 @@ class RingApi(VolumeApi, Protocol):
     """longer lists, each a file of its own in MNT/.kvfuse, by name; of one user, a uid, or of all (None)"""
     gates: Gates
     """those of the present membership; any thread may read them"""
+
+    @property
+    def kernel(self) -> KernelCache | None:
+        """The kernel's cache of the mount, in which a door invalidates what it changes; None: there is no mount."""
 
     @property
     def blocks(self) -> BlockApi: ...

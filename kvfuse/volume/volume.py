@@ -75,6 +75,10 @@ class Volume:
         self.parts.core.kernel.connect(kernel)
 
     @property
+    def kernel(self) -> KernelCache | None:
+        return self.parts.core.kernel.cache
+
+    @property
     def left_open(self) -> RestoredFiles:
         return RestoredFiles(self.parts)
 

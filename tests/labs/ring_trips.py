@@ -15,15 +15,15 @@ import trio
 import trio.testing
 from worker_lab import IOV, entries, shared
 
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_handle import Group, NamespaceHandle
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import MappedIov, seal_memory
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.connection import Connection
 from kvfuse.usrbio.daemon.interpreter import Interpreter
 from kvfuse.usrbio.daemon.limits import Limits
-from kvfuse.usrbio.daemon.registered_things import Group, NamespaceHandle
 from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.protocol.queues import RingMemory

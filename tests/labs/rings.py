@@ -40,6 +40,7 @@ FOLDERS = {
     "connectors": 2,
     "fs": 2,
     "hostile": 2,
+    "http": 2,
     "kubernetes": 2,
     "posix": 2,
     "system": 2,

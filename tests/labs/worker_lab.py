@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.checksum import GRANULE_SIZE, granule_checksums
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
@@ -20,10 +22,9 @@ from kvfuse.usrbio.daemon.call import Call
 from kvfuse.usrbio.daemon.call_memory import Share, SharedPool
 from kvfuse.usrbio.daemon.charges import Charge, Charges
 from kvfuse.usrbio.daemon.client_memory import MappedIov, seal_memory
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.interpreter import Interpreter, User
 from kvfuse.usrbio.daemon.pins import Pinned, Pins
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.ring_thread import RingThread
 from kvfuse.usrbio.daemon.write_batches import WriteBatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfuse.metrics.connection_limit import ConnectionLimit, HttpClient
+from kvfuse.connection_limit import ConnectionLimit, HttpClient
 
 
 class Crowd:

@@ -15,8 +15,9 @@ from kvfuse.errors import ConfigError
 from kvfuse.options import config
 from kvfuse.options.config import load
 from kvfuse.options.options import EtcdOptions, Options, RadosOptions
+from kvfuse.options.secret_files import check_private
 from kvfuse.sizes import GIB, MIB
-from kvfuse.volume.opening.engines import INDEXES, RECORDS, SEGMENTS, check_private, read_password
+from kvfuse.volume.opening.engines import INDEXES, RECORDS, SEGMENTS, read_password
 
 TEMPLATE = resources.files("kvfuse").joinpath("data/mount.conf")
 

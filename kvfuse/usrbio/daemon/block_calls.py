@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import trio
 
 from kvfuse import errors
-from kvfuse.credentials import Capability
+from kvfuse.access.namespace_access import NamespaceAccess, make_blind_names
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.usrbio.daemon.call import Call, Done
 from kvfuse.usrbio.daemon.device_calls import DeviceCalls
-from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess, make_blind_names
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.daemon.row_calls import RowCalls
 from kvfuse.usrbio.protocol.costs import encode_costs
 from kvfuse.usrbio.protocol.wire import Flag
-from kvfuse.volume.api import Attributes, Binding, RingApi
+from kvfuse.volume.api import Binding, RingApi
 
 EXISTS_KEYS = 2048
 """keys of one call that are looked up before other tasks may run"""
@@ -201,34 +199,9 @@ class BlockCalls:
         """
         namespace = call.namespace
         assert namespace is not None
-        directory = await self.admission.read_directory(namespace)
-        if namespace.is_absent:
-            namespace.may_list, namespace.may_put = False, False
+        if not await self.rows.check(self.admission, namespace, wanted, call.names):
             call.names = make_blind_names(len(call.names))
-            return namespace
-        namespace.may_list = namespace.has_token or self.peer.may_access(directory, 4)
-        namespace.may_put = namespace.has_token or self.peer.may_access(directory, 3)
-        namespace.waits = self.volume.blocks.waits(namespace.ino)
-        if not (namespace.has_token or self.peer.may_access(directory, 1)):
-            namespace.blocks = None
-        elif namespace.blocks is None or not namespace.blocks.is_current:
-            await self.rows.settle(namespace)
-        if not (namespace.has_token or self.peer.may_access(directory, wanted)):
-            raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
-        if wanted & 2 and namespace.read_only:
-            raise errors.ReadOnly("the namespace was opened through a read-only bind mount")
-        if wanted & 2 and not namespace.has_token:
-            await self._check_sticky(directory, call.names)
         return namespace
-
-    async def _check_sticky(self, directory: Attributes, names: Sequence[bytes]) -> None:
-        """PermissionDenied for replacing or removing another user's files in a directory with the sticky bit."""
-        if not directory.mode & stat.S_ISVTX or self.peer.powers.has(Capability.FOWNER):
-            return
-        for name in names:
-            old = await self.volume.blocks.find(directory.ino, name)
-            if old is not None and not self.peer.may_take_name(directory, old):
-                raise errors.PermissionDenied(f"{os.fsdecode(name)} is another user's, and the directory sticky")
 
 
 def _size_to_move(call: Call, binding: Binding) -> int:

@@ -6,47 +6,30 @@ change, as it lost some: it connects again, and gets all present names anew.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
 import trio
 
 from kvfuse import errors
-from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
+from kvfuse.access.block_follower import BlockFollower, FollowedNames, take_changes
 from kvfuse.usrbio.protocol.wire import NEWS, NEWS_NAMES_MAX, NewsKind, pack_keys
-from kvfuse.volume.api import RingApi
-from kvfuse.volume.views.news import NameEvent, PackedNames, Row, Watch
+from kvfuse.volume.views.news import Watch
 
 NAMES_PER_CALL = 64
 """names that take the event loop about as long as a call of a ring"""
-KINDS = {NameEvent.STORED: NewsKind.STORED, NameEvent.REMOVED: NewsKind.REMOVED, NameEvent.CLEARED: NewsKind.CLEARED}
 
 
 @dataclass
-class BlockFeed:
-    """One client that follows the blocks of a directory. ``namespace``: a handle that nobody else uses."""
+class BlockFeed(BlockFollower):
+    """One client that follows the blocks of a directory."""
 
-    volume: RingApi
-    admission: NamespaceAccess
     stream: trio.socket.SocketType
-    namespace: NamespaceHandle
     pause: Callable[[float], Awaitable[None]]
     """waits for the turn of the client's user for work of so many calls"""
     goes_on: bool = False
     """the former daemon sent this client news: it starts over"""
-
-    async def check(self) -> None:
-        """PermissionDenied unless the peer may list the directory; InvalidArgument: its blocks are files; Stale."""
-        directory = await self.admission.read_directory(self.namespace)
-        if self.namespace.is_absent:
-            raise errors.Stale(f"inode {self.namespace.ino} was removed")
-        if not self.admission.may_access(self.namespace, directory, 5):
-            raise errors.PermissionDenied("the mode of the directory does not allow the client's user to list it")
-        if await self.volume.blocks.block_namespace(directory.ino) is None:
-            raise errors.InvalidArgument("the directory is in no namespace of kind blocks: only these are followed")
 
     async def run(self) -> None:
         """Send news until the client disconnects, sends anything, or lost some."""
@@ -70,34 +53,23 @@ class BlockFeed:
 
     async def _tell_all(self, watch: Watch) -> None:
         if self.goes_on:
-            await self._send(NewsKind.CLEARED, [])
-        after, is_last = 0, False
-        while not is_last:
-            names, after = await self.volume.blocks.listing(self.namespace.ino, after, NEWS_NAMES_MAX)
-            is_last = not after
-            await self.check()
-            for start in range(0, len(names), NEWS_NAMES_MAX):
-                await self._send(NewsKind.PRESENT, names[start : start + NEWS_NAMES_MAX])
-            await self._send_rows(watch.take())  # changes while the page was read, and before
-        await self._send(NewsKind.READY, [])
+            await self._send(NewsKind.CLEARED, 0, b"")
+        async with aclosing(self.tell_present(watch, NEWS_NAMES_MAX)) as present:
+            async for told in present:
+                await self._send_told(told)
         while True:
             await watch.wait()
             await self.check()
-            await self._send_rows(watch.take())
+            for told in take_changes(watch, NEWS_NAMES_MAX):
+                await self._send_told(told)
 
-    async def _send_rows(self, rows: Sequence[Row | PackedNames]) -> None:
-        for (change, is_packed), group in itertools.groupby(rows, key=lambda row: (row[0], len(row) > 2)):
-            if is_packed:
-                for _, count, packed in cast(Iterable[PackedNames], group):
-                    await self._send_packed(KINDS[change], count, packed)
-                continue
-            names = [name for _, name in cast(Iterable[Row], group) if name]
-            for start in range(0, max(1, len(names)), NEWS_NAMES_MAX):
-                await self._send(KINDS[change], names[start : start + NEWS_NAMES_MAX])
+    async def _send_told(self, told: FollowedNames) -> None:
+        kind = NewsKind[told.kind.name]
+        if told.packed is not None:
+            await self._send(kind, told.packed.name_count, told.packed.packed)
+        else:
+            await self._send(kind, len(told.names), pack_keys(list(told.names)))
 
-    async def _send(self, kind: NewsKind, names: list[bytes]) -> None:
-        await self._send_packed(kind, len(names), pack_keys(names))
-
-    async def _send_packed(self, kind: NewsKind, count: int, packed: bytes) -> None:
+    async def _send(self, kind: NewsKind, count: int, packed: bytes) -> None:
         await self.pause(1 + count / NAMES_PER_CALL)
         await self.stream.send(NEWS.pack(kind, count) + packed)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.errors import EngineError
 from kvfuse.traceparent import SIZE
 from kvfuse.usrbio.daemon.client_memory import MappedIov
@@ -23,7 +24,7 @@ from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.device_memory import DevicePiece
 from kvfuse.usrbio.daemon.interpreter import Interpreter, Seat
 from kvfuse.usrbio.daemon.jobs import Jobs
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.ring_journal import Places, RingJournal
 from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
 from kvfuse.usrbio.protocol.wire import CQE, CQE_STRUCT, SQE, Word

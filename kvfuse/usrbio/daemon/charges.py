@@ -22,10 +22,10 @@ from math import inf
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from kvfuse.access.client_process import ClientProcess
 from kvfuse.machine_memory import memory_size
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.call_memory import SharedPool
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.page_owners import OwnGroup
 
 log = logging.getLogger(__name__)

@@ -9,16 +9,17 @@ from typing import Any, Protocol
 
 import trio
 
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.usrbio.daemon import kept_records
 from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call import Call
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping, KeptConnection
 from kvfuse.usrbio.daemon.device_iovs import MEMORIES_MAX
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.pins import Pins
-from kvfuse.usrbio.daemon.registered_things import HandleMap, NamespaceHandle
+from kvfuse.usrbio.daemon.registered_things import HandleMap
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
 from kvfuse.volume.tier.shared_tier import ReadClass, TierBlock

@@ -18,20 +18,21 @@ from functools import partial
 import trio
 
 from kvfuse import errors, failing
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_handle import NO_GROUP, NamespaceHandle, Remembered
 from kvfuse.errnos import errno_of
 from kvfuse.usrbio.daemon import device_iovs, kept_records, registered_things, restored_connection
 from kvfuse.usrbio.daemon.audience import Audience
 from kvfuse.usrbio.daemon.block_feed import BlockFeed
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import MappedIov, map_memory
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.connection_keeping import KeptConnection
 from kvfuse.usrbio.daemon.descriptor_receiver import SO_PASSRIGHTS, DescriptorReceiver, close_all
 from kvfuse.usrbio.daemon.limits import Limits
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.penalty import BOUND, Penalty
-from kvfuse.usrbio.daemon.registered_things import NO_GROUP, NamespaceHandle, OpenFile, Remembered
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.usrbio.protocol.wire import (
@@ -173,7 +174,7 @@ class Connection:
         if left.said.follows:
             namespace = NamespaceHandle(left.said.follows, 0, NO_GROUP, by_path=left.said.by_path)
             self._follower = BlockFeed(
-                volume, self._admission, self._stream, namespace, self._audience.pause, goes_on=True
+                volume, self._admission, namespace, self._stream, self._audience.pause, goes_on=True
             )
 
     async def _answer_one(self) -> bool:
@@ -371,7 +372,7 @@ class Connection:
     async def _follow(self, values: tuple[int, ...]) -> Answer:
         registered = self._get_namespace(values[0])
         namespace = NamespaceHandle(registered.ino, 0, NO_GROUP, by_path=registered.by_path)
-        follower = BlockFeed(self._limits.volume, self._admission, self._stream, namespace, self._audience.pause)
+        follower = BlockFeed(self._limits.volume, self._admission, namespace, self._stream, self._audience.pause)
         await follower.check()
         self.registered.namespaces.account.take("user_followers")
         self.registered.keeping.keep_words(follows=namespace.ino, by_path=namespace.by_path)

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from kvfuse.access.client_process import ClientProcess, Powers
 from kvfuse.kept.keeper import Keeper, Kept
-from kvfuse.usrbio.daemon.client_process import ClientProcess, Powers
 from kvfuse.usrbio.daemon.held_blocks import HeldBlock
 from kvfuse.usrbio.protocol.wire import PAGE, VERSION
 from kvfuse.volume.tier.shared_tier import SharedTier

@@ -16,11 +16,11 @@ from typing import Any
 
 import trio
 
+from kvfuse.access.namespace_handle import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.daemon.call import Call, Completion, Entry, RefusedEntry
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.device_memory import STAGING_PART, DevicePiece, DeviceStaging
 from kvfuse.usrbio.daemon.held_blocks import HeldBlock
-from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.wire import LENGTH_MAX
 from kvfuse.volume.api import RingApi
 

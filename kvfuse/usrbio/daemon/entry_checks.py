@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.keys import KEY_SIZE_MAX, file_name, file_names
 from kvfuse.usrbio.daemon import ring_reads
 from kvfuse.usrbio.daemon.call import PIECE, Call, Completion, Entry, RefusedEntry, ServedRing, Short
@@ -25,7 +26,6 @@ from kvfuse.usrbio.daemon.columns import OFFSET_MAX
 from kvfuse.usrbio.daemon.device_calls import check_range, find_block
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.lines import Lines
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
 from kvfuse.usrbio.protocol.wire import HINT_BITS, KEYS_MAX, LENGTH_MAX, Flag, unpack_keys
 from kvfuse.volume.measures.measures import Histogram
 from kvfuse.volume.views.content_map import ContentMap

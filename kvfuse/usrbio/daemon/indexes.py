@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfuse import errors
-from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle
+from kvfuse.access.namespace_access import NamespaceAccess
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.usrbio.daemon.row_calls import RowCalls
 from kvfuse.usrbio.daemon.user_accounts import UserAccount
 from kvfuse.volume.api import RingApi, RowApi, RowTable

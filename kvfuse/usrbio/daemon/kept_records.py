@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from kvfuse.access.namespace_handle import NamespaceHandle
 from kvfuse.usrbio.daemon.client_memory import MappedIov
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.volume.views.ring_files import KeptFile
 
 Kept = tuple[object, list[int]]

@@ -17,13 +17,13 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import trio
 
 from kvfuse import errors, failing
+from kvfuse.access.client_process import ClientProcess, read_credentials
 from kvfuse.kept.keeper import NO_KEEPER, Keeper
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon import restored_connection
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, Audience, Audiences
 from kvfuse.usrbio.daemon.bell_watcher import BellWatcher
 from kvfuse.usrbio.daemon.call_memory import Share
-from kvfuse.usrbio.daemon.client_process import ClientProcess, read_credentials
 from kvfuse.usrbio.daemon.connection import Connection
 from kvfuse.usrbio.daemon.connection_keeping import Arrivals, ConnectionKeeping, KeptConnection, find_kept
 from kvfuse.usrbio.daemon.descriptor_receiver import DescriptorReceiver, DescriptorReceivers, open_receivers, try_close

@@ -19,20 +19,20 @@ from functools import partial
 import trio
 
 from kvfuse import errors
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_access import NamespaceAccess
 from kvfuse.errnos import errno_of
 from kvfuse.serving import NUMBERS, SERVED
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
 from kvfuse.usrbio.daemon.call import Call, Done, ServedRing
 from kvfuse.usrbio.daemon.call_memory import Share
 from kvfuse.usrbio.daemon.client_memory import MappedIov
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.deadlines import Deadlines
 from kvfuse.usrbio.daemon.device_calls import DeviceCalls
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.device_memory import DeviceStaging
 from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.indexes import Indexes
-from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
 from kvfuse.usrbio.daemon.operations import OPERATIONS
 from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches

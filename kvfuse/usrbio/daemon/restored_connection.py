@@ -23,6 +23,7 @@ import msgspec
 import trio
 
 from kvfuse import errors
+from kvfuse.access.namespace_handle import NamespaceHandle, Remembered
 from kvfuse.kept.keeper import Kept
 from kvfuse.usrbio.daemon.audience import CONNECT_COST, TURN_COST
 from kvfuse.usrbio.daemon.charges import Charge
@@ -36,7 +37,7 @@ from kvfuse.usrbio.daemon.held_blocks import HeldBlock
 from kvfuse.usrbio.daemon.kept_records import KeptIov, KeptNamespace, KeptRing
 from kvfuse.usrbio.daemon.loop_calls import Calls
 from kvfuse.usrbio.daemon.pins import Pins
-from kvfuse.usrbio.daemon.registered_things import NamespaceHandle, OpenFile, Remembered
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.ring_thread import OwnedRing
 from kvfuse.usrbio.protocol.wire import MESSAGE_SIZE_MAX, Layout, Message, Request
 from kvfuse.volume.api import RingApi

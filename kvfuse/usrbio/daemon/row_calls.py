@@ -4,60 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from stat import S_ISDIR
 
 import numpy as np
-import numpy.typing as npt
 
 from kvfuse import errors
+from kvfuse.access.namespace_handle import BlockDoor, NamespaceHandle
+from kvfuse.access.row_access import RowAccess
 from kvfuse.native.blockforms import name_columns
 from kvfuse.usrbio.daemon.call import Call, Completion
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.device_calls import DeviceCalls, note_row
-from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.protocol.costs import encode_costs
-from kvfuse.volume.api import RingApi, RowTable, RowTerms
+from kvfuse.usrbio.protocol.wire import PutHints
+from kvfuse.volume.api import RowTable
 from kvfuse.volume.tier.shared_tier import TierBlock
 
 
 @dataclass
-class RowCalls:
+class RowCalls(RowAccess):
     """The calls of one connection."""
 
-    volume: RingApi
-    peer: ClientProcess
     devices: DeviceCalls | None = None
     """None: it answers no GETs"""
-
-    async def settle(self, namespace: NamespaceHandle) -> None:
-        """Note what the client's threads may do with the blocks of a directory, as of now. Its rights were checked."""
-        store = self.volume.rows
-        number = await self.volume.blocks.block_namespace(namespace.ino) if store is not None else None
-        if store is None or number is None or namespace.is_absent:
-            namespace.blocks = None
-            return
-        own = None
-        if namespace.may_put and not namespace.read_only:
-            with suppress(errors.NoSpace):  # too many tables: its blocks become files
-                own = store.table(namespace.ino, number, self.peer.uid, namespace.group.gid, namespace.mode)
-        store.shown.begin_look(namespace.ino)
-        has_files = await self.volume.blocks.has_files(namespace.ino)
-        knows_all = store.knows_all and not store.is_shared
-        if store.shown.end_look(namespace.ino, has_files=has_files, knows_all=knows_all):
-            store.with_files.discard(namespace.ino)
-        tables = store.tables_of(namespace.ino)
-        readable = tuple([table for table in tables if namespace.has_token or self.peer.may_access(table.readers, 4)])
-        is_strict = self.volume.blocks.waits(namespace.ino)
-        asks_first = is_strict and store.is_shared
-        namespace.blocks = BlockDoor(
-            store, namespace.ino, number, own, tables, () if asks_first else readable, has_files=has_files,
-            reads_all=len(readable) == len(tables), asks_first=asks_first, terms=RowTerms(is_strict=is_strict),
-        )  # fmt: skip
 
     async def get(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
         """Answer a GET. False: the directory has no such block; a file may have its name. PermissionDenied."""
@@ -116,82 +86,24 @@ class RowCalls:
     async def put(self, call: Call, namespace: NamespaceHandle, door: BlockDoor) -> bool:
         """Store a block. False: it cannot be one, and becomes a file. The errors of `RowApi.put`."""
         if door.own is None and namespace.may_put:
-            await self._refuse_directory(namespace, door, call.names[0])
+            await self.refuse_directory(namespace, door, call.names[0])
             await door.store.remove(namespace.ino, call.names)
             return False
         if door.own is None:
             raise errors.PermissionDenied("the mode of the namespace's directory does not allow the client's user this")
-        await self._refuse_directory(namespace, door, call.names[0])
+        await self.refuse_directory(namespace, door, call.names[0])
         content = call.data.buffer.data if isinstance(call.data, TierBlock) else memoryview(call.data)
         try:
-            await door.store.put(door.own, call.names, [content], door.terms_of(call.entry.offset))
+            await door.store.put(door.own, call.names, [content], door.terms_of(*PutHints.unpack(call.entry.offset)))
         except errors.FileTooLarge:
             door.store.drop(namespace.ino, call.names)
             return False
         return True
 
-    async def _refuse_directory(self, namespace: NamespaceHandle, door: BlockDoor, name: bytes) -> None:
-        """IsADirectory: the name means one, which a block would hide."""
-        if door.has_files or name in door.store.directories.get(namespace.ino, ()):
-            node = await self.volume.blocks.find(namespace.ino, name)
-            if node is not None and S_ISDIR(node.mode):
-                raise errors.IsADirectory(f"{os.fsdecode(name)} is a directory of the namespace's directory: no block")
-
-    async def exists(self, namespace: NamespaceHandle, door: BlockDoor, names: Sequence[bytes]) -> bytes:
-        """A byte for each name: 0, it is absent, or sooner computed than read."""
-        tiers, _ = await self._look_up(namespace, door, names, is_timed=False)
-        found: bytes = (tiers != 0).tobytes()
-        return found
-
     async def costs(self, namespace: NamespaceHandle, door: BlockDoor, names: Sequence[bytes]) -> bytes:
         """As `exists`, encoded with when each is expected to be there."""
-        tiers, seconds = await self._look_up(namespace, door, names, is_timed=True)
+        tiers, seconds = await self.look_up(namespace, door, names, is_timed=True)
         return encode_costs(tiers, seconds if seconds is not None else np.zeros(len(tiers), np.float32))
-
-    async def _look_up(
-        self, namespace: NamespaceHandle, door: BlockDoor, names: Sequence[bytes], *, is_timed: bool
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32] | None]:
-        began = time.perf_counter()
-        await self._renew(door, names)
-        answers = door.store.look_up(door.directory, door.namespace, name_columns(names), is_timed=is_timed)
-        namespace.measures.seconds["exists"].add(time.perf_counter() - began)
-        return answers
-
-    async def _renew(self, door: BlockDoor, names: Sequence[bytes]) -> None:
-        """Look for blocks of other hosts, where that may find more of these."""
-        if door.store.is_shared and (door.terms.is_strict or not door.find(names).all()):
-            await door.store.renew(is_strict=door.terms.is_strict, directory=door.directory, names=names)
-
-    async def are_there(self, door: BlockDoor, names: Sequence[bytes]) -> list[bool]:
-        """Which blocks exist, whatever they are worth."""
-        await self._renew(door, names)
-        found = door.find(names)
-        if (cold := door.store.find_cold(door.directory, name_columns(names))) is not None:
-            found |= cold
-        answers: list[bool] = found.tolist()
-        return answers
-
-    async def prefetch(self, door: BlockDoor, namespace: NamespaceHandle, names: Sequence[bytes]) -> list[bool]:
-        """Bring blocks into memory. Which are there then."""
-        loaded = np.zeros(len(names), np.bool_)
-        await self._renew(door, names)
-        await door.store.warm(door.directory, names)
-        for table in door.store.tables_of(door.directory):
-            if not (namespace.has_token or self.peer.may_access(table.readers, 4)):
-                continue
-            rows, sequences = table.find(names, door.store.now(table.namespace))
-            here = np.flatnonzero(rows >= 0)
-            if not len(here):
-                continue
-            loaded[here] |= table.rows["arena"][rows[here]] != 0
-            wanted = here[~loaded[here]]
-            if len(wanted):
-                some = [names[number] for number in wanted.tolist()]
-                loaded[wanted] = (
-                    await door.store.fetch(table, some, rows[wanted], sequences[wanted], is_ahead=True) == 1
-                )
-        answers: list[bool] = loaded.tolist()
-        return answers
 
 
 def _copy(door: BlockDoor, table: RowTable, call: Call) -> Completion | None:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.access.namespace_handle import BlockDoor, NamespaceHandle
 from kvfuse.keys import file_names
 from kvfuse.native.blockforms import name_columns
 from kvfuse.usrbio.daemon.batches import LEFT, Batch, Results
 from kvfuse.usrbio.daemon.call import Completions, Entry
 from kvfuse.usrbio.daemon.client_memory import Bytes
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
-from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
 from kvfuse.usrbio.daemon.row_ops import measure
 from kvfuse.usrbio.protocol.wire import SQE_STRUCT, Flag, Priority, unpack_keys
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.access.namespace_handle import BlockDoor, NamespaceHandle
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import entry_columns
 from kvfuse.usrbio.daemon.batches import LEFT, Batch, Results
@@ -22,8 +23,7 @@ from kvfuse.usrbio.daemon.call import ServedRing
 from kvfuse.usrbio.daemon.client_memory import SMALL, Bytes, MappedIov
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.columns import are_equal, as_words
-from kvfuse.usrbio.daemon.registered_things import BlockDoor, NamespaceHandle
-from kvfuse.usrbio.protocol.wire import HINT_BITS, LENGTH_MAX, Priority
+from kvfuse.usrbio.protocol.wire import HINT_BITS, LENGTH_MAX, Priority, PutHints
 from kvfuse.volume.api import RowTable, RowTerms
 
 ROOM_SECONDS = 0.2
@@ -68,7 +68,7 @@ class RowOps:
         if hints >> HINT_BITS or not are_equal(as_words(batch.rows)[:, 2]):
             return None
         found = self._find(batch)
-        return self._put(found, found.door.terms_of(hints)) if found is not None else None
+        return self._put(found, found.door.terms_of(*PutHints.unpack(hints))) if found is not None else None
 
     def _find(self, batch: Batch) -> _Blocks | None:
         """What entries are about; None: they are not plain, or not of rows."""

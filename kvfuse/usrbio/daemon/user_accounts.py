@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
+from kvfuse.access.client_process import ClientProcess
 from kvfuse.errors import InvalidArgument, QuotaExceeded
 from kvfuse.machine_memory import memory_size
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.call_memory import SharedPool
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 
 Limit = Literal[
     "user_connections",

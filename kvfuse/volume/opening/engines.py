@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -31,6 +30,7 @@ from kvfuse.options.options import (
     RedisIndexOptions,
     S3Options,
 )
+from kvfuse.options.secret_files import check_private
 from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import Meter, RecordStore
 from kvfuse.remote.records.decorators import Delayed
@@ -311,20 +311,3 @@ def read_password(file: Path, key: str = "records.password_file") -> str:
     if not password:
         raise ConfigError(f"{key}: the first line of {file} is empty")
     return password
-
-
-def check_private(file: Path, key: str) -> None:
-    """ConfigError where more users than its owner may read or replace a secret; the group, too, of a file of root's.
-
-    A file that is not there, or cannot be looked at, is whoever's who reads it.
-    """
-    try:
-        status = file.stat()
-    except OSError:
-        return
-    allowed, remedy = (0o640, "o=,g-wx") if status.st_uid == 0 else (0o600, "go=")
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077 & ~allowed:
-        raise ConfigError(
-            f"{key}: others may read {file} (mode {mode:03o}), which has a secret: type: chmod {remedy} {file}"
-        )

@@ -13,10 +13,10 @@ import pytest
 import trio
 import trio.testing
 
+from kvfuse.access.namespace_handle import Group, NamespaceHandle
 from kvfuse.usrbio.daemon import call_queue as desks
 from kvfuse.usrbio.daemon.call import Call, Entry, ServedRing
 from kvfuse.usrbio.daemon.call_queue import CallQueue
-from kvfuse.usrbio.daemon.registered_things import Group, NamespaceHandle
 from kvfuse.usrbio.protocol.wire import Op
 from kvfuse.volume.measures.fair_line import PASSED_MAX, WaitKind
 from kvfuse.volume.measures.measures import Measures

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pytest
 from killed_lines import Killed, killed_at
 
+from kvfuse.access.namespace_handle import NO_GROUP, BlockDoor, NamespaceHandle
 from kvfuse.keys import file_name
 from kvfuse.usrbio.daemon import call, ring_journal, row_keys
 from kvfuse.usrbio.daemon.batches import LEFT, Batch
 from kvfuse.usrbio.daemon.call import Completions, Entry
-from kvfuse.usrbio.daemon.registered_things import NO_GROUP, BlockDoor, NamespaceHandle
 from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.row_keys import KEYS_AT_ONCE, RowKeys
 from kvfuse.usrbio.protocol import queues

@@ -11,10 +11,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.access.namespace_handle import NO_GROUP, BlockDoor, NamespaceHandle
 from kvfuse.native import blockforms as forms
 from kvfuse.usrbio.daemon.batches import LEFT, Batch
 from kvfuse.usrbio.daemon.call import Entry
-from kvfuse.usrbio.daemon.registered_things import NO_GROUP, BlockDoor, NamespaceHandle
 from kvfuse.usrbio.daemon.row_ops import RowOps
 from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Op
 from kvfuse.volume.api import NameColumns

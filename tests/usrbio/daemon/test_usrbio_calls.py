@@ -16,15 +16,16 @@ import trio.testing
 from block_calls import put
 from volume_lab import MIB, Disk, lab_options, opened
 
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_access import NamespaceAccess
+from kvfuse.access.namespace_handle import Group, NamespaceHandle
 from kvfuse.errors import NotFound, PermissionDenied, Stale
 from kvfuse.usrbio.daemon.block_calls import BlockCalls
 from kvfuse.usrbio.daemon.call import Call, Completion, Entry
 from kvfuse.usrbio.daemon.call_memory import Share, SharedPool
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.jobs import Jobs
 from kvfuse.usrbio.daemon.loop_calls import Calls
-from kvfuse.usrbio.daemon.namespace_access import NamespaceAccess
-from kvfuse.usrbio.daemon.registered_things import Group, NamespaceHandle, OpenFile
+from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.protocol.wire import Flag, Op
 from kvfuse.volume.api import ROOT_INODE, Attributes, Caller, Changes, Numbers
 from kvfuse.volume.inodes.handle import FileHandle

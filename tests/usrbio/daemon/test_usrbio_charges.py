@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvfuse.access.client_process import ClientProcess
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.daemon.charges import CHARGE_MIN, Charge, Charges
 from kvfuse.usrbio.daemon.client_memory import LOOK_BYTES, PAGE, MappedIov
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 
 pytestmark = pytest.mark.root
 

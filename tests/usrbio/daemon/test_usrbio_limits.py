@@ -15,15 +15,15 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from posix_calls import GROUP, USER, as_user
 from ring_lab import RawClient, stats, wait_for_rings
 
+from kvfuse.access import namespace_handle
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_handle import Group, NamespaceHandle, Remembered
 from kvfuse.errors import Disconnected, QuotaExceeded
 from kvfuse.options.options import UsrbioOptions
 from kvfuse.usrbio.client import connect
-from kvfuse.usrbio.daemon import registered_things
 from kvfuse.usrbio.daemon.call_memory import Share, SharedPool, UnderWay
-from kvfuse.usrbio.daemon.client_process import ClientProcess
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
 from kvfuse.usrbio.daemon.pins import NUMBER_MAX, Pinned, Pins
-from kvfuse.usrbio.daemon.registered_things import Group, NamespaceHandle, Remembered
 from kvfuse.usrbio.daemon.user_accounts import UserAccounts
 from kvfuse.usrbio.protocol.wire import Request
 from kvfuse.volume.tier.shared_tier import ReadClass, SharedTier, TierBlock
@@ -188,7 +188,7 @@ def test_a_pin_fits_a_completion_for_ever() -> None:
 
 
 def test_a_connection_remembers_so_many_keys_however_many_namespaces_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered_things, "BINDINGS_MAX", 10)
+    monkeypatch.setattr(namespace_handle, "BINDINGS_MAX", 10)
     together = Remembered()
     namespaces = [NamespaceHandle(number, 0o644, Group(0), remembered=together) for number in range(8)]
     meaning: Any = object()

@@ -19,8 +19,8 @@ import stat
 from dataclasses import dataclass, field
 
 from kvfuse import errors
-from kvfuse.usrbio.daemon.client_process import ClientProcess
-from kvfuse.usrbio.daemon.registered_things import UNCHECKED, Group, NamespaceHandle
+from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.namespace_handle import UNCHECKED, Group, NamespaceHandle
 from kvfuse.volume.api import Attributes, Binding, RingApi
 from kvfuse.volume.measures.gates import ENDED, Gate, fits, is_token
 
