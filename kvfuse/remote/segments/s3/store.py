@@ -23,7 +23,7 @@ import trio
 from kvfuse.errors import EngineError
 from kvfuse.options.options import S3Options
 from kvfuse.remote.bucket import ABSENT, Bucket, Changed, NoObject, Range
-from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
+from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.remote.segments.users import UsedSegment, Users
 
 SEGMENT_FACTS = struct.Struct("<8sQQ")
@@ -90,7 +90,12 @@ class S3Segments(SegmentStore):
                     await self._delete_parts(segment)
                     await self._bucket.delete([f"{segment}/segment"])
                 finally:
-                    del self._segments[segment]
+                    self._segments.pop(segment, None)
+
+    def recheck(self) -> None:
+        """Those in the middle of a removal are this client's to know."""
+        self._segments = {segment: known for segment, known in self._segments.items() if known.removed}
+        self._tags.clear()
 
     async def _delete_parts(self, segment: int) -> None:
         names = [one.name for one in await self._bucket.list(f"{segment}/")]
@@ -162,7 +167,10 @@ class S3Segments(SegmentStore):
 
     def _part_size(self, part: Part) -> int:
         segment, number = part
-        return min(self._object_size, self._segments[segment].size - number * self._object_size)
+        known = self._segments.get(segment)
+        if known is None:  # it is to be met anew
+            return self._object_size
+        return min(self._object_size, known.size - number * self._object_size)
 
     async def sync(self) -> None:
         """Nothing to wait for: a write that returned is durable."""
@@ -233,7 +241,7 @@ class S3Segments(SegmentStore):
             length = memoryview(buffer).nbytes
             known = self._segments.get(segment)
             if known is None or known.removed:
-                raise ValueError(f"{self._bucket.title} has no segment {segment}")
+                raise NoSegment(f"{self._bucket.title} has no segment {segment}", segment)
             if offset < 0 or offset + length > known.size:
                 raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
             byte_count += length
