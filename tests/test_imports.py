@@ -19,7 +19,7 @@ from kvfuse.volume.api import BlockApi, FileApi, InodeApi, RingApi
 PACKAGE = Path(kvfuse.__file__).parent
 ROOT = PACKAGE.parent
 
-BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing", "serving"}
+BASE = {"errors", "checksum", "sizes", "keys", "touchpage", "kept", "failing", "serving", "traceparent"}
 DOOR = BASE | {"native", "options", "errnos", "machine_memory", "mounttable", "credentials", "volume"}
 
 ROOMS: dict[str, set[str]] = {
@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "touchpage": set(),
     "failing": {"errors"},
     "serving": set(),
+    "traceparent": set(),
     "native": {"checksum"},
     "kept": set(),
     "mounttable": set(),

@@ -55,7 +55,8 @@ def resize(
 
     LESS: the last segments are emptied while the volume is in use, then removed. Files move to the others, blocks of
     caches there are dropped. It is refused where the files would not fit. Ctrl-C leaves it to go on by itself, also
-    at the next mount; the former capacity, given again, ends it. For volumes of one host.
+    at the next mount; the former capacity, given again, ends it. All hosts that have a volume of many hosts mounted
+    empty what they have there; programs of before that refuse it then.
 
     DEVICES of a volume on block devices (segments.engine = "block"): one that is added is labelled, and the volume
     grows by the segments that it has room for, or to --capacity. One that is removed gives its segments to the others,
@@ -129,7 +130,7 @@ async def _plan(options: Options, capacity: int) -> tuple[Superblock, Superblock
             former = await formatting.read_shared_superblock(records, options.title)
     else:
         former = formatting.read_superblock(options.volume_path)
-    superblock = _resized(former, capacity, may_shrink=not options.is_shared)
+    superblock = _resized(former, capacity)
     if superblock.geometry.slab_count > former.geometry.slab_count:
         free, place = await engines.free_space(options)
         taken = allocated_size(options.segments_path) if options.has_segment_files else former.geometry.size
@@ -156,8 +157,8 @@ async def _change(options: Options, capacity: int) -> Superblock:
         return await held.change_superblock(partial(_resized, capacity=capacity))
 
 
-def _resized(found: Superblock, capacity: int, *, may_shrink: bool = False) -> Superblock:
+def _resized(found: Superblock, capacity: int) -> Superblock:
     try:
-        return found.resized(capacity, may_shrink=may_shrink)
+        return found.resized(capacity)
     except ValueError as error:
         raise VolumeError(f"the volume keeps its {format_size(found.geometry.capacity)}: {error}") from None

@@ -72,7 +72,8 @@ async def _resize(door: VolumeDoor, options: Options, wish: DeviceWish) -> None:
         await door.set(CAPACITY, b"%d" % wish.capacity)
     if leaving is not None:
         await door.set(DEVICES, msgspec.json.encode({"remove": leaving}))
-    if not options.is_shared or leaving is not None:
+    is_less = wish.capacity is not None and wish.capacity < before
+    if not options.is_shared or leaving is not None or is_less:
         await door.finish(options.title)
     facts, after = await _facts(door), int(await door.get(CAPACITY))
     say(f"{options.title}: {format_size(before)} -> {format_size(after)}, {len(facts.devices)} devices")

@@ -77,7 +77,7 @@ class MountedDoor(VolumeDoor):
         except EngineTimeout as error:
             raise MountError(f"the daemon of {self._point} does not answer: {error}") from None
         except OSError as error:
-            refused = "its files do not fit, or its devices have no room (its log says which)"
+            refused = "its files do not fit, its devices have no room, or a host is of before (its log says which)"
             reason = refused if error.errno == errno.EINVAL else error.strerror
             raise Failure(f"{self._point}: the volume stays as it is: {reason}") from None
 

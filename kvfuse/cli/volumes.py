@@ -105,7 +105,7 @@ def check_shape(effective: Effective) -> None:
 async def _shape_of(options: Options) -> dict[str, tuple[int, str]]:
     """The volume's own values for the keys of ``SHAPE``, or what is given where that makes the same shape; and what
     gives other ones."""
-    from kvfuse.slab.layout import Geometry
+    from kvfuse.slab.layout import FEATURE_SHRINKS, Geometry
     from kvfuse.volume.api import ROOT_INODE
     from kvfuse.volume.inodes.metadata_budget import default_size
     from kvfuse.volume.opening import engines, formatting
@@ -126,7 +126,8 @@ async def _shape_of(options: Options) -> dict[str, tuple[int, str]]:
             segment_size = wanted
     capacity = geometry.capacity
     if superblock.resizes and options.volume.capacity:  # mount.conf of hosts may say what the volume had before
-        capacity = min(capacity, options.volume.capacity)
+        has_shrunk = superblock.features & FEATURE_SHRINKS
+        capacity = options.volume.capacity if has_shrunk else min(capacity, options.volume.capacity)
     # A root that was rebuilt has none of its own: what is given counts.
     chunk_size = schema.decode_inode(root.value).chunk_size if root is not None else 0
     metadata_size = (

@@ -45,14 +45,9 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.holder.pulse import Pulse
-    from kvfuse.holder.rights import check_program
-else:
-    from pulse import Pulse
-    from rights import check_program
+from kvfuse.holder.pulse import Pulse
+from kvfuse.holder.rights import check_program
 
 MESSAGE_SIZE_MAX = 1 << 17
 DESCRIPTORS_MAX = 64

@@ -11,41 +11,23 @@ import os
 import socket
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.holder.child import (
-        COMPLETE,
-        DEPOSIT,
-        JOIN,
-        MANY,
-        REFUSED,
-        TURN,
-        YOURS,
-        Child,
-        pack_things,
-        receive_message,
-        send_message,
-        unpack_things,
-    )
-    from kvfuse.holder.status_socket import find_device
-    from kvfuse.holder.things import Entries
-else:
-    from child import (
-        COMPLETE,
-        DEPOSIT,
-        JOIN,
-        MANY,
-        REFUSED,
-        TURN,
-        YOURS,
-        pack_things,
-        receive_message,
-        send_message,
-        unpack_things,
-    )
-    from status_socket import find_device
-    from things import Entries
+from kvfuse.holder.child import (
+    COMPLETE,
+    DEPOSIT,
+    JOIN,
+    MANY,
+    REFUSED,
+    TURN,
+    YOURS,
+    Child,
+    pack_things,
+    receive_message,
+    send_message,
+    unpack_things,
+)
+from kvfuse.holder.status_socket import find_device
+from kvfuse.holder.things import Entries
 
 PAUSE_SECONDS = 0.2
 """between tries to reach the process that keeps the mount"""

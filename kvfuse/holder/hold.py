@@ -41,54 +41,32 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING or __name__ != "__main__":
-    from kvfuse.holder.child import (
-        BIND,
-        COMPLETE,
-        DEPOSIT,
-        DROP,
-        JOIN,
-        KEEP,
-        MANY,
-        REFUSED,
-        TURN,
-        YOURS,
-        Message,
-        make_socket_pair,
-        pack_things,
-        receive_message,
-        send_message,
-        unpack_things,
-    )
-    from kvfuse.holder.rights import get_peer
-    from kvfuse.holder.signals import STOP_SIGNALS, take_signals
-    from kvfuse.holder.status_socket import listen_at
-    from kvfuse.holder.things import CONNECTION, SWITCH, Entries
-else:
-    sys.path.append(os.path.dirname(__file__))
-    from child import (
-        BIND,
-        COMPLETE,
-        DEPOSIT,
-        DROP,
-        JOIN,
-        KEEP,
-        MANY,
-        REFUSED,
-        TURN,
-        YOURS,
-        make_socket_pair,
-        pack_things,
-        receive_message,
-        send_message,
-        unpack_things,
-    )
-    from rights import get_peer
-    from signals import STOP_SIGNALS, take_signals
-    from status_socket import listen_at
-    from things import CONNECTION, SWITCH, Entries
+if __name__ == "__main__":  # without site-packages
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+from kvfuse.holder.child import (
+    BIND,
+    COMPLETE,
+    DEPOSIT,
+    DROP,
+    JOIN,
+    KEEP,
+    MANY,
+    REFUSED,
+    TURN,
+    YOURS,
+    Message,
+    make_socket_pair,
+    pack_things,
+    receive_message,
+    send_message,
+    unpack_things,
+)
+from kvfuse.holder.rights import get_peer
+from kvfuse.holder.signals import STOP_SIGNALS, take_signals
+from kvfuse.holder.status_socket import find_device, listen_at
+from kvfuse.holder.things import CONNECTION, SWITCH, Entries
 
 LOOK_SECONDS = 0.2
 DEATH_SECONDS = 3.0
@@ -319,10 +297,11 @@ class Hold:
     # -- the end ---------------------------------------------------------------------------------------
 
     def is_unmounted(self) -> bool:
-        """Whether the kernel has ended the connection."""
+        """Whether the kernel has ended the connection, or the mount is gone before a supervisor has brought it."""
         connection = self.entries.get_descriptor(CONNECTION)
         if connection is None:
-            return False
+            is_left = self.is_adopting and self.owner is None
+            return is_left and find_device(self.config["point"]) != self.config["device"]
         poll = select.poll()
         poll.register(connection, 0)
         return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

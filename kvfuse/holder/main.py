@@ -35,71 +35,40 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING or __name__ != "__main__":
-    from kvfuse.holder.child import (
-        DROP,
-        END,
-        HELLO,
-        KEEP,
-        LEAVE,
-        LEFT,
-        LINE,
-        READY,
-        START,
-        STAYS,
-        SWITCHED,
-        Child,
-        is_dead,
-        spawn,
-    )
-    from kvfuse.holder.held import HeldThings
-    from kvfuse.holder.pace import Backoff, Failures
-    from kvfuse.holder.signals import STOP_SIGNALS, take_signals
-    from kvfuse.holder.status_socket import (
-        BEGINNING,
-        GOING_BACK,
-        LEAVING,
-        STANDING_BY,
-        DaemonFacts,
-        StatusSocket,
-        Upgrade,
-        read_pid_namespace,
-    )
-    from kvfuse.holder.things import Things
-else:
-    sys.path.append(os.path.dirname(__file__))
-    from child import (
-        DROP,
-        END,
-        HELLO,
-        KEEP,
-        LEAVE,
-        LEFT,
-        LINE,
-        READY,
-        START,
-        STAYS,
-        SWITCHED,
-        Child,
-        is_dead,
-        spawn,
-    )
-    from held import HeldThings
-    from pace import Backoff, Failures
-    from signals import STOP_SIGNALS, take_signals
-    from status_socket import (
-        BEGINNING,
-        GOING_BACK,
-        LEAVING,
-        STANDING_BY,
-        DaemonFacts,
-        StatusSocket,
-        Upgrade,
-        read_pid_namespace,
-    )
-    from things import Things
+if __name__ == "__main__":  # without site-packages
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+from kvfuse.holder.child import (
+    DROP,
+    END,
+    HELLO,
+    KEEP,
+    LEAVE,
+    LEFT,
+    LINE,
+    READY,
+    START,
+    STAYS,
+    SWITCHED,
+    Child,
+    is_dead,
+    spawn,
+)
+from kvfuse.holder.held import HeldThings
+from kvfuse.holder.pace import Backoff, Failures
+from kvfuse.holder.signals import STOP_SIGNALS, take_signals
+from kvfuse.holder.status_socket import (
+    BEGINNING,
+    GOING_BACK,
+    LEAVING,
+    STANDING_BY,
+    DaemonFacts,
+    StatusSocket,
+    Upgrade,
+    read_pid_namespace,
+)
+from kvfuse.holder.things import Things
 
 PR_SET_CHILD_SUBREAPER = 36
 """option of prctl(2)"""

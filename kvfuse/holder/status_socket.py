@@ -18,14 +18,9 @@ import re
 import socket
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.holder.child import CAUSES, Child
-    from kvfuse.holder.rights import Refused, check_caller, get_peer
-else:
-    from child import CAUSES
-    from rights import Refused, check_caller, get_peer
+from kvfuse.holder.child import CAUSES, Child
+from kvfuse.holder.rights import Refused, check_caller, get_peer
 
 STANDING_BY, LEAVING, BEGINNING, GOING_BACK = "standing by", "leaving", "beginning", "going back"
 """phases of an upgrade"""

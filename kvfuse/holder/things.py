@@ -6,14 +6,9 @@ import _thread
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING or __name__.startswith("kvfuse."):
-    from kvfuse.holder.child import KEPT, MANY, Child, Thing, pack_things
-    from kvfuse.holder.store import Store
-else:
-    from child import KEPT, MANY, Thing, pack_things
-    from store import Store
+from kvfuse.holder.child import KEPT, MANY, Child, Thing, pack_things
+from kvfuse.holder.store import Store
 
 SWITCH = "fuse/switch"
 """entry whose descriptor aborts the connection"""

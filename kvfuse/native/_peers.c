@@ -248,8 +248,42 @@ static void server_free(ServerObject *self)
         self->callers = one->next;
         free(one);
     }
+    if (self->server.spans)
+        close(self->server.spans->bell);
+    free(self->server.spans);
     Py_DECREF(self->spread);
     Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *server_trace(PyObject *self, PyObject *none)
+{
+    ServedSpans *spans = SERVER->server.spans;
+    if (!spans) {
+        if (!(spans = calloc(1, sizeof *spans)))
+            return PyErr_NoMemory();
+        if ((spans->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) < 0) {
+            free(spans);
+            return PyErr_SetFromErrno(PyExc_OSError);
+        }
+        pthread_mutex_init(&spans->lock, NULL);
+        __atomic_store_n(&SERVER->server.spans, spans, __ATOMIC_RELEASE);
+    }
+    return PyLong_FromLong(spans->bell);
+}
+
+static PyObject *server_take_spans(PyObject *self, PyObject *none)
+{
+    ServedSpans *spans = SERVER->server.spans;
+    uint64_t rung;
+    if (!spans)
+        return PyBytes_FromStringAndSize(NULL, 0);
+    if (read(spans->bell, &rung, sizeof rung) < 0 && errno != EAGAIN)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    pthread_mutex_lock(&spans->lock);
+    PyObject *found = PyBytes_FromStringAndSize((const char *)spans->spans, (Py_ssize_t)(spans->count * sizeof *spans->spans));
+    spans->count = 0;
+    pthread_mutex_unlock(&spans->lock);
+    return found;
 }
 
 static PyObject *server_set_disk(PyObject *self, PyObject *has_disk)
@@ -293,6 +327,8 @@ static PyMethodDef server_methods[] = {
     {"close", server_close, METH_NOARGS, "close() -> clients"},
     {"end", server_end, METH_O, "end(lender or None)"},
     {"set_disk", server_set_disk, METH_O, "set_disk(whether)"},
+    {"trace", server_trace, METH_NOARGS, "trace() -> descriptor"},
+    {"take_spans", server_take_spans, METH_NOARGS, "take_spans() -> bytes"},
     {"set_patience", server_set_patience, METH_VARARGS, "set_patience(seconds)"},
     {"statistics", server_statistics, METH_NOARGS, "statistics()"},
     {"callers", server_callers, METH_NOARGS, "callers() -> {client: (bytes, connections)}"},
@@ -364,15 +400,17 @@ static PyObject *reader_bell(PyObject *self, PyObject *none) { return PyLong_Fro
 /* Columns of blocks; those of a question are ``chosen``. */
 enum { ADDRESSES, GENERATIONS, LENGTHS, CHECKSUMS, TARGETS, PLACES, CHOSEN, ASK_COLUMNS };
 
-static int send_question(Reader *reader, MessageHead *head, WantedRow *rows)
+/* ``parent``: NULL: it has none. */
+static int send_question(Reader *reader, MessageHead *head, WantedRow *rows, const char *parent)
 {
-    size_t size = head->row_count * sizeof *rows;
-    struct iovec pieces[2] = {{head, sizeof *head}, {rows, size}};
-    struct msghdr message = {.msg_iov = pieces, .msg_iovlen = 2};
-    return sendmsg(reader->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)(sizeof *head + size);
+    size_t size = head->row_count * sizeof *rows, before = parent ? sizeof *head + sizeof(ParentRow) : 0;
+    MessageHead named = {PARENT_MAGIC, 1, head->number, head->load, 0};
+    struct iovec pieces[4] = {{&named, sizeof named}, {(void *)(uintptr_t)parent, sizeof(ParentRow)}, {head, sizeof *head}, {rows, size}};
+    struct msghdr message = {.msg_iov = pieces + (parent ? 0 : 2), .msg_iovlen = parent ? 4 : 2};
+    return sendmsg(reader->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)(before + sizeof *head + size);
 }
 
-static uint64_t ask(Reader *reader, Question *asked, WantedRow *rows, uint64_t size, uint64_t load)
+static uint64_t ask(Reader *reader, Question *asked, WantedRow *rows, uint64_t size, uint64_t load, const char *parent)
 {
     pthread_mutex_lock(&reader->lock);
     if (!reader->bytes_left)
@@ -381,7 +419,7 @@ static uint64_t ask(Reader *reader, Question *asked, WantedRow *rows, uint64_t s
     reader->bytes_left += size;
     asked->next = reader->open, reader->open = asked;
     pthread_mutex_unlock(&reader->lock);
-    if (!send_question(reader, &head, rows)) /* it takes no questions any more: then all that were asked are lost */
+    if (!send_question(reader, &head, rows, parent)) /* it takes no questions any more: then all that were asked are lost */
         shutdown(reader->fd, SHUT_RDWR);
     return head.number;
 }
@@ -393,13 +431,15 @@ static PyObject *reader_ask(PyObject *self, PyObject *args)
     unsigned flags;
     unsigned long long without, load;
     PyObject *capsule, *number = NULL;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*y*IKOK", columns, columns + 1, columns + 2, columns + 3, columns + 4,
-                          columns + 5, columns + 6, &flags, &without, &capsule, &load))
+    const char *parent = NULL;
+    Py_ssize_t parent_size = 0;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*y*IKOK|y#", columns, columns + 1, columns + 2, columns + 3, columns + 4,
+                          columns + 5, columns + 6, &flags, &without, &capsule, &load, &parent, &parent_size))
         return NULL;
     Py_ssize_t count = columns[CHOSEN].len / 8;
     const int64_t *chosen = columns[CHOSEN].buf;
     const LandingWay *landing = capsule == Py_None ? NULL : PyCapsule_GetPointer(capsule, "kvfuse.landing");
-    int is_sound = count >= 1 && count <= ROWS_MAX;
+    int is_sound = count >= 1 && count <= ROWS_MAX && (!parent_size || parent_size == sizeof(ParentRow));
     for (int i = 0; i < PLACES + 1; i++)
         for (Py_ssize_t k = 0; is_sound && k < count; k++)
             is_sound = chosen[k] >= 0 && (chosen[k] + 1) * sizes[i] <= columns[i].len;
@@ -424,7 +464,7 @@ static PyObject *reader_ask(PyObject *self, PyObject *args)
                                         .place = ((const uint32_t *)columns[PLACES].buf)[i]};
             size += length;
         }
-        number = PyLong_FromUnsignedLongLong(ask(READER, asked, rows, size, load));
+        number = PyLong_FromUnsignedLongLong(ask(READER, asked, rows, size, load, parent_size ? parent : NULL));
     }
     for (int i = 0; i < ASK_COLUMNS; i++)
         PyBuffer_Release(columns + i);
@@ -502,7 +542,7 @@ static PyObject *reader_facts(PyObject *self, PyObject *none)
 
 static PyMethodDef reader_methods[] = {
     {"bell", reader_bell, METH_NOARGS, "bell() -> descriptor"},
-    {"ask", reader_ask, METH_VARARGS, "ask(columns..., flags, without, landing or None, load) -> number"},
+    {"ask", reader_ask, METH_VARARGS, "ask(columns..., flags, without, landing or None, load, parent) -> number"},
     {"take", reader_take, METH_NOARGS, "take() -> bytes"},
     {"abandon", reader_abandon, METH_VARARGS, "abandon(number)"},
     {"facts", reader_facts, METH_NOARGS, "facts() -> (bytes left, load, silence, is over, is malformed)"},

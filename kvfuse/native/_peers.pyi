@@ -33,6 +33,11 @@ class Server:
         """What is not in memory may be on disk."""
     def set_patience(self, seconds: float) -> None:
         """For a message, beside those for its bytes: then its reader is given up."""
+    def trace(self) -> int:
+        """Note questions that name a parent from here on: a descriptor that is readable when there are some. OSError,
+        MemoryError."""
+    def take_spans(self) -> bytes:
+        """Those since the last call, the first few: `served_spans.SERVED_SPAN`."""
     def statistics(self) -> dict[str, int]: ...
     def callers(self) -> dict[int, tuple[int, int]]:
         """client -> (bytes that it got, connections)"""
@@ -56,10 +61,12 @@ class Reader:
         without: int,
         landing: object | None,
         load: int,
+        parent: bytes = b"",
     ) -> int:
         """Ask for some blocks of columns: ``chosen``, i64. The number of the question.
 
         Columns are u32, but addresses, generations and targets u64. Flags, ``without``: as of a `BLOCK_QUESTION`.
+        ``parent``: the packed span that they belong to, which is sent before them; empty: none is sent.
 
         Targets are written to until all rows have results, or the question is abandoned, or this is closed. A landing,
         of `_blocks.Landing.way`, lives as long. ValueError where columns are too short.

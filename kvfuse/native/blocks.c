@@ -2000,7 +2000,7 @@ typedef struct {
     uint64_t kind; /* operation, priority, flags, handle */
     uint32_t iov, key_length;
     uint64_t offset, iov_offset, length, key_offset, user_data;
-    uint32_t timeout_us, reserved;
+    uint32_t timeout_us, parent;
 } RingEntry;
 
 _Static_assert(sizeof(RingEntry) == 64, "an entry has 64 bytes");
@@ -2021,7 +2021,7 @@ static PyObject *entry_columns(PyObject *self, PyObject *args)
         memcpy(&one, (const uint8_t *)entries.buf + i * (Py_ssize_t)sizeof one, sizeof one);
         if (!one.length || one.length > length_max || one.length > iov_size || one.iov_offset > iov_size - one.length ||
             !one.key_length || one.key_length > NAME_MAX_BYTES || one.key_length > aux_size ||
-            one.key_offset > aux_size - one.key_length || one.reserved ||
+            one.key_offset > aux_size - one.key_length || one.parent ||
             (one.timeout_us && one.timeout_us < waited_us)) {
             total = -1;
             break;

@@ -13,6 +13,25 @@ typedef struct {
     uint64_t questions, rows, here, bytes, absent, elsewhere, busy, malformed, given_up;
 } Served;
 
+/* A question that named its span, and what it got: `SERVED_SPAN` of peer/served_spans.py. Times: ns since 1970. */
+typedef struct {
+    ParentRow parent;
+    uint64_t client, begin_ns, end_ns, bytes;
+    uint32_t rows, here;
+} ServedSpan;
+
+_Static_assert(sizeof(ServedSpan) == 72, "a span has 72 bytes");
+
+enum { SPANS_MAX = 256 };
+
+/* Those that Python has not taken; where there are too many, further ones are forgotten. */
+typedef struct {
+    pthread_mutex_t lock;
+    int bell;
+    uint32_t count;
+    ServedSpan spans[SPANS_MAX];
+} ServedSpans;
+
 /* One host that asks: by all its connections. */
 typedef struct Asking {
     uint64_t client, sending, served; /* ``sending``: bytes on their way to it; ``served``: that it got */
@@ -26,6 +45,7 @@ typedef struct {
     int has_disk;       /* Python may have blocks that are not in memory */
     int64_t send_ns;    /* for a message, beside those for its bytes */
     Served served;      /* changed by atomic operations */
+    ServedSpans *spans; /* NULL: parents of questions are not heeded */
 } Server;
 
 typedef struct {
@@ -40,6 +60,8 @@ typedef struct {
         WantedRow rows[ROWS_MAX];
     } question;
     size_t have; /* bytes of it, and of those behind it */
+    int has_parent;
+    ServedSpan span; /* of the question, if it has a parent */
 } Conversation;
 
 static void count(uint64_t *counter, uint64_t by) { __atomic_fetch_add(counter, by, __ATOMIC_RELAXED); }
@@ -108,6 +130,7 @@ static int answer_some(Conversation *with, const uint32_t *some, uint32_t some_c
         __atomic_fetch_sub(&server->spread->load, size, __ATOMIC_RELAXED);
         __atomic_fetch_sub(&with->caller->sending, size, __ATOMIC_RELAXED);
         count(&with->caller->served, size), count(&server->served.bytes, size), count(&server->served.rows, answered);
+        with->span.here += here, with->span.bytes += size;
     }
     with->lender->give_back(with->lender->core, loans, some_count);
     return result;
@@ -150,20 +173,70 @@ static int is_sound_question(const WantedRow *rows, uint32_t row_count)
     return size <= QUESTION_BYTES_MAX;
 }
 
-/* The next question is there. 1, ENDED or MALFORMED. */
-static int hear_question(Conversation *with)
+static size_t size_of_question(const Conversation *with)
+{
+    return sizeof(MessageHead) + with->question.head.row_count * sizeof(WantedRow);
+}
+
+static void forget_question(Conversation *with)
+{
+    size_t size = size_of_question(with);
+    with->have -= size;
+    memmove(&with->question, (const char *)&with->question + size, with->have);
+}
+
+/* The next message is there, whose row may be a parent: rows of both kinds have one size. 1, ENDED or MALFORMED. */
+static int hear_message(Conversation *with)
 {
     const MessageHead *head = &with->question.head;
     int result = receive_some(with->fd, &with->question, &with->have, sizeof *head, sizeof with->question, -1);
     if (result != 1)
         return result;
-    if (head->magic != QUESTION_MAGIC || !head->row_count || head->row_count > ROWS_MAX)
+    int is_parent = head->magic == PARENT_MAGIC;
+    if ((head->magic != QUESTION_MAGIC && !is_parent) || !head->row_count || head->row_count > (is_parent ? 1 : ROWS_MAX))
         return MALFORMED;
-    size_t size = sizeof *head + head->row_count * sizeof(WantedRow);
-    result = receive_some(with->fd, &with->question, &with->have, size, sizeof with->question, now_ns() + ROWS_SECONDS * SECOND_NS);
+    result = receive_some(with->fd, &with->question, &with->have, size_of_question(with), sizeof with->question,
+                          now_ns() + ROWS_SECONDS * SECOND_NS);
     if (result != 1)
         return result == LATE ? MALFORMED : result;
-    return is_sound_question(with->question.rows, head->row_count) ? 1 : MALFORMED;
+    return is_parent || is_sound_question(with->question.rows, head->row_count) ? 1 : MALFORMED;
+}
+
+/* The next question is there, and its parent, if it has one. 1, ENDED or MALFORMED. */
+static int hear_question(Conversation *with)
+{
+    int result;
+    with->has_parent = 0;
+    while ((result = hear_message(with)) == 1 && with->question.head.magic == PARENT_MAGIC) {
+        with->has_parent = __atomic_load_n(&with->server->spans, __ATOMIC_ACQUIRE) != NULL;
+        memcpy(&with->span.parent, with->question.rows, sizeof with->span.parent);
+        forget_question(with);
+    }
+    return result;
+}
+
+static uint64_t clock_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * SECOND_NS + (uint64_t)now.tv_nsec;
+}
+
+/* `answer_question`, and note how that was. */
+static int answer_traced(Conversation *with)
+{
+    ServedSpans *all = with->server->spans;
+    ServedSpan *own = &with->span;
+    own->client = with->caller->client, own->rows = with->question.head.row_count, own->begin_ns = clock_ns();
+    own->here = 0, own->bytes = 0;
+    int result = answer_question(with);
+    own->end_ns = clock_ns();
+    pthread_mutex_lock(&all->lock);
+    if (all->count < SPANS_MAX)
+        all->spans[all->count++] = *own;
+    pthread_mutex_unlock(&all->lock);
+    ring(all->bell);
+    return result;
 }
 
 static void *converse(void *of)
@@ -173,17 +246,15 @@ static void *converse(void *of)
     int result;
     while ((result = hear_question(with)) == 1) {
         const MessageHead *head = &with->question.head;
-        size_t size = sizeof *head + head->row_count * sizeof(WantedRow);
         count(&server->served.questions, 1);
         tell_load(server->spread, with->caller->client, head->load);
         for (uint32_t i = 0; i < head->row_count; i++)
             if (with->question.rows[i].without)
                 forget_holder(server->spread, with->question.rows[i].address, with->question.rows[i].generation,
                               with->question.rows[i].without);
-        if ((result = answer_question(with)) != 1)
+        if ((result = with->has_parent ? answer_traced(with) : answer_question(with)) != 1)
             break;
-        with->have -= size;
-        memmove(&with->question, (const char *)&with->question + size, with->have);
+        forget_question(with);
     }
     if (result == MALFORMED || result == LATE)
         count(result == LATE ? &server->served.given_up : &server->served.malformed, 1);

@@ -21,6 +21,7 @@
 
 #define QUESTION_MAGIC 0x4250564Bu /* "KVPB" */
 #define ANSWER_MAGIC 0x4350564Bu   /* "KVPC" */
+#define PARENT_MAGIC 0x5450564Bu   /* "KVPT" */
 #define SECOND_NS 1000000000ll
 enum { ROWS_MAX = 256, NAMED_MAX = 3, FINAL = 1, QUESTION_BYTES_MAX = 64 << 20, STACK = 256 << 10 };
 enum { HERE = 1, ABSENT = 2, ELSEWHERE = 4, BUSY = 5, STORED = 6 }; /* as `neighbours.Answer` has them */
@@ -36,7 +37,12 @@ typedef struct {
     uint64_t named[NAMED_MAX];
 } AnswerRow;
 
-_Static_assert(sizeof(MessageHead) == 32 && sizeof(AnswerRow) == 32, "heads and rows have 32 bytes");
+/* The row of a message that names the span of the next question, as `traceparent` packs it. */
+typedef struct {
+    uint8_t bytes[32];
+} ParentRow;
+
+_Static_assert(sizeof(MessageHead) == 32 && sizeof(AnswerRow) == 32 && sizeof(ParentRow) == 32, "heads and rows have 32 bytes");
 
 static int64_t now_ns(void)
 {

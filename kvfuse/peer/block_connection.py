@@ -40,6 +40,8 @@ class BlockAsker(Protocol):
     wanted: WantedBlocks
     places: npt.NDArray[np.uint32]
     way: object | None
+    parent: bytes
+    """the packed span that it belongs to; empty: none"""
 
     def answered(self, question: BlockQuestion, rows: Rows) -> None:
         """Results of some of its rows: `BLOCK_ANSWER`, as `Reader.take` has them."""
@@ -64,17 +66,20 @@ def cut(chosen: Numbers, lengths: npt.NDArray[np.uint32], bytes_max: int = QUEST
 class BlockConnection:
     """Greeted, and running as long as `run`. Event loop only.
 
-    ``own_load``: bytes that this host has still to send. ``told``: called with the other one's.
+    ``own_load``: bytes that this host has still to send. ``told``: called with the other one's. ``is_traced``: the
+    other one takes the spans that questions belong to.
     """
 
     def __init__(
-        self, descriptor: int, patience: float, own_load: Callable[[], int], told: Callable[[int], None]
-    ) -> None:
+        self, descriptor: int, patience: float, own_load: Callable[[], int], told: Callable[[int], None],
+        *, is_traced: bool = False,
+    ) -> None:  # fmt: skip
         """The descriptor is closed by this."""
         self.bytes = 0
         """that were asked for, and have not come"""
         self._reader = Reader(descriptor)
         self._patience, self._own_load, self._told = patience, own_load, told
+        self._is_traced = is_traced
         self._open: dict[int, BlockQuestion] = {}
         self._waiting: deque[BlockQuestion] = deque()
         self._asked = trio.Event()
@@ -92,6 +97,7 @@ class BlockConnection:
             number = self._reader.ask(
                 wanted.addresses, wanted.generations, wanted.lengths, wanted.checksums, wanted.targets, asker.places,
                 question.chosen, question.flags, question.without, asker.way, self._own_load(),
+                asker.parent if self._is_traced else b"",
             )  # fmt: skip
             self._open[number] = question
             self._asked.set()

@@ -17,6 +17,7 @@ import trio
 from kvfuse.peer.block_connection import BlockQuestion, Numbers
 from kvfuse.peer.neighbour import Neighbour
 from kvfuse.peer.peer_wire import FINAL, NAMED_MAX, Rows
+from kvfuse.traceparent import SPAN
 from kvfuse.volume.views.neighbours import Answer, LandsBlocks, WantedBlocks
 
 LOST, WRONG = 0, -1
@@ -45,7 +46,7 @@ class _Asking:
 
     def __init__(self, reads: BlockReads, neighbour: Neighbour, chosen: Numbers, turn: Turn, holder: Neighbour) -> None:
         self.reads, self.neighbour, self.chosen, self.turn, self.holder = reads, neighbour, chosen, turn, holder
-        self.wanted, self.places, self.way = reads.wanted, reads.places, reads.way
+        self.wanted, self.places, self.way, self.parent = reads.wanted, reads.places, reads.way, reads.parent
         self.size = int(self.wanted.lengths[chosen].sum())
         self.results: Results = np.zeros(len(self.wanted.lengths), np.int32)
         """of each block"""
@@ -84,6 +85,7 @@ class BlockReads:
         count = len(wanted.lengths)
         self.wanted = wanted
         self.way = landing.way() if landing is not None else None
+        self.parent = SPAN.get()
         self.places = places if places is not None else np.zeros(count, np.uint32)
         self.is_right: Mask = np.zeros(count, np.bool_)
         self.stored: list[tuple[Neighbour, int]] = []

@@ -258,13 +258,14 @@ class Neighbour:
                 theirs = await greet(stream, self.identity(), self.client, own, kind)
                 link = await self._joined(link, theirs)
                 if kind == BLOCKS:
-                    return BlockConnection(stream.detach(), self.patience, self.own_load, told)
+                    descriptor, is_traced = stream.detach(), self.place.is_traced
+                    return BlockConnection(descriptor, self.patience, self.own_load, told, is_traced=is_traced)
             except BaseException:
                 stream.close()
                 if link is not None:
                     link.close()
                 raise
-        return PeerConnection(stream, self.patience, self.own_load, told, link)
+        return PeerConnection(stream, self.patience, self.own_load, told, link, is_traced=self.place.is_traced)
 
     def _begin_link(self, number: int) -> ReadLink | None:
         if self.rdma is None or not self._links_to_it or not self._links.is_ready:

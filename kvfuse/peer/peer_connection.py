@@ -15,6 +15,7 @@ from kvfuse.peer.peer_wire import (
     ANSWER,
     ANSWER_MAGIC,
     HEAD_SIZE,
+    PARENT_MAGIC,
     PLACES,
     QUESTION_BYTES_MAX,
     QUESTION_MAGIC,
@@ -53,11 +54,12 @@ class PeerConnection:
 
     ``own_load``: bytes that this host has still to send to others. ``told``: called with the other one's load.
     ``link``: to read by RDMA what the other one has; it is closed with the connection, which outlives it.
+    ``is_traced``: the other one takes the spans that questions belong to.
     """
 
     def __init__(
         self, stream: PeerStream, patience: float, own_load: Callable[[], int], told: Callable[[int], None],
-        link: ReadLink | None = None,
+        link: ReadLink | None = None, *, is_traced: bool = False,
     ) -> None:  # fmt: skip
         self.bytes = 0
         """that were asked for, and have not come"""
@@ -75,6 +77,7 @@ class PeerConnection:
         self._scope = trio.CancelScope()
         self._count = 0
         self.link = link
+        self._is_traced = is_traced
         self.is_replaced = False
         """there is another one, or will be soon"""
         self._fetching: trio.Nursery | None = None
@@ -168,15 +171,19 @@ class PeerConnection:
         rows = pack_question([(read.wanted, read.flags, read.without) for read in reads])
         if any(are_welcome):
             rows["flags"] |= np.where(are_welcome, PLACES, 0).astype(np.uint32)
-        return [memoryview(MessageHead(len(reads), self._count, self._own_load()).pack(QUESTION_MAGIC)), plain(rows)]
+        load = self._own_load()
+        question = [memoryview(MessageHead(len(reads), self._count, load).pack(QUESTION_MAGIC)), plain(rows)]
+        if self._is_traced and (parent := reads[0].parent):
+            return [memoryview(MessageHead(1, self._count, load).pack(PARENT_MAGIC) + parent), *question]
+        return question
 
     def _next(self) -> list[Read]:
-        """Reads of the next question."""
+        """Reads of the next question: all belong to the same span, or to none."""
         reads: list[Read] = []
         size = 0
         while self._waiting and len(reads) < ROWS_MAX:
             read = self._waiting[0]
-            if size and size + read.size > QUESTION_BYTES_MAX:
+            if size and (size + read.size > QUESTION_BYTES_MAX or read.parent != reads[0].parent):
                 break
             self._waiting.popleft()
             if read.target is None:

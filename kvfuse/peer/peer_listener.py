@@ -18,6 +18,8 @@ from kvfuse.peer.peer_wire import (
     ANSWER_MAGIC,
     FINAL,
     HEAD_SIZE,
+    PARENT,
+    PARENT_MAGIC,
     PLACES,
     QUESTION,
     QUESTION_MAGIC,
@@ -26,15 +28,18 @@ from kvfuse.peer.peer_wire import (
     MessageHead,
     Rows,
     WireError,
+    check_parent,
     check_question,
-    is_of_uses,
+    magic_of,
     parse_head,
     plain,
 )
 from kvfuse.peer.rdma import Rdma
 from kvfuse.peer.read_link import ReadLink, answer_link
 from kvfuse.peer.read_plans import Places
+from kvfuse.peer.served_spans import note_spans
 from kvfuse.peer.stream import BROKEN, PeerStream
+from kvfuse.traceparent import HEARD, TRACES
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
 from kvfuse.volume.views.neighbours import USE, Answer, Wanted
 
@@ -50,6 +55,8 @@ REFERRED_SIZE = 64 << 10
 """bytes of a row from which on its reader is sent elsewhere: less is sent sooner than said"""
 STORED_AT_ONCE = 8
 """reads of the disk tier for one answer"""
+FORMS = {QUESTION_MAGIC: QUESTION, USES_MAGIC: USE, PARENT_MAGIC: PARENT}
+"""with what a message begins -> its rows"""
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +155,8 @@ class Listener:
         """Accept connections, for ever."""
         with trio.socket.from_stdlib_socket(listening) as accepting:
             async with trio.open_nursery() as nursery:
+                if TRACES.is_on:
+                    nursery.start_soon(note_spans, self.blocks)
                 try:
                     await self._accept(accepting, nursery)
                 finally:
@@ -238,9 +247,9 @@ class Listener:
         memory, have = memoryview(bytearray(HEAD_SIZE + ROWS_MAX * QUESTION.itemsize)), 0
         while True:
             have = await stream.receive_more(memory, have, HEAD_SIZE)
-            has_uses = is_of_uses(memory)
-            form = USE if has_uses else QUESTION
-            head = parse_head(memory[:HEAD_SIZE], USES_MAGIC if has_uses else QUESTION_MAGIC)
+            magic = magic_of(memory)
+            form = FORMS.get(magic, QUESTION)
+            head = parse_head(memory[:HEAD_SIZE], magic if magic in FORMS else QUESTION_MAGIC)
             size = HEAD_SIZE + head.row_count * form.itemsize
             if have < size:
                 with trio.fail_after(GREETING_SECONDS):
@@ -250,12 +259,18 @@ class Listener:
             if have:  # of the next question
                 memory[:have] = bytes(memory[size : size + have])
                 await trio.lowlevel.checkpoint()
-            if has_uses:
+            if magic == USES_MAGIC:
                 self.neighbourhood().used(rows)
+                continue
+            if magic == PARENT_MAGIC:
+                check_parent(rows)
+                HEARD.set(rows.tobytes())
                 continue
             check_question(rows)
             self.spread.tell_load(caller, head.load)
             await self._answer(stream, caller, head, rows, link)
+            if HEARD.get():
+                HEARD.set(b"")
 
     async def _answer(
         self, stream: PeerStream, caller: int, head: MessageHead, rows: Rows, link: ReadLink | None

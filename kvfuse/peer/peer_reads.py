@@ -7,6 +7,7 @@ from typing import Protocol
 
 import trio
 
+from kvfuse.traceparent import SPAN
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
 SETTLE_SECONDS = 0.02
@@ -63,6 +64,7 @@ class Read:
         "is_wrong",
         "link",
         "named",
+        "parent",
         "row",
         "size",
         "target",
@@ -77,6 +79,8 @@ class Read:
         """None: the caller has it back"""
         self.flags = self.without = self.row = 0
         self.is_right = False
+        self.parent = SPAN.get()
+        """the packed span that it belongs to; empty: none"""
         self.begin(None)
 
     def begin(self, batch: ReadBatch | None, asked: Asked | None = None) -> None:

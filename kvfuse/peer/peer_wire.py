@@ -1,11 +1,13 @@
 """Messages between hosts: sizes, fields, and what is refused. All numbers are little endian.
 
 A connection begins with a greeting (`greeting`), which says of which kind it is. Of kind `GRANULES`, who connected
-sends questions, each with rows that want granules of sealed extents, and the other side answers each question, in
-their order: one row for each of its rows, after all rows the places of those that have some (`read_plans`), and then
-the bytes of the others that are `HERE`, one after the other. It also tells which blocks of the other side it used, in a
-message of their rows (`USE`), which is not answered. Of kind `BLOCKS` the rows of questions want whole blocks, and one
-is answered by messages with some of its rows each, and the bytes of those that are `HERE`. Nothing else is ever sent.
+sends questions, each with rows that want granules of sealed extents, and the other side answers each question, in their
+order: one row for each of its rows, after all rows the places of those that have some (`read_plans`), and then the
+bytes of the others that are `HERE`, one after the other. It also tells which blocks of the other side it used, in a
+message of their rows (`USE`), which is not answered. A message with one row of `traceparent.SIZE` bytes names the span
+that the next question belongs to; a host gets it only if its record says that it understands it. Of kind `BLOCKS` the
+rows of questions want whole blocks, and one is answered by messages with some of its rows each, and the bytes of those
+that are `HERE`. Nothing else is ever sent.
 
 Nothing that comes from the network is believed: `WireError` ends the connection, and whoever gets bytes verifies them.
 """
@@ -24,6 +26,7 @@ from kvfuse.errors import KvfuseError
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
 VERSION = 3
+PARENT_MAGIC = int.from_bytes(b"KVPT", "little")
 QUESTION_MAGIC = int.from_bytes(b"KVPQ", "little")
 ANSWER_MAGIC = int.from_bytes(b"KVPA", "little")
 USES_MAGIC = int.from_bytes(b"KVPU", "little")
@@ -61,6 +64,8 @@ QUESTION = np.dtype(
         ("reserved", "<u8"),
     ]
 )
+PARENT = np.dtype([("place", "V32")])
+"""as `traceparent` packs it"""
 ANSWER = np.dtype([("answer", "<u4"), ("places", "<u4"), ("named", "<u8", NAMED_MAX)])
 """``answer``: an `Answer`; ``places``: how many places it has, 0: bytes; ``named``: clients that have it, those first
 that have less to do; 0: no further one"""
@@ -76,7 +81,7 @@ BLOCK_ANSWER = np.dtype([("answer", "<i4"), ("row", "<u4"), ("named", "<u8", NAM
 
 assert HEAD_SIZE == 32
 assert QUESTION.itemsize == 64
-assert ANSWER.itemsize == 32
+assert ANSWER.itemsize == PARENT.itemsize == 32
 assert BLOCK_QUESTION.itemsize == BLOCK_ANSWER.itemsize == 32
 
 
@@ -100,9 +105,9 @@ class MessageHead(NamedTuple):
         return HEAD.pack(magic, *self)
 
 
-def is_of_uses(data: memoryview) -> bool:
-    """The head of a message is of one that tells of uses."""
-    return int.from_bytes(data[:4], "little") == USES_MAGIC
+def magic_of(data: memoryview) -> int:
+    """With which the head of a message begins."""
+    return int.from_bytes(data[:4], "little")
 
 
 def parse_head(data: memoryview, magic: int) -> MessageHead:
@@ -134,6 +139,12 @@ def check_question(rows: Rows) -> None:
         raise WireError("a question wants a part of a granule")
     if (rows["base"] > 1 << 62).any() or int((high - low).sum()) > QUESTION_BYTES_MAX:
         raise WireError("a question wants more than one may")
+
+
+def check_parent(rows: Rows) -> None:
+    """WireError where several spans are named."""
+    if len(rows) != 1:
+        raise WireError(f"a question belongs to {len(rows)} spans")
 
 
 def check_answer(rows: Rows) -> list[Answer]:

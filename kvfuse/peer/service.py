@@ -29,7 +29,9 @@ from kvfuse.peer.peer_listener import Listener
 from kvfuse.peer.peer_reads import Read, ReadBatch, settle
 from kvfuse.peer.peer_wire import FINAL
 from kvfuse.peer.rdma import Rdma, open_rdma
+from kvfuse.traceparent import TRACES
 from kvfuse.volume.hosts.neighbourhood import Neighbourhood
+from kvfuse.volume.store import peer_records
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.views.neighbours import (
     BLOCK,
@@ -382,9 +384,9 @@ async def _listen(peers: Peers, address: str, neighbourhood: Neighbourhood, nurs
         raise MountError(f"the secret of the volume's hosts cannot be read: {error}") from error
     for listening in await _listening(address):
         nursery.start_soon(listener.serve, listening)
-    place = PeerRecord(addresses_of(peers.options))
-    if listener.rdma is not None:
-        place = PeerRecord(place.addresses, ("tcp", "rdma"), listener.rdma.gids)
+    transports, gids = (("tcp", "rdma"), listener.rdma.gids) if listener.rdma is not None else (("tcp",), ())
+    abilities = (peer_records.TRACES,) if TRACES.is_on else ()
+    place = PeerRecord(addresses_of(peers.options), transports, gids, abilities)
     nursery.start_soon(peers.announce, place)
 
 

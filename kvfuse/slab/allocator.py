@@ -82,6 +82,8 @@ class Allocator:
         """those of them that are in use"""
         self._granted: set[int] = set()
         """where it has not all"""
+        self._surrendered: set[int] = set()
+        """granted ones that are given up, and free"""
         self.refused = 0
         """length of the last extent for which there were no slots; who makes room for it sets it to 0"""
         self.ledger: Ledger | None = None
@@ -135,6 +137,10 @@ class Allocator:
         NoSpace: they are replaced by slots of the same sizes.
         """
         before, owner = list(slots), slots[0].owner
+        if any(slot.addr >> self._slab_shift in self._going for slot in before):  # those are not to be had again
+            slots[:] = self.allocate(length, owner)
+            self.cancel(before)
+            return
         self.cancel(before)
         try:
             slots[:] = self.allocate(length, owner)
@@ -246,18 +252,18 @@ class Allocator:
     def keep_to(self, slab_count: int | None) -> None:
         """Allocate in no slab from this one on, and lend none of them. None: in all of them again.
 
-        Of an allocator that has all slabs. What is free in such a slab is *withheld*: it counts as used until all of
-        the slab is free.
+        What is free in such a slab is *withheld*: it counts as used until all of the slab is free.
         """
         for index in self._going & self._slabs.keys():
             slab = self._slabs[index]
             self._used_bytes -= slab.pool.offer(slab) * slab.slot_size
-        free, unused_start = list(self._free_slabs), self._free_slabs.unused_start
-        if self._kept_count < unused_start:
+        free, unused_start = [*self._free_slabs, *self._surrendered], self._free_slabs.unused_start
+        if self._has_all and self._kept_count < unused_start:
             given_up = range(self._kept_count, min(unused_start, self.geometry.slab_count))
             free += [slab for slab in given_up if slab not in self._slabs and slab not in self.lent]
         self._kept_count = slab_count if slab_count is not None else sys.maxsize
         self._free_slabs.replace(slab for slab in free if slab < self._kept_count)
+        self._surrendered = set() if self._has_all else {slab for slab in free if slab >= self._kept_count}
         self._going = {slab for slab in (*self._slabs, *self.lent) if slab >= self._kept_count}
         for index in self._going & self._slabs.keys():
             slab = self._slabs[index]
@@ -273,12 +279,19 @@ class Allocator:
         """Slabs that are given up, and in use."""
         return self._going
 
+    @property
+    def surrendered(self) -> Set[int]:
+        """Slabs that were granted one by one, are given up, and free: to be withdrawn."""
+        return self._surrendered
+
     def _return_slab(self, index: int) -> None:
         """A slab is free."""
         if index < self._kept_count:
             self._free_slabs.add(index)
         else:
             self._going.discard(index)
+            if not self._has_all:
+                self._surrendered.add(index)
 
     # -- slabs that come and go ----------------------------------------------------------------------
 
@@ -293,10 +306,14 @@ class Allocator:
         if state.slot_size:
             self._restore_slab(state)
         self._granted.add(state.slab)
+        if state.slab >= self._kept_count and (state.slab in self._slabs or state.slab in self.lent):
+            self._going.add(state.slab)
+            if (slab := self._slabs.get(state.slab)) is not None:
+                self._used_bytes += slab.pool.withhold(slab) * slab.slot_size
         if state.slab in self.lent:
             self.lent_granted(state.slab)
         if state.slab not in self._slabs and state.slab not in self.lent:
-            self._free_slabs.add(state.slab)
+            self._return_slab(state.slab)
 
     def withdraw(self, slab: int) -> SlabState:
         """Decide for this slab no longer: its durable image.
@@ -309,7 +326,9 @@ class Allocator:
             raise ValueError(f"slab {slab} is lent")
         state = self._image(slab)
         held = self._slabs.get(slab)
-        if held is None:
+        if slab in self._surrendered:
+            self._surrendered.remove(slab)
+        elif held is None:
             self._free_slabs.remove(slab)
         elif ALLOCATED in held.states or PENDING in held.states:
             raise ValueError(f"slab {slab} has slots that are allocated or pending")
@@ -318,6 +337,7 @@ class Allocator:
             self._used_bytes -= (len(held.states) - held.free_count) * held.slot_size
             self._drop_slab(held)
         self._granted.remove(slab)
+        self._going.discard(slab)
         return state
 
     def may_withdraw(self, slab: int) -> bool:
@@ -337,6 +357,7 @@ class Allocator:
         del self.lent[slab]
         self._used_bytes -= self.geometry.slab_size
         self._granted.remove(slab)
+        self._going.discard(slab)
 
     def may_part_with(self, slab: int) -> bool:
         """`part_with` takes the slab."""
@@ -345,7 +366,7 @@ class Allocator:
     @property
     def slab_count(self) -> int:
         """Slabs that were granted; without those that are given up, and not in use."""
-        return self._kept_end + len(self._going) if self._has_all else len(self._granted)
+        return self._kept_end + len(self._going) if self._has_all else len(self._granted) - len(self._surrendered)
 
     @property
     def _kept_end(self) -> int:

@@ -282,9 +282,11 @@ FEATURE_MAPPED = 16
 """Its devices have a map of segments, which the superblock names: programs of before look for it in their labels."""
 FEATURE_DELEGATED = 32
 """Folders may be delegated to one host: programs of before do not ask it before they say that a name is absent."""
+FEATURE_SHRINKS = 64
+"""A shared volume gets smaller, or did: programs of before take slabs that are given up, and never give them back."""
 NEW_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
 """Of new volumes. They get FEATURE_LENT before the first slab is lent: without blocks, older programs may use them."""
-KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED | FEATURE_DELEGATED
+KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED | FEATURE_DELEGATED | FEATURE_SHRINKS
 """Incompatible features this program knows, one bit each in the superblock's flags."""
 
 
@@ -341,15 +343,13 @@ class Superblock:
         """Segments that stay."""
         return (self.geometry.cut(self.target) if self.target else self.geometry).segment_count
 
-    def resized(self, capacity: int, room: int | None = None, *, may_shrink: bool = True) -> Superblock:
+    def resized(self, capacity: int, room: int | None = None) -> Superblock:
         """Of the same volume, which has ``capacity``, or is to have it; the same, if so it is already. ValueError.
 
         ``room``: segments that the medium has places for; None: any number.
         """
         if capacity == (self.target or self.geometry.capacity):
             return self
-        if capacity < self.geometry.size and not may_shrink:
-            raise ValueError("a volume that hosts share does not shrink")
         if capacity <= self.geometry.capacity:
             self.geometry.cut(capacity)
             return self.changed(target=capacity if capacity < self.geometry.capacity else 0)

@@ -46,9 +46,11 @@ from kvfuse.volume.hosts.coherence import Coherence
 from kvfuse.volume.hosts.giving import Giving
 from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.room_elsewhere import RoomElsewhere
+from kvfuse.volume.hosts.shared_drain import SharedDrain
 from kvfuse.volume.hosts.slab_leases import SlabLeases
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.device_changes import DeviceChanges
+from kvfuse.volume.inodes.sole_changer import SoleChanger
 from kvfuse.volume.names.apply_first import ApplyFirst
 from kvfuse.volume.names.changes import Names
 from kvfuse.volume.names.commit_first import CommitFirst
@@ -192,10 +194,19 @@ class Parts:
                 )  # fmt: skip
                 giving.connect(room)
             self.space.connect(room.make_room)
-        self.drain = Drain(core, self.journal, self.rewriter, self.engine, self.devices) if member is None else None
-        """of a volume of one host"""
+        self.drain = self._make_drain(member)
         self.life = Lifetime()
         self._writing, self._has_written = trio.CancelScope(), trio.Event()
+
+    def _make_drain(self, member: Member | None) -> Drain:
+        parts = self.core, self.journal, self.rewriter, self.engine
+        if member is None or self.leases is None:
+            return Drain(*parts, self.devices)
+        limits = self.core.segments.limits
+        changer = SoleChanger(lambda: self.core.records, lambda: limits.quarantine, member)
+        if self.devices is not None:
+            changer = self.devices.changer
+        return SharedDrain(*parts, None, leases=self.leases, member=member, changer=changer)
 
     def _late_slabs(self) -> set[int]:
         """Slabs to which something may still be written that this host has begun, or owes."""
@@ -279,8 +290,6 @@ class Parts:
             nursery.start_soon(failing.vital_task, self.lookups.refresher.news.run)
             nursery.start_soon(failing.service, "paths of namespaces", self.names.folders.find_all)
             nursery.start_soon(failing.service, "rewriting", self.rewriter.run)
-            if self.drain is not None and not self.core.read_only:
-                nursery.start_soon(failing.service, "draining", self.drain.run)
             if self.fetcher is not None:
                 nursery.start_soon(failing.vital_task, self.fetcher.run)
         else:
@@ -289,6 +298,8 @@ class Parts:
             if self.letters is not None:
                 nursery.start_soon(failing.service, "letters about blocks", self.letters.run)
             await nursery.start(self.leases.run)
+        if not self.core.read_only:
+            nursery.start_soon(failing.service, "draining", self.drain.run)
 
     async def _write(self) -> None:
         """Run what begins writes to slots, but for the journal, until `_end_writes`, or until `life` ends."""

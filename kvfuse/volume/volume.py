@@ -52,8 +52,7 @@ class Volume:
         self.gates = parts.core.namespaces.gates
         if parts.delegations is not None:
             self.sections["delegations"] = parts.delegations.statistics
-        if parts.drain is not None:
-            self.sections["drain"] = parts.drain.statistics
+        self.sections["drain"] = parts.drain.statistics
         self.neighbourhood: Neighbourhood | None = None
         """this host among those that share the volume"""
         if parts.coherence is not None and parts.leases is not None:

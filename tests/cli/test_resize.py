@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
 from cli_lab import Place, assert_fails, kvfuse
-from mounting import KvfuseMount, shared_conf, wait_until
+from mounting import KVFUSE, KvfuseMount, shared_conf, wait_until
+from places import ROOT
 
 from kvfuse_cluster.etcd import EtcdServers
 
@@ -21,6 +23,16 @@ def grow(source: Path, capacity: str = "130MiB", *more: str | Path) -> str:
     done = kvfuse("resize", source, "--capacity", capacity, *more)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
+
+
+def start_kvfuse(*words: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*KVFUSE, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def segments_size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in (folder / "segments").iterdir())
 
 
 def size_of(point: Path) -> int:
@@ -149,7 +161,6 @@ def test_all_hosts_have_what_was_given_and_one_may_be_killed(
         verify(one.point, contents)
         os.kill(two.pid, 9)
         grow(one.point, "1GiB")
-        assert_fails(kvfuse("resize", conf, "--capacity", "512MiB"), 3, "that hosts share")
         verify(one.point, contents)
         contents |= write(one.point, range(60, 100), rng)
         two.remove()
@@ -160,6 +171,60 @@ def test_all_hosts_have_what_was_given_and_one_may_be_killed(
         assert size_of(one.point) > 2 * size
         verify(one.point, contents)
         one.unmount()
+        assert_clean(conf)
+    finally:
+        for mount in mounts:
+            mount.remove()
+
+
+@pytest.mark.root
+def test_a_volume_of_many_hosts_gets_smaller_while_they_use_it(
+    tmp_path: Path, etcd: EtcdServers, rng: random.Random
+) -> None:
+    """One daemon is killed meanwhile. Then nobody has it mounted, and the command is killed; then it grows again."""
+    conf, mounts = shared_conf(tmp_path, etcd), []
+    try:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            mounts.append(KvfuseMount(tmp_path / name, source=conf))
+            mounts[-1].mount()
+        one, two = mounts
+        contents = write(one.point, range(60), rng) | write(two.point, range(60, 120), rng)
+        for name in rng.sample(sorted(contents), 90):
+            (two.point / name).unlink()
+            del contents[name]
+        wait_until(lambda: os.statvfs(one.point).f_bfree * 4096 > 450 * MIB, "removed files to be free")
+        with start_kvfuse("resize", one.point, "--capacity", "200MiB") as command:
+            os.kill(two.pid, 9)
+            said, failed = command.communicate(timeout=120)
+        assert "512MiB -> 200MiB" in said, failed
+        assert size_of(one.point) <= 200 * MIB
+        contents |= write(one.point, range(120, 130), rng)
+        verify(one.point, contents)
+        assert segments_size(tmp_path) <= 200 * MIB
+        two.remove()
+        one.unmount()
+        assert_clean(conf)
+        with start_kvfuse("resize", conf, "--capacity", "140MiB") as command:
+            impossible = "resize", conf, "--capacity", "9PiB"
+            wait_until(
+                lambda: command.poll() is not None or "is about to have" in kvfuse(*impossible).stderr, "it to begin"
+            )
+            command.kill()
+        assert_clean(conf)
+        assert "140MiB" in grow(conf, "140MiB")
+        assert segments_size(tmp_path) <= 140 * MIB
+        assert_clean(conf)
+        (tmp_path / "three").mkdir()
+        mounts = [one, KvfuseMount(tmp_path / "three", source=conf)]
+        for mount in mounts:
+            mount.mount()
+        grow(one.point, "512MiB")
+        wait_until(lambda: all(size_of(mount.point) > 400 * MIB for mount in mounts), "both hosts")
+        contents |= write(mounts[1].point, range(130, 300), rng)
+        verify(one.point, contents)
+        for mount in mounts:
+            mount.unmount()
         assert_clean(conf)
     finally:
         for mount in mounts:

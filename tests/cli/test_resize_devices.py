@@ -164,9 +164,23 @@ def test_all_hosts_have_a_device_that_one_of_them_was_given(
         one.mount()
         verify(one.point, contents)
         one.unmount()
-        assert_fails(kvfuse("resize", conf, "--remove-device", devices[2]), 1, "that hosts share does not shrink")
+        assert_fails(kvfuse("resize", conf, "--remove-device", devices[2]), 1, "have no places .* --capacity before")
         assert_fails(kvfuse("resize", conf, "--capacity", "140MiB"), 1, "places for 6 segments")
         assert_clean(conf)
+        one.mount()
+        for name in sorted(contents)[20:]:
+            (one.point / name).unlink()
+            del contents[name]
+        wait_until(lambda: kvfuse("resize", one.point, "--capacity", "45MiB").returncode == 0, "removed files to go")
+        assert size_of(one.point) <= 45 * MIB
+        verify(one.point, contents)
+        one.unmount()
+        assert_clean(conf)
+        assert "1 devices" in resize(conf, "--remove-device", devices[2])
+        assert_clean(conf)
+        one.mount()
+        verify(one.point, contents)
+        one.unmount()
     finally:
         for mount in mounts:
             mount.remove()

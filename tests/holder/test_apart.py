@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,14 @@ import pytest
 from apart_lab import ApartMount, Container, apart_mount
 from mixed_workers import loaded
 from mounting import KVFUSE, wait_until
+from places import LABS
 
 from kvfuse.credentials import Capability, process_status
 from kvfuse.usrbio.client import connect
 
 pytestmark = [pytest.mark.ring(2), pytest.mark.skipif(os.geteuid() != 0, reason="namespaces take root")]
 
+USER = 12345
 WORDS = ("capacity=1GiB", "segment_size=64MiB")
 STALL_SECONDS = 1.0
 """that a call may wait where another container stands by"""
@@ -59,6 +62,27 @@ def test_the_daemons_container_has_no_right_to_mount(mount: ApartMount) -> None:
     assert not int(status["CapEff"], 16) >> Capability.SYS_ADMIN & 1
     assert (mount.point / ".kvfuse" / "control.sock").is_socket(), "the holder bound it"
     assert "map no memory of this daemon" not in mount.log.read_text(), "the holder made the folders of the memory"
+
+
+@pytest.mark.parametrize("keeper", ["the first holder", "another holder"])
+def test_clients_of_another_user_read_in_place(keeper: str) -> None:
+    """The daemon may not mount, so the folders of memory that it can take back are the holder's."""
+    with apart_mount((*WORDS, "allow_other")) as mount:
+        hold = mount.hold()
+        mount.serve()
+        mount.wait_until_served()
+        if keeper == "another holder":
+            hold.kill()
+            mount.hold()
+            wait_until(lambda: "goes on, with" in mount.log.read_text(), "the daemon to find the next holder")
+        (mount.point / "own").mkdir()
+        os.chown(mount.point / "own", USER, USER)
+        (mount.point / "secret").write_bytes(b"root's")
+        (mount.point / "secret").chmod(0o600)
+        command = [sys.executable, LABS / "ring_guest.py", "/", mount.point, str(USER)]
+        seen = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+        assert (seen["is_read"], seen["is_viewed"], seen["is_shared"], seen["owner"]) == (True, True, True, USER)
+        assert seen["secret"] == errno.EACCES
 
 
 @pytest.mark.parametrize("ended", ["daemon", "serve", "hold", "serve by SIGTERM", "hold by SIGTERM"])
@@ -196,6 +220,19 @@ def test_where_both_are_told_to_end_no_dead_mount_is_left(mount: ApartMount) -> 
     assert serve.terminate() == 0
     assert hold.wait() == 0
     assert not mount.is_mounted
+
+
+def test_a_holder_whose_mount_goes_before_a_supervisor_has_found_it_ends(mount: ApartMount) -> None:
+    hold, serve = mount.hold(), mount.serve()
+    mount.wait_until_served()
+    hold.kill()
+    os.kill(serve.pid, signal.SIGSTOP)
+    hold = mount.hold()
+    subprocess.run(["umount", "-i", mount.point], check=True)
+    assert hold.wait() == 0
+    os.kill(serve.pid, signal.SIGCONT)
+    assert serve.wait() == 0
+    assert "is given up" not in mount.log.read_text()
 
 
 def test_a_second_holder_is_refused(mount: ApartMount) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvfuse_kubernetes.operator import claim_handlers, daemon_rolls, growing, namespace_calls, pod_webhook, volume_state
+from kvfuse_kubernetes.operator import (
+    claim_handlers,
+    daemon_rolls,
+    growing,
+    lost_nodes,
+    namespace_calls,
+    pod_webhook,
+    volume_state,
+)
 from kvfuse_kubernetes.operator.cluster_api import Object, Place
 from kvfuse_kubernetes.operator.namespace_handlers import read_namespace
 from kvfuse_kubernetes.operator.volume_objects import rook_secret
@@ -124,6 +132,43 @@ STORAGE: Object = {
     "reclaimPolicy": "Delete",
     "parameters": {"volume": "kv", "kind": "blocks", "ttl": "60", "rings": "true"},
 }
+
+
+def node_of(status: str, since: str) -> Object:
+    return {"status": {"conditions": [{"type": "Ready", "status": status, "lastTransitionTime": since}]}}
+
+
+def test_a_silent_or_absent_node_is_lost_and_not_waited_for() -> None:
+    ready: Object = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}, "metadata": {}}
+    nodes = {
+        "well": node_of("True", "2025-12-31T23:00:00Z"),
+        "sick": node_of("False", "2025-12-31T23:00:00Z"),  # its kubelet says so
+        "late": node_of("Unknown", "2025-12-31T23:59:30Z"),
+        "dead": node_of("Unknown", "2025-12-31T23:58:59Z"),
+    }
+    state = VolumeState(dict.fromkeys((*nodes, "gone"), ready), {}, wanted_nodes=4)
+    stats = {"leases": {"host_count": 3, "departed_slab_count": 0}}
+    state.served = [Served(Place("", "daemon", "serve-a", name), stats) for name in ("well", "sick")]
+    lost = lost_nodes.find_lost(nodes, state, 60, NOW)
+    assert [(node.name, node.since) for node in lost] == [("dead", "2025-12-31T23:58:59Z"), ("gone", None)]
+    lost_nodes.forget(state, lost)
+    assert (sorted(state.holders), state.wanted_nodes) == (["late", "sick", "well"], 3)
+    assert volume_state.ready_condition(state)["status"] == "True"
+    found = lost_nodes.lost_condition(state, lost, is_shared=True)
+    assert (found["status"], found["reason"]) == ("True", "Adopted")
+    assert lost_nodes.lost_condition(state, [], is_shared=True)["status"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("alive", "slabs", "is_shared", "reason"),
+    [(2, 0, True, "LeaseHeld"), (1, 7, True, "Adopting"), (1, 0, True, "Adopted"), (1, 0, False, "Lost")],
+)
+def test_what_became_of_a_lost_host(alive: int, slabs: int, is_shared: bool, reason: str) -> None:
+    ready: Object = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    state = VolumeState({"well": ready}, {}, wanted_nodes=1)
+    state.served = [Served(PLACE, {"leases": {"host_count": alive, "departed_slab_count": slabs}})]
+    lost = [lost_nodes.LostNode("dead", None)]
+    assert lost_nodes.lost_condition(state, lost, is_shared=is_shared)["reason"] == reason
 
 
 def test_a_claim_becomes_a_namespace_with_its_size_as_quota() -> None:

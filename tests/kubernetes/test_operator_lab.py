@@ -1,72 +1,47 @@
-"""Chart and operator on a real cluster of one node: from nothing to mounted, grown, rolled, claimed, and taken away.
-
-The cluster makes no tokens of service accounts: the operator gets a kubeconfig by which it is the chart's own, with the
-rights that the chart gives it.
-"""
+"""Chart and operator on a real cluster of one node: from nothing to mounted, grown, rolled, claimed, and taken away."""
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import trio
 from helm_lab import CHART, release
 from kube_lab import KubeLab, cluster, pod
-from mounting import wait_until
-from places import LABS
+from operator_lab import (
+    WAIT,
+    begin_load,
+    capacity,
+    check,
+    condition,
+    end_load,
+    etcd_of,
+    give_kubeconfig,
+    has_images,
+    kill_container,
+    pod_name,
+    restarts,
+    values_of,
+    volume,
+    wait_for_condition,
+    wait_long,
+)
 
 from kvfuse.mounttable import all_mounts
 from kvfuse.options import config
 from kvfuse.volume.check.volume_check import fsck
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("kubernetes"), pytest.mark.timeout(3000)]
-TRIES = 6
-"""of `wait_until`, for what containers start for on a busy machine"""
-LOAD = (LABS / "pod_load.py").read_text()
-WEBHOOK_PORT = 19443
-WAIT = "trap 'exit 0' TERM; sleep 100000 & wait"
-
-
-def wait_long(condition: Callable[[], bool], what: str) -> None:
-    """As `wait_until`, but longer."""
-    for _ in range(TRIES - 1):
-        with suppress(AssertionError):
-            return wait_until(condition, what)
-    return wait_until(condition, what)
-
-
-def values_of(lab: KubeLab, **more: Any) -> dict[str, Any]:
-    """Values for this node: small requests, and a kubeconfig for the operator."""
-    return {
-        "image": {"tag": "latest", "pullPolicy": "Never"},
-        "kubeletDir": str(lab.kubelet),
-        "stateDir": str(lab.kvfuse),
-        "runDir": str(lab.folder / "run"),
-        "daemon": {"resources": {"requests": {"cpu": "10m", "memory": "128Mi"}}},
-        "operator": {
-            "hostNetwork": True,
-            "kubeconfigSecret": "kubeconfig",
-            "lookSeconds": 3,
-            "webhook": {"enabled": True, "host": "127.0.0.1", "port": WEBHOOK_PORT},
-        },
-        "storageClasses": {"kvfuse": {"volume": "kv", "settings": {"kind": "files"}}},
-        **more,
-    }
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[KubeLab]:
     with cluster() as lab:
-        text = base64.b64encode((lab.folder / "operator.kubeconfig").read_bytes()).decode()
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "kubeconfig"}}
-        lab.apply({**secret, "data": {"kubeconfig": text}})
+        give_kubeconfig(lab)
         yield lab
 
 
@@ -77,64 +52,6 @@ def helm(lab: KubeLab) -> Iterator[Any]:
         yield config
 
 
-def volume(name: str, **spec: Any) -> dict[str, Any]:
-    return {"apiVersion": "kvfuse.io/v1alpha1", "kind": "KvfuseVolume", "metadata": {"name": name}, "spec": spec}
-
-
-def condition(lab: KubeLab, name: str, kind: str, of: str = "kvfusevolume") -> dict[str, Any]:
-    rows = lab.get(of, name).get("status", {}).get("conditions", [])
-    return next((row for row in rows if row["type"] == kind), {"status": "Unknown", "message": ""})
-
-
-def wait_for_condition(lab: KubeLab, name: str, kind: str, status: str, of: str = "kvfusevolume") -> None:
-    try:
-        wait_long(lambda: condition(lab, name, kind, of)["status"] == status, f"{kind} of {name}")
-    except AssertionError as error:
-        said = lab.kubectl("describe", of, name) + lab.kubectl("get", "pods", "-o", "wide")
-        said += lab.kubectl("logs", "deployment/kvfuse-operator", "--tail=50")
-        raise AssertionError(said) from error
-
-
-def capacity(lab: KubeLab, name: str) -> int:
-    return int(lab.get("kvfusevolume", name).get("status", {}).get("capacityBytes", 0))
-
-
-def check(lab: KubeLab, name: str) -> None:
-    """fsck of a volume of the node's, which is unmounted."""
-    folder = lab.kvfuse / "volumes" / name / "volume"
-    report = trio.run(functools.partial(fsck, config.load(folder).options, verify=True))
-    assert report.clean, [problem.text for problem in report.problems][:10]
-
-
-def pod_name(lab: KubeLab, component: str, name: str = "kv") -> str:
-    rows = lab.kubectl(
-        *("get", "pods", "-o", "name", "-l", f"app.kubernetes.io/component={component},kvfuse.io/volume={name}")
-    ).split()
-    assert len(rows) == 1, rows
-    return rows[0].removeprefix("pod/")
-
-
-def kill_container(lab: KubeLab, component: str, container: str) -> None:
-    """SIGTERM to the first process of a container: it ends, and the kubelet starts it again."""
-    name = pod_name(lab, component)
-    before = restarts(lab, name, container)
-    lab.kubectl("exec", name, "-c", container, "--", "sh", "-c", "kill -TERM 1")
-    wait_long(lambda: restarts(lab, name, container) > before, f"{container} to end")
-
-
-def restarts(lab: KubeLab, name: str, container: str) -> int:
-    rows = lab.get("pod", name)["status"].get("containerStatuses", [])
-    return next((int(row["restartCount"]) for row in rows if row["name"] == container), 0)
-
-
-def load_pod(lab: KubeLab, name: str) -> dict[str, Any]:
-    """A pod with `pod_load` in a folder of the volume kv, and rings."""
-    point = "/state/volumes/kv/mnt"
-    state = {"hostPath": {"path": str(lab.kvfuse)}, "how": {"mountPropagation": "HostToContainer"}}
-    command = f'exec /opt/kvfuse/bin/python3 -c "$PROGRAM" {point}/{name} {point}'
-    return pod(name, command, {"state": state}, env=[{"name": "PROGRAM", "value": LOAD}])
-
-
 def test_a_volume_from_nothing_grown_and_rolled_under_load(lab: KubeLab, helm: Any) -> None:
     """A pod that knows of nothing sees no error, whatever happens to daemon and holder; stalls are printed."""
     growth = {"step": "256Mi", "maximum": "1Gi", "above": 0.7}
@@ -142,9 +59,7 @@ def test_a_volume_from_nothing_grown_and_rolled_under_load(lab: KubeLab, helm: A
     lab.apply(volume("kv", **spec))
     wait_for_condition(lab, "kv", "Ready", "True")
     holder = pod_name(lab, "holder")
-    lab.apply(load_pod(lab, "load"))
-    lab.wait_for_pod("load")
-    wait_long(lambda: "begun" in lab.kubectl("logs", "load"), "the load")
+    begin_load(lab, "load")
     lab.apply(volume("kv", **spec | {"capacity": "512Mi"}))
     wait_long(lambda: capacity(lab, "kv") == 512 << 20, "more by the spec")
     lab.execute("load", "head -c 400000000 /dev/urandom > /state/volumes/kv/mnt/filler")
@@ -159,19 +74,7 @@ def test_a_volume_from_nothing_grown_and_rolled_under_load(lab: KubeLab, helm: A
     assert restarts(lab, holder, "hold") == 0
     lab.kubectl("delete", "pod", holder, "--wait=true", "--timeout=60s")
     wait_for_condition(lab, "kv", "Ready", "True")
-    lab.execute("load", "touch /state/volumes/kv/mnt/load/end")
-    wait_long(lambda: '"rounds"' in lab.kubectl("logs", "load"), "the end of the load")
-    said = json.loads(lab.kubectl("logs", "load").strip().splitlines()[-1])
-    print(json.dumps(said))
-    assert said["rounds"] > 50
-    assert lab.get("pod", "load")["status"]["containerStatuses"][0]["restartCount"] == 0
-    lab.delete("pod", "load")
-
-
-def has_images(lab: KubeLab, image: str) -> bool:
-    """Both containers of the daemon run it."""
-    rows = lab.get("pod", pod_name(lab, "daemon"))["status"].get("containerStatuses", [])
-    return len(rows) == 2 and all(row["image"].endswith(image) and "running" in row["state"] for row in rows)
+    end_load(lab, "load")
 
 
 @pytest.mark.usefixtures("helm")
@@ -222,13 +125,6 @@ def test_a_namespace_object(lab: KubeLab) -> None:
     assert "evictoin" in condition(lab, "llama", "Ready", "kvfusenamespace")["message"]
     lab.delete("kvfusenamespace", "llama")
     assert not (lab.kvfuse / "volumes" / "kv" / "mnt" / "tenants" / "default" / "llama").exists()
-
-
-def etcd_of(lab: KubeLab) -> str:
-    """URL of the cluster's own etcd, which has room for a volume."""
-    pid = (lab.folder / "apiserver.pid").read_text().strip()
-    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    return next(word.partition("=")[2] for word in words if word.startswith("--etcd-servers="))
 
 
 @pytest.mark.usefixtures("helm")

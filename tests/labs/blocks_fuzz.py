@@ -204,8 +204,8 @@ LENGTH_MAX = 1 << 20
 def entries_model(entries: np.ndarray, aux_size: int, iov_size: int, waited_us: int) -> int:
     """The bytes of all, where each is what a daemon may serve as it stands; else -1."""
     total = 0
-    for *_, key_length, _, iov_offset, length, key_offset, _, timeout_us, reserved in entries.tolist():
-        is_plain = 1 <= length <= LENGTH_MAX and iov_offset + length <= iov_size and not reserved
+    for *_, key_length, _, iov_offset, length, key_offset, _, timeout_us, parent in entries.tolist():
+        is_plain = 1 <= length <= LENGTH_MAX and iov_offset + length <= iov_size and not parent
         if not (is_plain and 1 <= key_length <= 255 and key_offset + key_length <= aux_size):
             return -1
         if timeout_us and timeout_us < waited_us:
@@ -224,7 +224,7 @@ def random_entries(rng: random.Random, count: int, aux_size: int, iov_size: int)
         entry["user_data"], entry["timeout_us"] = rng.randrange(1 << 64), rng.choice([0, 0, 100, 2**32 - 1])
     if rng.random() < 0.5:
         entry = rng.choice(list(entries))
-        field = rng.choice(["iov_offset", "length", "key_offset", "key_length", "timeout_us", "reserved"])
+        field = rng.choice(["iov_offset", "length", "key_offset", "key_length", "timeout_us", "parent"])
         limit = 1 << 8 * SQE[field].itemsize
         edges = [0, 1, 255, 256, aux_size, iov_size, LENGTH_MAX, LENGTH_MAX + 1, limit - 1, limit // 2]
         entry[field] = min(limit - 1, max(0, rng.choice(edges) + rng.choice([-1, 0, 1])))

@@ -1,4 +1,4 @@
-"""A real cluster of one node (scripts/kube-lab), kvfuse's image on it, and objects that end with the test."""
+"""A real cluster (scripts/kube-lab), kvfuse's image on it, and objects that end with the test."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ LAB_SECONDS = 900
 CACHE = Path(os.environ.get("KUBE_CACHE", Path.home() / ".cache" / "kvfuse-kube"))
 SOURCE = CACHE / "src" / "kubernetes"
 NODE = "localhost"
+"""the first node"""
 
 
 def run(*command: object, seconds: float = LAB_SECONDS, given: str | None = None) -> str:
@@ -39,6 +40,30 @@ class KubeLab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kubelet, self.kvfuse = folder / "kubelet", folder / "kvfuse"
+
+    def name_of(self, node: int) -> str:
+        """As the cluster calls node 1, 2, ..."""
+        return NODE if node == 1 else f"127.0.0.{node}"
+
+    def seen_by(self, node: int, path: Path) -> Path:
+        """A path as programs of that node see it, with its mounts: another one after the node was started anew."""
+        return Path(f"/proc/{self._pid(node)}/root{path}")
+
+    def kvfuse_mounts(self, node: int = 1) -> list[str]:
+        """Lines of a node's mount table: mounts of kvfuse in the cluster's folder."""
+        lines = Path(f"/proc/{self._pid(node)}/mountinfo").read_text().splitlines()
+        return [line for line in lines if "fuse.kvfuse" in line and f" {self.folder}/" in line]
+
+    def _pid(self, node: int) -> str:
+        part = "" if node == 1 else f"node-{node}/"
+        return (self.folder / f"{part}containerd.pid").read_text().strip()
+
+    def kill_node(self, node: int) -> None:
+        """End all its programs at once, as where it loses its power."""
+        run(SCRIPT, "kill-node", self.folder, node)
+
+    def start_node(self, node: int) -> None:
+        run(SCRIPT, "start-node", self.folder, node)
 
     def kubectl(self, *words: object, given: str | None = None) -> str:
         return run(SCRIPT, "kubectl", self.folder, *words, given=given, seconds=120)
@@ -71,6 +96,19 @@ class KubeLab:
         """Standard output of a shell's command in a pod."""
         return self.kubectl("exec", pod, "--", "sh", "-ec", command)
 
+    def signal(self, pod: str, container: str, signal: str) -> None:
+        """To the first process of a container, which the first node runs."""
+        rows = self.get("pod", pod)["status"]["containerStatuses"]
+        (found,) = (row["containerID"].removeprefix("containerd://") for row in rows if row["name"] == container)
+        socket = self.folder / "containerd.sock"
+        run("ctr", "--address", socket, "--namespace", "k8s.io", "task", "kill", "--signal", f"SIG{signal}", found)
+
+    def programs(self, node: int = 1) -> list[str]:
+        """Command lines of all that runs on a node, its pods too."""
+        pids = run(SCRIPT, "processes", self.folder, node).split()
+        found = (Path(f"/proc/{pid}/cmdline") for pid in pids)
+        return [path.read_bytes().replace(b"\0", b" ").decode() for path in found if path.exists()]
+
     def events(self, name: str) -> str:
         return self.kubectl("get", "events", "--field-selector", f"involvedObject.name={name}")
 
@@ -83,8 +121,9 @@ class KubeLab:
 def pod(name: str, command: str, volumes: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
     """A pod of one container with kvfuse's image; ``volumes``: name, which is its folder below /, -> what it is.
 
-    ``more`` goes into the container.
+    ``more`` goes into the container, but for ``node``, the name of the node that is to run it.
     """
+    where = {"nodeName": more.pop("node")} if "node" in more else {}
     mounts = [{"name": name, "mountPath": f"/{name}", **volume.pop("how", {})} for name, volume in volumes.items()]
     container = {
         "name": "main",
@@ -99,6 +138,7 @@ def pod(name: str, command: str, volumes: dict[str, dict[str, Any]], **more: Any
         "kind": "Pod",
         "metadata": {"name": name},
         "spec": {
+            **where,
             "hostNetwork": True,
             "terminationGracePeriodSeconds": 5,
             "containers": [container],
@@ -142,7 +182,7 @@ def build_image(folder: Path, label: str = "") -> Path:
 
 
 @contextmanager
-def cluster() -> Iterator[KubeLab]:
+def cluster(nodes: int = 1) -> Iterator[KubeLab]:
     """An empty cluster with this tree's image, as kvfuse:latest and kvfuse:next. All of it ends."""
     require_lab("kubernetes")
     if not any(CACHE.glob("bin-*/kubectl")):  # the folder is named by what was mended in the sources
@@ -152,7 +192,7 @@ def cluster() -> Iterator[KubeLab]:
         lab = KubeLab(Path(name) / "lab")
         images = [build_image(Path(name)), build_image(Path(name), "next")]
         try:
-            run(SCRIPT, "up", lab.folder)
+            run(SCRIPT, "up", lab.folder, "--nodes", nodes)
             run(SCRIPT, "import", lab.folder, *images)
             yield lab
         finally:

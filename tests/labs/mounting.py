@@ -34,13 +34,12 @@ PATIENCE_S = 300.0 if "KVFUSE_RDMA_VM" in os.environ else 60.0
 """how long an outside process may take for anything; the machine of scripts/rdma-vm is slow"""
 
 OWN_MOUNTS = r"""
-base=$0
-awk '{print $5}' /proc/self/mountinfo | while read -r point; do
-    case $point in "$base" | "$base"/*) ;; *) mount --make-private "$point" 2>/dev/null || true ;; esac
-done
-awk '/ - fuse[.]kvfuse / {print $5}' /proc/self/mountinfo | while read -r point; do
-    case $point in "$base"/*) ;; *) umount -l "$point" 2>/dev/null || true ;; esac
-done
+awk -v base="$0/" '{ point[$1] = $5 }
+    / - fuse[.]kvfuse / && index($5, base) != 1 { parent[$1] = $2 }
+    END { for (row in parent) print point[parent[row]], point[row] }' /proc/self/mountinfo |
+while read -r parent point; do
+    mount --make-private "$parent" && umount -l "$point"
+done 2>/dev/null || true
 exec "$@"
 """
 

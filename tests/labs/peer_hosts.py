@@ -129,9 +129,11 @@ async def peer_hosts(
     network: SoftNetwork | None = None,
     secret: bytes | None = None,
     first: int = 1,
+    abilities: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[list[PeerHost]]:
     """Hosts that listen, and know each other, from number ``first`` on. ``through``: where others find one at a port.
+    ``abilities``: as their records say.
 
     By TCP, if ``options`` do not say "rdma", or there is a ``network`` that does without devices.
     """
@@ -152,7 +154,9 @@ async def peer_hosts(
             peers = Peers(cast(Any, _Volume(neighbourhood)), given, listener)
             hosts.append(PeerHost(neighbourhood, listener, peers, int(accepting.getsockname()[1])))
         transports = ("tcp", "rdma") if adapters[0] is not None else ("tcp",)
-        places = {host.neighbourhood.client: PeerRecord((through(host.port),), transports) for host in hosts}
+        places = {
+            host.neighbourhood.client: PeerRecord((through(host.port),), transports, (), abilities) for host in hosts
+        }
         for host in hosts:
             own = host.neighbourhood.client
             host.neighbourhood.places = {client: place for client, place in places.items() if client != own}

@@ -16,6 +16,7 @@ from lent_blocks import LentBlocks
 
 from kvfuse.native._peers import Reader, Server, Spread
 from kvfuse.peer.peer_wire import BLOCK_ANSWER, FINAL
+from kvfuse.traceparent import SIZE
 from kvfuse.volume.views.neighbours import Answer
 
 SIZES = (1, 4096, 70_000, 300_000, 1 << 20)
@@ -36,6 +37,8 @@ class PeersLab:
         self.spread = Spread()
         self.spread.set_clients(np.array([1, 2], np.uint64))
         self.server = Server(self.spread, 64 << 20)
+        if self.rng.random() < 0.5:
+            self.server.trace()
         self.versions = dict.fromkeys(range(NAMES), 0)
         self.lent.put({number: content(number, 0) for number in self.versions})
         self.counts = dict.fromkeys(["right", "absent", "wrong", "abandoned", "cut", "noise"], 0)
@@ -55,7 +58,9 @@ class PeersLab:
         wanted.checksums[0] ^= is_wrong
         _, *columns = wanted
         count, flags = len(numbers), self.rng.choice((0, FINAL))
-        number = self.reader.ask(*columns, np.zeros(count, np.uint32), np.arange(count), flags, 0, None, 0)
+        parent = self.rng.choice((b"", self.rng.randbytes(SIZE)))
+        assert len(self.server.take_spans()) % (SIZE + 40) == 0
+        number = self.reader.ask(*columns, np.zeros(count, np.uint32), np.arange(count), flags, 0, None, 0, parent)
         if self.rng.random() < 0.3:
             self.change()
         match self.rng.randrange(12):

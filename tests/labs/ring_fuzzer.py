@@ -29,6 +29,7 @@ from kvfuse.usrbio.protocol.wire import (
     FILE_OPS,
     MANY_KEY_OPS,
     MESSAGE_SIZE_MAX,
+    PARENTS_MAX,
     SQE,
     Flag,
     Message,
@@ -243,7 +244,8 @@ class Fuzzer:
         rng = self.rng
         op = rng.choice(list(Op))
         handles = client.files if op in FILE_OPS else client.namespaces
-        row["op"], row["priority"], row["flags"], row["reserved"] = op, rng.randrange(3), 0, 0
+        row["op"], row["priority"], row["flags"] = op, rng.randrange(3), 0
+        row["parent"] = rng.choice((0, 0, 1, PARENTS_MAX))
         row["flags"] = rng.randrange(2) * (Flag.VIEW if op == Op.GET else Flag.PREFIX if op == Op.EXISTS else 0)
         row["handle"] = rng.choice([*(handles * 5), *client.handles]) & 0xFFFFFFFF
         row["iov"] = rng.choice([handle for handle, *_ in client.iovs] or [0])

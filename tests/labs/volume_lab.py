@@ -45,7 +45,7 @@ from kvfuse.remote.records.api import (
 )
 from kvfuse.remote.records.lmdb.local import LocalFollowing
 from kvfuse.remote.records.lmdb.store import LIMITS
-from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
+from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.slab.layout import FEATURE_PACKED, PAGE_SIZE, Geometry, Superblock, pack_superblock
 from kvfuse.volume.api import Caller
 from kvfuse.volume.check.evidence import CheckReport, Evidence
@@ -482,7 +482,7 @@ class MemorySegments(SegmentStore):
     def _range(self, segment: int, offset: int, length: int) -> memoryview:
         image = self.disk.segments.get(segment)
         if image is None or not 0 <= offset <= offset + length <= len(image):
-            raise ValueError(f"segment {segment} has no {length} bytes at {offset}")
+            raise NoSegment(f"segment {segment} has no {length} bytes at {offset}", segment)
         return memoryview(image)[offset : offset + length]
 
     async def read(self, batch: Sequence[Transfer]) -> None:

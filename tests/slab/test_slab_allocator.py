@@ -412,6 +412,65 @@ def test_slabs_that_are_given_up_are_emptied_and_no_slot_in_them_is_taken() -> N
         assert (slabs.used_bytes, slabs.free_slab_count) == (0, geometry.slab_count)
 
 
+def test_slots_that_are_given_up_are_exchanged_or_stay() -> None:
+    slabs = small()
+    (slot,) = slabs.allocate(MIB)
+    others = [slabs.allocate(MIB)[0] for _ in range(slabs.geometry.slab_count - 1)]
+    last = max([slot, *others])
+    slabs.keep_to(slabs.geometry.slab_count - 1)
+    slots, before = [last], slabs.used_bytes
+    with pytest.raises(NoSpace):
+        slabs.exchange(slots, 4096)
+    assert (slots, slabs.used_bytes) == ([last], before)
+    slabs.cancel([next(one for one in (slot, *others) if one != last)])
+    slabs.exchange(slots, 4096)
+    assert slots[0].addr < last.addr
+    assert not slabs.going
+
+
+def test_granted_slabs_that_are_given_up_are_surrendered_once_they_are_free() -> None:
+    """Beside a model: all slots that are taken, and all slabs that are granted."""
+    rng = random.Random(11)
+    geometry = small().geometry
+    for _ in range(20):
+        slabs, taken, granted, end = Allocator(geometry, granted=False), list[Slot](), set[int](), geometry.slab_count
+        for _ in range(400):
+            step = rng.random()
+            if step < 0.03:
+                kept = rng.choice([None, *range(1, geometry.slab_count)])
+                end = geometry.slab_count if kept is None else kept
+                slabs.keep_to(kept)
+            elif step < 0.2:
+                slab = rng.randrange(geometry.slab_count)
+                if slab not in granted:
+                    is_used = rng.random() < 0.3
+                    slabs.grant(SlabState(slab, MIB, b"\1") if is_used else SlabState(slab, 0, b""))
+                    taken += [Slot(slab * geometry.slab_size, MIB)] * is_used
+                    if is_used:
+                        slabs.release(taken[-1:])
+                        slabs.take_dirty()
+                        slabs.reclaim([taken.pop()])
+                    granted.add(slab)
+            elif step < 0.3:
+                gone = [*slabs.surrendered, *slabs.free_slabs()]
+                if gone and slabs.may_withdraw(slab := rng.choice(gone)):
+                    slabs.withdraw(slab)
+                    granted.remove(slab)
+            elif step < 0.7:
+                with suppress(NoSpace):
+                    made = slabs.allocate(rng.choice([4096, 70_000, 300_000, MIB]))
+                    assert all(slot.addr < end * geometry.slab_size for slot in made)
+                    taken += made
+            elif taken:
+                slabs.cancel([taken.pop(rng.randrange(len(taken)))])
+            used = {slot.addr // geometry.slab_size for slot in taken}
+            assert slabs.going == {slab for slab in used if slab >= end}
+            assert slabs.surrendered == {slab for slab in granted - used if slab >= end}
+            assert slabs.free_slab_count == len([slab for slab in granted - used if slab < end])
+            assert slabs.slab_count == len(granted) - len(slabs.surrendered)
+            assert slabs.statistics().free_bytes == slabs.free_bytes >= 0
+
+
 def test_a_lent_slab_goes_with_its_loan_once_that_is_recorded() -> None:
     """As its holder ends: the next one finds it lent."""
     allocator = Allocator(small().geometry, granted=False)

@@ -7,7 +7,7 @@ waits until the annotation is gone. A node that is merely cordoned keeps its mou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvfuse_kubernetes.operator.cluster_api import ClusterApi, CommandFailed, Object
 from kvfuse_kubernetes.operator.volume_state import VolumeState, condition, mount_point, running_container
@@ -23,12 +23,11 @@ END_MOUNT = (
 )
 
 
-async def drain(api: ClusterApi, volume: str, state: VolumeState) -> Object:
+async def drain(api: ClusterApi, volume: str, state: VolumeState, nodes: Mapping[str, Object]) -> Object:
     """End a volume's mounts on nodes that are drained, and resume those of others: the condition Draining.
 
     kr8s.ServerError.
     """
-    nodes = {node["metadata"]["name"]: node for node in await api.list("Node")}
     leaving = sorted(node for node in state.holders if node in nodes and is_drained(nodes[node]))
     said, waits = [], False
     for node in leaving:
@@ -47,10 +46,6 @@ async def drain(api: ClusterApi, volume: str, state: VolumeState) -> Object:
         await _resume(api, volume, state, node)
     if leaving:
         return condition("Draining", True, "InUse" if waits else "Drained", "; ".join(said)[:1000])
-    gone = sorted({*state.holders, *state.daemons} - {*nodes})
-    if gone:
-        text = f"nodes that are gone: {', '.join(gone)}; other hosts adopt their slabs when their leases end"
-        return condition("Draining", True, "NodesGone", text)
     return condition("Draining", False, "None", "no node is drained")
 
 

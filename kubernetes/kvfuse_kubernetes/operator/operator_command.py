@@ -26,12 +26,14 @@ WEBHOOK = "kvfuse.io"
 """name of its MutatingWebhookConfiguration"""
 
 
-def make_registry(api: ClusterApi, templates: Templates, look_seconds: float) -> kopf.OperatorRegistry:
+def make_registry(
+    api: ClusterApi, templates: Templates, look_seconds: float, lost_seconds: float
+) -> kopf.OperatorRegistry:
     """All handlers."""
     registry = kopf.OperatorRegistry()
     kopf.on.startup(registry=registry)(_configure)
     kopf.on.login(registry=registry)(_log_in)
-    VolumeHandlers(api, templates, look_seconds).register(registry)
+    VolumeHandlers(api, templates, look_seconds, lost_seconds).register(registry)
     NamespaceHandlers(api, look_seconds).register(registry)
     ClaimHandlers(api).register(registry)
     return registry
@@ -68,9 +70,9 @@ def _add_webhook(registry: kopf.OperatorRegistry, address: str, folder: str) -> 
     pod_webhook.register(registry)
 
 
-async def _run(templates: Path, namespace: str, look_seconds: float, webhook: str | None) -> None:
+async def _run(templates: Path, namespace: str, seconds: tuple[float, float], webhook: str | None) -> None:
     api = await ClusterApi.connect(namespace)
-    registry = make_registry(api, Templates(templates), look_seconds)
+    registry = make_registry(api, Templates(templates), *seconds)
     with tempfile.TemporaryDirectory(prefix="kvfuse-operator-") as folder:
         if webhook:
             _add_webhook(registry, webhook, folder)
@@ -99,18 +101,25 @@ async def _run(templates: Path, namespace: str, look_seconds: float, webhook: st
     help="Seconds between two looks at a volume's use, daemons and nodes.",
 )
 @click.option(
+    "--lost-seconds",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="Seconds that a node is silent, as the cluster says it, until volumes do not wait for it any more.",
+)
+@click.option(
     "--webhook",
     metavar="HOST:PORT",
     help="Answer the API server about pods with the label kvfuse.io/inject there. [nowhere]",
 )
-def main(templates: Path, namespace: str, look_seconds: float, webhook: str | None) -> None:
+def main(templates: Path, namespace: str, look_seconds: float, lost_seconds: float, webhook: str | None) -> None:
     """Make volumes, namespaces and claims of what KvfuseVolume, KvfuseNamespace and PersistentVolumeClaim objects say.
 
     The cluster is reached by KUBECONFIG, or by the service account of the pod.
     """
     kopf.configure(verbose=False)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    asyncio.run(_run(templates, namespace, look_seconds, webhook))
+    asyncio.run(_run(templates, namespace, (look_seconds, lost_seconds), webhook))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import kopf
 import kr8s
 
-from kvfuse_kubernetes.operator import daemon_rolls, growing, node_drain, volume_state
+from kvfuse_kubernetes.operator import daemon_rolls, growing, lost_nodes, node_drain, volume_state
 from kvfuse_kubernetes.operator.cluster_api import ClusterApi, CommandFailed, Object
 from kvfuse_kubernetes.operator.volume_objects import Templates, make_objects, rook_secret
 from kvfuse_kubernetes.operator.volume_plan import VolumePlan, WrongSpec, read_volume
@@ -21,10 +21,11 @@ KIND = "kvfuse.io", "v1alpha1", "kvfusevolumes"
 
 
 class VolumeHandlers:
-    """``look_seconds``: between two looks at a volume."""
+    """``look_seconds``: between two looks at a volume; ``lost_seconds``: that a node may be silent."""
 
-    def __init__(self, api: ClusterApi, templates: Templates, look_seconds: float) -> None:
-        self.api, self.templates, self.look_seconds = api, templates, look_seconds
+    def __init__(self, api: ClusterApi, templates: Templates, look_seconds: float, lost_seconds: float) -> None:
+        self.api, self.templates = api, templates
+        self.look_seconds, self.lost_seconds = look_seconds, lost_seconds
 
     def register(self, registry: kopf.OperatorRegistry) -> None:
         for on in (kopf.on.create, kopf.on.update, kopf.on.resume):
@@ -72,15 +73,22 @@ class VolumeHandlers:
         except WrongSpec:
             return  # `make` says so
         state = await volume_state.look(self.api, plan.name)
+        nodes = await self._nodes()
+        lost = lost_nodes.find_lost(nodes, state, self.lost_seconds)
+        lost_nodes.forget(state, lost)
         growth, asked = await growing.grow(self.api, plan, state, body.status.get("asked") or {})
-        draining = await node_drain.drain(self.api, plan.name, state)
+        draining = await node_drain.drain(self.api, plan.name, state, nodes)
         behind = await self._roll(plan, state)
         for key, value in volume_state.make_status(state, is_shared=plan.is_shared).items():
             patch.status[key] = value
-        patch.status["asked"] = asked
-        patch.status["behind"] = behind
-        found = [volume_state.ready_condition(state), volume_state.degraded_condition(state), growth, draining]
+        patch.status["asked"], patch.status["behind"] = asked, behind
+        patch.status["lostNodes"] = [node.name for node in lost]
+        gone = lost_nodes.lost_condition(state, lost, is_shared=plan.is_shared)
+        found = [volume_state.ready_condition(state), volume_state.degraded_condition(state), growth, draining, gone]
         _set_conditions(body, patch, found)
+
+    async def _nodes(self) -> dict[str, Object]:
+        return {node["metadata"]["name"]: node for node in await self.api.list("Node")}
 
     async def _roll(self, plan: VolumePlan, state: volume_state.VolumeState) -> int:
         labels = {"kvfuse.io__volume": plan.name, "app.kubernetes.io__component": "daemon"}
@@ -88,10 +96,15 @@ class VolumeHandlers:
         return sum([await daemon_rolls.roll(self.api, found, state.daemons) for found in sets])
 
     async def end(self, body: kopf.Body, patch: kopf.Patch, **_: Any) -> None:
-        """Unmount a volume on all nodes; then its objects go with it. What it holds stays."""
+        """Unmount a volume on all nodes; then its objects go with it. What it holds stays.
+
+        A node that is lost unmounts when it comes back: the objects are gone by then.
+        """
         name = str(body.metadata["name"])
         failures = []
-        for node, pod in (await volume_state.find_pods(self.api, name, "holder")).items():
+        state = volume_state.VolumeState(await volume_state.find_pods(self.api, name, "holder"))
+        lost_nodes.forget(state, lost_nodes.find_lost(await self._nodes(), state, self.lost_seconds))
+        for node, pod in state.holders.items():
             try:
                 await node_drain.end_mount(self.api, name, pod, END_SECONDS)
             except CommandFailed as failure:

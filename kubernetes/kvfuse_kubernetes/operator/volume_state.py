@@ -55,6 +55,23 @@ class VolumeState:
         """Nodes whose mount answers."""
         return sorted(node for node, pod in self.holders.items() if is_ready(pod))
 
+    @property
+    def hosts(self) -> dict[str, int] | None:
+        """Of a volume that hosts share: how many are alive, and how many slabs those that are gone still hold.
+
+        As the host says that knows of the most. None: nobody says.
+        """
+        rows = [row.stats["leases"] for row in self.served if "leases" in row.stats]
+        alive = max((row["host_count"] for row in rows), default=None)
+        return (
+            None
+            if alive is None
+            else {
+                "alive": alive,
+                "departedSlabs": max(row["departed_slab_count"] for row in rows),
+            }
+        )
+
 
 def mount_point(volume: str) -> str:
     """Of a volume, in containers of holders and daemons."""
@@ -141,8 +158,7 @@ def make_status(state: VolumeState, *, is_shared: bool) -> dict[str, Any]:
         capacity, used = sum(row.capacity for row in rows), sum(row.used for row in rows)
         found |= {"capacity": format_size(capacity), "capacityBytes": capacity}
         found |= {"used": format_size(used), "usedBytes": used}
-    hosts = {row.place.node: row.stats["hosts"] for row in state.served if "hosts" in row.stats}
-    return found | ({"hosts": hosts} if hosts else {})
+    return found | ({"hosts": state.hosts} if is_shared and state.hosts else {})
 
 
 def ready_condition(state: VolumeState) -> Object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -119,7 +120,7 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
         names = [identity.engine_key(key) for key in keys]
         count = self.store.longest_prefix(names)
         if count and request_hints(keys[0]).is_prefetch:
-            self._threads.submit(self.store.prefetch, names[:count])
+            self._threads.submit(copy_context().run, self.store.prefetch, names[:count])
         return count
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
@@ -214,7 +215,7 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
 
     async def _run(self, call: Callable[[], T], discard: Callable[[T], None] | None = None) -> T:
         """In a thread. ``discard``: what to do with the result if nobody waits for it any more."""
-        future = self._threads.submit(call)
+        future = self._threads.submit(copy_context().run, call)  # its span is the caller's
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:

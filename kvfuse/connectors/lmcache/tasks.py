@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 from lmcache.logging import init_logger
@@ -53,7 +54,7 @@ class Tasks(Generic[T]):
                     self._end(number, result)
 
         try:
-            self._threads.submit(work)
+            self._threads.submit(copy_context().run, work)  # its span is that of who submits it
         except RuntimeError:  # closed
             self._end(number, failed)
         return number

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -111,7 +112,8 @@ class KvfuseStore(UcmKVStoreBaseV1):  # type: ignore[misc]
 
     def prefetch(self, block_ids: list[bytes]) -> None:
         """Begin to bring blocks into shared memory."""
-        self._threads.submit(lambda: self.store.prefetch(self._keys(block_ids, self._known_shards())))
+        run = copy_context().run
+        self._threads.submit(run, lambda: self.store.prefetch(self._keys(block_ids, self._known_shards())))
 
     def _keys(self, block_ids: Sequence[bytes], shards: int) -> list[bytes]:
         return [identity.shard_key(one, self._group, shard) for one in block_ids for shard in range(shards)]
@@ -193,7 +195,8 @@ class KvfuseStore(UcmKVStoreBaseV1):  # type: ignore[misc]
             finally:
                 _ = keep
 
-        return KvfuseTask(len(keys), self._threads.submit(run))
+        future = self._threads.submit(copy_context().run, run)  # its span is the caller's
+        return KvfuseTask(len(keys), future)
 
     def _load(
         self, keys: list[bytes], rows: Rows, sizes: Sequence[int], copier: Copier, event: int, give_up: float

@@ -232,7 +232,7 @@ class KvfuseTier(_tiering.SecondaryTierManager):  # type: ignore[misc]
 
 
 def request_hints(req_context: Any) -> RequestHints:
-    """From ``kv_transfer_params`` of a request, or an action of its ``kv_hints``, where vLLM has them (0.31), which wins."""
+    """From ``kv_transfer_params`` of a request, or an action of its ``kv_hints`` (vLLM 0.31 has them), which wins."""
     words = (getattr(req_context, "kv_transfer_params", None) or {}).get(WORD)
     for action in getattr(getattr(req_context, "kv_hints", None), "actions", ()):
         if action.action_type == WORD:

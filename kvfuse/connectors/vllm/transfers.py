@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context, copy_context
 from time import monotonic
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ class Job(NamedTuple):
     """rows of the memory"""
     is_load: bool
     submitted_at: float
+    context: Context
+    """of who submitted it: the store's requests are children of the span there"""
     hints: PutHints = NO_HINTS
     """of a store: blocks that were put without are put again"""
 
@@ -94,7 +97,7 @@ class Transfers:
         self, number: int, keys: Sequence[bytes], slots: Sequence[int], *, is_load: bool, hints: PutHints = NO_HINTS
     ) -> None:
         """Never waits. A store beyond the backlog is shed: nothing of it is moved."""
-        job = Job(number, keys, slots, is_load, monotonic(), hints)
+        job = Job(number, keys, slots, is_load, monotonic(), copy_context(), hints)
         size = 0 if is_load else len(keys) * self._row_size
         with self._changed:
             if self._closed or (size and self._waiting_bytes and self._waiting_bytes + size > self._backlog):
@@ -149,7 +152,7 @@ class Transfers:
             moved = np.zeros(len(job.keys), np.bool_)
             try:
                 named = job._replace(keys=[self._name(key) for key in job.keys])
-                moved = self._load(named) if is_load else self._put(named)
+                moved = job.context.run(self._load if is_load else self._put, named)
             except Exception:  # the engine goes on, whatever it was
                 log.exception("job %d of %d blocks failed", job.number, len(job.keys))
             with self._changed:

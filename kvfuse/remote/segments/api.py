@@ -181,6 +181,14 @@ class DeviceControl(ABC):
         """
 
 
+class NoSegment(ValueError):
+    """A transfer names a segment that is not there: a mistake, unless other clients remove segments."""
+
+    def __init__(self, message: str, segment: int) -> None:
+        super().__init__(message)
+        self.segment = segment
+
+
 @dataclass
 class SegmentStore(ABC):
     """Interface of all segment engines and their decorators."""
@@ -228,6 +236,12 @@ class SegmentStore(ABC):
 
     def distrust_cache(self) -> None:  # noqa: B027 - most engines have none
         """A sync of another process failed: what the kernel's cache has of these bytes may not be on the medium."""
+
+    def recheck(self) -> None:  # noqa: B027
+        """Other clients may have removed segments, and made others in their places: take none for what it was.
+
+        Never waits; calls under way end as they began.
+        """
 
     def drop_cache(self) -> None:  # noqa: B027
         """All that was in doubt after a failed sync was written again: the cache is of no use any more."""

@@ -45,6 +45,9 @@ class SegmentDecorator(SegmentStore):
     def distrust_cache(self) -> None:
         self.inner.distrust_cache()
 
+    def recheck(self) -> None:
+        self.inner.recheck()
+
     def drop_cache(self) -> None:
         self.inner.drop_cache()
 

@@ -23,10 +23,11 @@ from kvfuse.usrbio.client.gpu.gpu_memory import DeviceCopy, GpuIov, is_staged, s
 from kvfuse.usrbio.client.gpu.prepared import DeviceEntries, Ending
 from kvfuse.usrbio.client.iov import Iov
 from kvfuse.usrbio.client.key_area import KEY_CELL, Found, KeyArea
+from kvfuse.usrbio.client.parent_spans import ParentSpans, current_span
 from kvfuse.usrbio.client.session import Session, close_all
 from kvfuse.usrbio.client.tickets import Numbers, Tickets
 from kvfuse.usrbio.client.waiting import Waiter
-from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory
+from kvfuse.usrbio.protocol.queues import Bell, Entries, RingMemory, heeds_parents
 from kvfuse.usrbio.protocol.wire import CQE, ENTRIES_MAX, KEY_OPS, SQE, SQE_STRUCT, Layout, Op, Request, Word, pack_keys
 
 SPANS_SIZE = 1 << 20
@@ -36,6 +37,7 @@ NO_ENTRY = (1 << 64) - 1
 _TICKET = struct.Struct("<Q")
 """the first word of a CQE"""
 
+_TRACES = int(Word.DAEMON_TRACES)  # a plain number: it is looked at for each submission
 _TIMEOUT = struct.Struct("<I")
 _TIMEOUT_OFFSET = 56
 """of timeout_us in an SQE, in bytes"""
@@ -85,6 +87,8 @@ class AttachedRing:
         self._waiter = Waiter(memory.cq, Bell(memory.words, Word.CLIENT_SLEEPS, descriptors[1]), descriptors[2])
         self._sq, self._cq = memory.sq, memory.cq
         self._sq_bytes = memory.bytes.data[memory.layout.sq_offset : memory.layout.cq_offset]
+        self._words = memory.words
+        self._parents = ParentSpans(memory.parents)
         self._keys = KeyArea(memory.aux[: shape.aux_size], shape.cells_size)
         self.tickets = Tickets(shape.entries)
         self._prepared = 0
@@ -332,6 +336,9 @@ class AttachedRing:
         self._before_submit.clear()
         self._on_devices.prepare(self._spoil)
         count = self._prepared
+        if self._words[_TRACES] and heeds_parents(self._words) and (span := current_span()):
+            places = [(self._sq.position + number) % self._shape.places for number in range(count)]
+            self._parents.name(span, self._sq_bytes, places)
         self._publish(count + self._place_releases() if self.session.unpins else count)
         return count
 
@@ -403,12 +410,14 @@ class AttachedRing:
                 tickets = [ticket]
             else:
                 numbers, rows["user_data"] = self.tickets.give_back(rows["user_data"])
-                tickets = numbers.tolist() if self._endings else []
+                tickets = numbers.tolist() if self._endings or self._parents.of else []
         except ValueError as error:
             raise self.session.broken(str(error)) from error
         if is_late:
             self.session.unpins.extend(rows["pin"][rows["arena"] != 0].tolist())
             rows["result"], rows["arena"] = -ETIMEDOUT, 0
+        if self._parents.of:
+            self._parents.completed(tickets)
         if self._endings:
             self._end(tickets, rows)
         if not self._prepared and len(self.session.unpins) > self._shape.entries // 2:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError
+from kvfuse.traceparent import SIZE
 from kvfuse.usrbio.daemon.client_memory import MappedIov
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.device_memory import DevicePiece
@@ -48,7 +49,7 @@ class Entry(NamedTuple):
     key_offset: int
     user_data: int
     timeout_us: int
-    reserved: int
+    parent: int
 
 
 class Completion(NamedTuple):
@@ -165,6 +166,7 @@ class Completions:
         self._taken = memory.sq
         self._queue = memory.cq
         self._aux = memory.aux
+        self._parents = memory.parents
         self._bell = Bell(memory.words, Word.CLIENT_SLEEPS, bell)
         self._unpin = unpin
         self._lock = threading.Lock()
@@ -196,7 +198,7 @@ class Completions:
             if not hands_over:
                 unread = min(max(queue.position - queue.taken, 0), len(queue))
                 self._drop_pins(range(queue.position - unread, queue.position))
-            del self._queue, self._taken, self._aux, self._bell, self._journal
+            del self._queue, self._taken, self._aux, self._parents, self._bell, self._journal
 
     def _drop_pins(self, positions: Iterable[int]) -> None:
         """Release the pins of completions that the client will not take."""
@@ -276,6 +278,11 @@ class Completions:
                 self._journal.set_lone_pin(self._taken.position, pin)
             else:
                 self._journal.set_pin(place, pin)
+
+    def read_parent(self, number: int) -> bytes:
+        """The span that an entry under way names as its parent, as the client wrote it; empty: the ring has stopped."""
+        with self._lock:
+            return b"" if self.stopped else bytes(self._parents[(number - 1) * SIZE : number * SIZE])
 
     def find(self, user_data: int, before: int) -> int:
         """See `RingJournal.find`."""

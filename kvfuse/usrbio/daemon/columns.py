@@ -24,7 +24,7 @@ COLUMNS_MIN = 24
 """Entries in a batch from which they are served as columns."""
 OFFSET_MAX = 1 << 62
 TIMEOUT_US_MAX = (1 << 32) - 1
-"""largest value of the timeout in an SQE's last word; higher bits are reserved"""
+"""largest value of the timeout in an SQE's last word; higher bits name a parent"""
 _NONE = np.zeros(0, np.intp)
 
 

@@ -9,6 +9,7 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
+from kvfuse.traceparent import RING_CLIENT, TRACES
 from kvfuse.usrbio.daemon.batches import LEFT, Batch, InThread, Together
 from kvfuse.usrbio.daemon.call import Call, Completion, Entry, RefusedEntry, ServedRing, Short
 from kvfuse.usrbio.daemon.client_registry import ClientRegistry
@@ -29,7 +30,7 @@ from kvfuse.usrbio.daemon.row_keys import RowKeys
 from kvfuse.usrbio.daemon.row_ops import RowOps
 from kvfuse.usrbio.daemon.write_finder import WriteFinder
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Op, Priority
+from kvfuse.usrbio.protocol.wire import PARENTS_MAX, SQE, SQE_STRUCT, Op, Priority
 from kvfuse.volume.measures.measures import Histogram
 from kvfuse.volume.measures.profiling import PROFILE
 
@@ -97,6 +98,8 @@ class EntryServer:
         ``in_place``: writes may go straight to where the file's bytes are.
         """
         self.count += len(rows)
+        if TRACES.is_on and rows["parent"].any():
+            return self._serve_traced(rows, taken_at, in_place=in_place)
         rows = self._serve_together(rows, taken_at, in_place=in_place)
         return self._serve_apart(rows, taken_at) if len(rows) else rows
 
@@ -106,7 +109,9 @@ class EntryServer:
         Where it is answered at once, it gets no place.
         """
         entry = Entry._make(SQE_STRUCT.unpack(packed))
-        if entry.op == Op.DELETE:  # it notes at its place what it finds, before it removes it
+        if entry.op == Op.DELETE or (
+            entry.parent and TRACES.is_on
+        ):  # a DELETE notes at its place what it finds, before it removes it
             self._completions.take(packed, taken_at)
             return not len(self.serve(np.frombuffer(packed, SQE), taken_at))
         in_thread = self._in_thread.get(entry.op)
@@ -146,6 +151,29 @@ class EntryServer:
         """Count an entry without a place."""
         if (profile := self._completions.profile) is not None:
             profile.note_one(entry.op, entry.handle, entry.length, result, taken_at)
+
+    def _serve_traced(self, rows: Entries, taken_at: float, *, in_place: bool) -> Entries:
+        """`serve` where some name parents: those of one parent together, as if they named none. Calls that become of
+        them have spans of their own."""
+        waiting = []
+        for number in np.unique(rows["parent"]).tolist():
+            own = rows[rows["parent"] == number]
+            if number <= PARENTS_MAX:
+                own["parent"], begin_ns = 0, time.time_ns()
+                left = self._serve_together(own, taken_at, in_place=in_place)
+                if number and len(left) < len(own):
+                    self._note_span(number, begin_ns, int(own["op"][0]), len(own) - len(left))
+                own = left.copy()
+                own["parent"] = number
+            waiting.append(self._serve_apart(own, taken_at) if len(own) else own)
+        return np.concatenate(waiting)
+
+    def _note_span(self, number: int, begin_ns: int, op: int, count: int) -> None:
+        """Make a span of what this thread did at once."""
+        parent = TRACES.parse(self._completions.read_parent(number), RING_CLIENT)
+        if parent is not None:
+            facts: dict[str, int | str] = {"kvfuse.items": count, "kvfuse.operation": f"ring {Op(op).name.lower()}"}
+            TRACES.note("ring batch", parent, begin_ns, time.time_ns(), facts)
 
     # -- entries that are alike ----------------------------------------------------------------------
 
@@ -263,7 +291,7 @@ class EntryServer:
         if entry.op == Op.RELEASE:
             self._checks.release(entry, float("inf"))
             return None
-        if operation is None or entry.reserved or entry.priority > Priority.LOW:
+        if operation is None or entry.parent > PARENTS_MAX or entry.priority > Priority.LOW:
             raise RefusedEntry(errno.EINVAL)
         if not self._op_mask >> entry.op & 1 and entry.op not in UNMASKED:
             raise RefusedEntry(errno.EPERM)

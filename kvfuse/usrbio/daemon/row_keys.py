@@ -85,7 +85,7 @@ class RowKeys:
         aux, start, end = self._aux, entry.key_offset, entry.key_offset + entry.key_length
         if not 0 < entry.length <= min(KEYS_AT_ONCE, entry.key_length) or entry.priority > Priority.LOW:
             return None
-        if end > len(aux) or entry.offset + entry.length > len(aux) or entry.reserved:
+        if end > len(aux) or entry.offset + entry.length > len(aux) or entry.parent:
             return None
         if entry.offset < end and start < entry.offset + entry.length:  # the next daemon reads the keys again
             return None

@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.errors import EngineError
-from kvfuse.usrbio.protocol.wire import CQE, SQE, DaemonId, Layout, Word
+from kvfuse.traceparent import SIZE, TRACES
+from kvfuse.usrbio.protocol.wire import CQE, PARENTS_MAX, PARENTS_OFFSET, SQE, DaemonId, Layout, Word
 
 Entries = npt.NDArray[np.void]
 
@@ -207,6 +208,11 @@ def daemon_of(words: memoryview) -> DaemonId:
     return DaemonId(words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE])
 
 
+def heeds_parents(words: memoryview) -> bool:
+    """The daemon that serves the ring makes spans; one of an older version would refuse entries that name parents."""
+    return bool(words[Word.DAEMON_TRACES]) and words[Word.DAEMON_TRACES] == words[Word.DAEMON_EPOCH]
+
+
 class RingMemory:
     """The mapping of a ring. ``sq`` and ``cq`` are queues, of each of which a side uses one end."""
 
@@ -219,6 +225,7 @@ class RingMemory:
         self.bytes = np.frombuffer(self._mapping, np.uint8)
         """the whole mapping"""
         self.aux = self.bytes[layout.aux_offset :]
+        self.parents = self.bytes.data[PARENTS_OFFSET : PARENTS_OFFSET + PARENTS_MAX * SIZE]
         queues = self.bytes[layout.sq_offset : layout.aux_offset]
         sq_size, cq_size = layout.entries * SQE.itemsize, layout.entries * CQE.itemsize
         self.sq = Queue(words, queues[:sq_size].view(SQE), Word.SQ_HEAD, Word.SQ_TAIL)
@@ -249,6 +256,7 @@ class RingMemory:
     def sign(self, daemon: DaemonId) -> None:
         """Name this process as the one that serves the ring; the daemon does so before it takes an entry."""
         words = self.words
+        words[Word.DAEMON_TRACES] = daemon.epoch if TRACES.is_on else 0
         words[Word.DAEMON_EPOCH], words[Word.DAEMON_PID], words[Word.DAEMON_NAMESPACE] = daemon
 
     def header_is_whole(self) -> bool:

@@ -65,7 +65,13 @@ class Word(IntEnum):
     """its number in its own pid namespace"""
     DAEMON_NAMESPACE = 58
     """the inode of that namespace: /proc/self/ns/pid"""
+    DAEMON_TRACES = 59
+    """the epoch of the last daemon that made spans; if that of the present one, entries may name parents"""
 
+
+PARENTS_OFFSET, PARENTS_MAX = 1024, 96
+"""Where the spans begin that entries may name as their parents, and for how many there is room: `traceparent.SIZE`
+bytes each. The client writes them, and changes none that an entry under way names."""
 
 PID_NAMESPACE = "/proc/self/ns/pid"
 
@@ -198,7 +204,7 @@ SQE = np.dtype(
         ("key_offset", "<u8"),  # in the aux area
         ("user_data", "<u8"),  # repeated in the completion
         ("timeout_us", "<u4"),  # from the moment the daemon takes it; 0: none
-        ("reserved", "<u4"),
+        ("parent", "<u4"),  # number of its parent among those of the ring, from 1 on; 0: none
     ]
 )
 SQE_STRUCT = struct.Struct("<BBHIIIQQQQQII")

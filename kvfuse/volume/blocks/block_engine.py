@@ -9,6 +9,7 @@ blocks, and writes nothing: what it would tell the medium stays in its queue.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections import Counter, defaultdict
@@ -89,6 +90,8 @@ TELL_SLOWLY_SECONDS = 8.0
 """where nothing seems to be missing"""
 GRAVE_EXPIRES = 1
 """second in which a grave expired"""
+ASK_SECONDS, PART_SECONDS = 1.0, 10.0
+"""between two requests for a larger part of a quota, where blocks were adopted; and for how long that is tried"""
 ROOM_SECONDS = 10.0
 """for which a put waits for room while some is being made"""
 
@@ -186,6 +189,8 @@ class BlockEngine:
         """namespace -> its place in the core"""
         self._work = trio.Event()
         self._room_requests = RoomRequests(self.make_room)
+        self._above_part: dict[int, tuple[float, float]] = {}
+        """namespace with more than this host's part of its quota -> since when, and when others were asked last"""
         self._has_looked = trio.Event()
         self._has_bell = trio.Event()
         self._has_loaded = trio.Event()
@@ -780,17 +785,27 @@ class BlockEngine:
         self.wake()
 
     async def _keep_to_parts(self) -> None:
-        """Adopted blocks count towards this host's part of quotas: take more, or evict."""
-        accounts = self.core.namespaces.accounts
+        """Adopted blocks count towards this host's part of quotas: take more, or evict.
+
+        Who had them may have their part yet, and others more than they need: they are asked for a while before.
+        """
+        accounts, now = self.core.namespaces.accounts, trio.current_time()
         for number, account in list(accounts.all.items()):
-            if account.bound is None or not self.use(number)[0]:
-                continue
             have = accounts.use_here(number)
-            if have.size > account.most.size or have.files > account.most.files:
-                await self._find_quota(0, number, 0, trio.current_time())
-                excess = accounts.use_here(number).size - account.most.size
-                if excess > 0 or accounts.use_here(number).files > account.most.files:
-                    self.eviction.make_room_in(number, max(excess, 1))
+            is_over = have.size > account.most.size or have.files > account.most.files
+            if account.bound is None or not self.use(number)[0] or not is_over:
+                self._above_part.pop(number, None)
+                continue
+            began, asked = self._above_part.get(number, (now, -math.inf))
+            if now < asked + ASK_SECONDS:
+                continue
+            self._above_part[number] = began, now
+            if not await self._find_quota(0, number, 0, now):
+                await self._find_quota(1, number, 0, now)
+            excess = accounts.use_here(number).size - account.most.size
+            is_over = excess > 0 or accounts.use_here(number).files > account.most.files
+            if is_over and now >= began + PART_SECONDS:
+                self.eviction.make_room_in(number, max(excess, 1))
 
     def wait_for_room(self, why: int, table: BlockTable, size: int) -> bool:
         return self._room_requests.wait(why, table, size)

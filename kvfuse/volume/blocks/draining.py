@@ -9,7 +9,7 @@ The superblock says how far (`Superblock.target`); who is killed goes on where h
 3. The segments are removed, and then the target.
 4. Each segment of a device that leaves moves to another one, as the map of segments says; then the device leaves.
 
-Of volumes of one host alone.
+Of volumes of one host; `SharedDrain` does the first three steps where hosts share one.
 """
 
 from __future__ import annotations
@@ -53,11 +53,16 @@ class Drain:
     _slab_count: int = 0
     _segment_count: int = 0
 
+    @property
+    def left(self) -> int:
+        """Slabs that are to go, and in use."""
+        return len(self.core.slabs.going)
+
     def statistics(self) -> dict[str, object]:
         """``slabs``: those that were in use when this began, ``left`` of them; ``leaving``: devices; ``segments``:
         those of devices that leave when this began, ``segments_left`` of them."""
         target = self.core.superblock.target
-        left = len(self.core.slabs.going) if target else 0
+        left = self.left if target else 0
         segments = self.devices.left_count if self.devices is not None else 0
         return {
             "target": target, "slabs": max(self._slab_count, left), "left": left,
@@ -84,12 +89,12 @@ class Drain:
         """Until all is done, or something else is wanted."""
         pause = PAUSE_MIN
         while not self.core.resized.is_set():
-            left = len(self.core.slabs.going)
+            left = self.left
             self._slab_count = max(self._slab_count, left)
             with self._noting():
                 if await (self._step(kept) if kept is not None else self._move_off()):
                     break
-            pause = PAUSE_MIN if len(self.core.slabs.going) < left else min(2 * pause, PAUSE_MAX)
+            pause = PAUSE_MIN if self.left < left else min(2 * pause, PAUSE_MAX)
             with trio.move_on_after(pause):
                 await self.core.resized.wait()
 
@@ -117,16 +122,14 @@ class Drain:
         self.failure = failure
 
     async def _keep_to(self, slab_count: int | None) -> None:
-        self.core.slabs.keep_to(slab_count)
-        self._slab_count = len(self.core.slabs.going)
+        self._slab_count = self.left
         if self.engine is not None:
             with self._noting():
                 await self.engine.keep_to(slab_count)
 
     async def _step(self, kept: int) -> bool:
         """Move what can be moved. True: the volume has the smaller capacity, and no other segments."""
-        if self.engine is not None and self.core.slabs.going & self.core.slabs.lent.keys():
-            await self.engine.keep_to(kept)
+        await self._drop_blocks(kept)
         if self.core.slabs.going - self.core.slabs.lent.keys():
             await self.rewriter.move_all(kept * self.core.geometry.slab_size)
         await self.journal.sync()  # no record names a slot there
@@ -138,6 +141,11 @@ class Drain:
         await self._remove_segments()
         log.warning("the volume has a capacity of %d bytes now", self.core.geometry.capacity)
         return True
+
+    async def _drop_blocks(self, kept: int) -> None:
+        """What this host has in slabs that are to go."""
+        if self.engine is not None and self.core.slabs.going & self.core.slabs.lent.keys():
+            await self.engine.keep_to(kept)
 
     async def _remove_segments(self) -> None:
         """Remove segments that the volume does not have any more. EngineError."""

@@ -44,8 +44,8 @@ ADOPTION_GRACE_MAX = 3.0
 """Seconds, at most, before an adopted slab is written where the engine cannot cut off its former holder.
 
 That one begins no write that may outlive its lease."""
-RESERVED_OPERATIONS = 8
-"""of a commit: for the fence, the journal's own, and the member record of a client that is gone"""
+RESERVED_OPERATIONS = 9
+"""of a commit: for the fence, the journal's own, the superblock, and the member record of a client that is gone"""
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class HeldSlabs:
         """slabs that are not granted yet -> when they may be"""
         self._damaged: set[int] = set()
         """slabs whose records cannot be read"""
-        self._bulk = (self.core.records.limits.commit_operations_max - RESERVED_OPERATIONS) // 2
+        self._bulk = (self.core.records.limits.commit_operations_max - RESERVED_OPERATIONS) // 3
 
     @property
     def ripe_at(self) -> float:
@@ -141,12 +141,14 @@ class HeldSlabs:
     async def take(self, slabs: Sequence[int]) -> int:
         """Take these, all of nobody or all of one client that is gone, as far as they still are; how many."""
         taken = 0
-        for part in self._pieces(slabs):
+        for part in self._pieces([slab for slab in slabs if self._may_be_wanted(slab)]):
             for _ in range(ATTEMPTS_MAX):
                 if not part or await self._take_part(part):
                     break
                 holders = {self.view.seen(slab).holder.client for slab in part} - {NOBODY}
-                await self.view.refresh([*map(schema.holder_key, part), *map(schema.member_key, holders)])
+                images = [schema.slab_key(slab) for slab in part if slab >= self.view.kept_end]
+                keys = [*map(schema.holder_key, part), *map(schema.member_key, holders), *images, schema.SUPERBLOCK]
+                await self.view.refresh(keys)
                 part = [slab for slab in part if self._is_free_to_take(slab)]
             else:
                 continue
@@ -155,7 +157,12 @@ class HeldSlabs:
 
     def _is_free_to_take(self, slab: int) -> bool:
         client = self.view.seen(slab).holder.client
-        return client == NOBODY or client not in self.view.members
+        return (client == NOBODY or client not in self.view.members) and self._may_be_wanted(slab)
+
+    def _may_be_wanted(self, slab: int) -> bool:
+        """Of those that are given up, one that has to be emptied, or was a dead client's."""
+        is_used = self.view.use(slab).slots_used > 0 or self.view.seen(slab).holder.client != NOBODY
+        return slab < self.view.kept_end or is_used
 
     async def _take_part(self, slabs: Sequence[int]) -> bool:
         """One transaction. If its outcome is unknown, `_taken` gets it later, or it never happened."""
@@ -167,6 +174,7 @@ class HeldSlabs:
         grace = 0.0
         if not are_cut_off:
             grace = max(min(self.core.grace.seconds, ADOPTION_GRACE_MAX), self.core.segments.limits.quarantine)
+        self._expect_kept(slabs, expect)
         until = {slab: self._readers_until(slab) for slab, seen in found.items() if seen.holder.client != NOBODY}
         for slab, (holder, version) in found.items():
             expect[schema.holder_key(slab)] = version
@@ -183,6 +191,16 @@ class HeldSlabs:
             self.wake()
 
         return await self.journal.transact(Transaction(expect, puts, applied=taken))
+
+    def _expect_kept(self, slabs: Sequence[int], expect: dict[bytes, int]) -> None:
+        """The volume is to have as many slabs as this client knows; one that is given up is in use as it knows.
+
+        So who finds all slabs that are given up empty, and of nobody, knows that they stay so (`SharedDrain`).
+        """
+        expect[schema.SUPERBLOCK] = self.view.version(schema.SUPERBLOCK)
+        for slab in slabs:
+            if slab >= self.view.kept_end:
+                expect[schema.slab_key(slab)] = self.view.version(schema.slab_key(slab))
 
     def _readers_until(self, slab: int) -> float:
         """Until when others may be reading slots that its last holder freed, as far as this client saw that."""

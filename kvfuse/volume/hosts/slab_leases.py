@@ -69,6 +69,7 @@ class SlabLeases:
         core.host_count = lambda: max(len(self.view.members), 1)
         core.shared_part = self._part
         core.more_slabs = self.take_empty_slabs
+        core.files_size = self.view.files_size
         ranges = (core.inodes, core.generations)
         self._numbers = [numbers for numbers in ranges if isinstance(numbers, SharedNumberRange)]
         for numbers in self._numbers:
@@ -88,7 +89,7 @@ class SlabLeases:
             if slabs.holds(slab):
                 used_elsewhere -= view.use(slab).slot_size * view.use(slab).slots_used
         used_elsewhere -= sum(view.freed_bytes(slab) for slab in view.freed if not slabs.holds(slab))
-        slabs_elsewhere = self.core.geometry.slab_count - slabs.slab_count
+        slabs_elsewhere = view.kept_end - slabs.slab_count
         free = slabs_elsewhere * self.core.geometry.slab_size - used_elsewhere + slabs.free_bytes + slabs.pending_bytes
         inodes = view.counts_beside(self.core.client).inodes + self.core.file_count
         return free, max(inodes, 1)
@@ -104,6 +105,10 @@ class SlabLeases:
 
     def _wake(self) -> None:
         self._work.set()
+
+    def hurry(self) -> None:
+        """There may be slabs to give back."""
+        self._wake()
 
     def _slab_opened(self) -> None:
         if self.supply.note_opened():
@@ -130,8 +135,13 @@ class SlabLeases:
             self._wake()
 
     def statistics(self) -> dict[str, int]:
-        """Slabs of this client, and those of them that nobody may use yet."""
-        return {"held_count": len(self.held.slabs), "resting_count": len(self.held.resting)}
+        """Slabs of this client, those of them that nobody may use yet; clients that are alive, and slabs of others."""
+        return {
+            "held_count": len(self.held.slabs),
+            "resting_count": len(self.held.resting),
+            "host_count": len(self.view.members),
+            "departed_slab_count": sum(self.view.held_counts[client] for client in self.view.gone()),
+        }
 
     # -- the task ------------------------------------------------------------------------------------
 
@@ -192,8 +202,11 @@ class SlabLeases:
             await self._adopt()
             await self.supply.take_ahead()
             await self.supply.take_used(self.heir)
+            if self.view.kept_end < self.core.geometry.slab_count and not self.core.read_only:
+                await self.supply.take_going(self.heir)
             await self.held.ripen()
             await self.supply.return_idle()
+            await self.supply.return_surrendered()
             if self.freed.is_behind:
                 await self.freed.free()
         await self._fill_numbers()

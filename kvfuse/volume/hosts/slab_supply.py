@@ -21,6 +21,7 @@ from kvfuse.volume.hosts.fair_shares import Shares
 from kvfuse.volume.hosts.held_slabs import HeldSlabs
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.store.schema import NOBODY
 
 AHEAD_IDLE = 4
 """Free slabs held ahead of need by a client that uses none: all others hear of each that it takes, or gives back;"""
@@ -70,6 +71,8 @@ class SlabSupply:
         self._used: set[int] = set()
         """slabs of nobody that were in use at the last look for such"""
         self._looked_used = -USED_SECONDS
+        self._going: set[int] = set()
+        """slabs of nobody that are given up and were in use at the last look"""
         self._random = random.Random(self.core.client)
         self._turns = Turns()
 
@@ -108,7 +111,8 @@ class SlabSupply:
         """Take up to ``count`` free slabs of nobody; how many. Others may be faster, while there are some."""
         taken, window_size = 0, WINDOW * count
         while not taken:
-            empty = (slab for slab in self.view.unheld() if not self.view.use(slab).slots_used)
+            end = self.view.kept_end
+            empty = (slab for slab in self.view.unheld() if slab < end and not self.view.use(slab).slots_used)
             window = self._window(empty, window_size)
             window_size *= 2
             if not window:
@@ -139,11 +143,12 @@ class SlabSupply:
         """Slabs whose holders gave them back lately, as somebody lacks room: they are about to be free."""
         since = trio.current_time() - GIVEN_SECONDS - self.core.grace.seconds
         given = [slab for slab, time in self.view.given.items() if time >= since and slab not in self.shares.given]
-        return sorted(given)[:GIVEN_MAX]
+        return sorted(slab for slab in given if slab < self.view.kept_end)[:GIVEN_MAX]
 
     def _partly_used(self) -> list[int]:
         """Slabs of nobody that are in use and have free slots: those with the most free bytes."""
-        free = {slab: self.view.slots_free(slab) * self.view.use(slab).slot_size for slab in self.view.unheld()}
+        kept = [slab for slab in self.view.unheld() if slab < self.view.kept_end]
+        free = {slab: self.view.slots_free(slab) * self.view.use(slab).slot_size for slab in kept}
         return sorted(filter(free.__getitem__, free), key=free.__getitem__, reverse=True)[:PARTIAL_MAX]
 
     async def take_used(self, heir: Callable[[int], int]) -> None:
@@ -157,6 +162,21 @@ class SlabSupply:
         wanted = [slab for slab in sorted(used) if slab in self._used or heir(slab) == self.core.client]
         self._used = used.difference(wanted)
         await self.held.take(wanted)
+
+    async def take_going(self, heir: Callable[[int], int]) -> None:
+        """Take slabs of nobody that are given up, and in use, so that their slots can be freed: first ``heir`` of each
+        does, at the next look all do."""
+        used = {slab for slab in self.view.going() if self.view.seen(slab).holder.client == NOBODY}
+        wanted = [slab for slab in sorted(used) if slab in self._going or heir(slab) == self.core.client]
+        self._going = used.difference(wanted)
+        await self.held.take(wanted)
+
+    async def return_surrendered(self) -> None:
+        """Give back slabs that are given up, and free."""
+        if self.core.slabs.surrendered:
+            for slab in self.held.may_give(sorted(self.core.slabs.surrendered)):
+                self.core.slabs.withdraw(slab)
+            await self.held.give_back_unused()
 
     async def return_idle(self) -> None:
         """Give back slabs that were free for a while and are not needed: all of them, where others may want them.

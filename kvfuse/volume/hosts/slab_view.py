@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class SlabView:
         """of durable slots"""
         self._versions: dict[bytes, int] = {}
         """of every record here but f"""
+        self._kept_count = sys.maxsize
+        """slabs from this one on are given up (`Superblock.target`)"""
         self.ready = trio.Event()
         """everything was read once"""
         self.held_counts: Counter[int] = Counter()
@@ -120,10 +123,30 @@ class SlabView:
         use = self.use(slab)
         return max(min(self.freed[slab], use.slots_used), 0) * use.slot_size
 
+    def version(self, key: bytes) -> int:
+        """Of a record as it was seen; ABSENT: there was none."""
+        return self._versions.get(key, ABSENT)
+
+    @property
+    def kept_end(self) -> int:
+        """Slabs from this one on are given up, or no slabs of the volume."""
+        return min(self._kept_count, self.geometry.slab_count)
+
+    def going(self) -> set[int]:
+        """Slabs that are given up, and held or in use."""
+        end = self.kept_end
+        held = {slab for slab, seen in self.holders.items() if slab >= end and seen.holder.client != NOBODY}
+        return held.union([slab for slab in self.uses if slab >= end])
+
+    def files_size(self) -> int:
+        """Bytes of slots that files have, without those that are free as soon as somebody sees to it."""
+        slots = sum(use.slot_size * use.slots_used for slab, use in self.uses.items() if slab not in self.lent)
+        return slots - sum([self.freed_bytes(slab) for slab in self.freed])
+
     @property
     def unheld_count(self) -> int:
-        """Slabs that nobody holds."""
-        return max(0, self.geometry.slab_count - self.held_counts.total())
+        """Slabs that nobody holds, without those that are given up."""
+        return max(0, self.kept_end - self.held_counts.total())
 
     @property
     def unheld_free_bytes(self) -> int:
@@ -326,7 +349,10 @@ class SlabView:
     def _apply_counter(self, key: bytes, value: bytes | None, version: int) -> None:
         if key == schema.SUPERBLOCK:
             if value is not None:
-                self.resized(parse_superblock(value))
+                superblock = parse_superblock(value)
+                kept = superblock.kept_slab_count
+                self._kept_count = sys.maxsize if kept is None else kept
+                self.resized(superblock)
             return
         self.counted = schema.decode_counts(value) if value is not None else Counts(0, None)
 

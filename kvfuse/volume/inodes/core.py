@@ -183,6 +183,10 @@ class Core:
     """clients that have the volume, this one included, as far as it has heard"""
     shared_part: Callable[[], CacheShare] | None = None
     """of a shared volume: see `part`"""
+    before_shrinking: Callable[[], Awaitable[None]] | None = None
+    """of a shared volume: to be awaited first. InvalidArgument, EngineError"""
+    files_size: Callable[[], int] | None = None
+    """bytes of slots that files have, on a shared volume, as far as this client has heard"""
     more_slabs: Callable[[int], Awaitable[bool]] | None = None
     """takes slabs of a shared volume that nobody holds, about so many: whether there are any. EngineError"""
     places: KnownInodes = field(default_factory=KnownInodes)
@@ -227,6 +231,7 @@ class Core:
         """extents given up before any commit; their slots are free once their headers are marked"""
         self.spread: DeviceSpread | None = None
         """of slabs over devices; None: the volume has none"""
+        self.slabs.keep_to(self.superblock.kept_slab_count)
         if self.segments.devices is not None:
             self.segments.devices.expect(MapName(*self.superblock.segment_map))
             self.spread = DeviceSpread(self.geometry, self.segments.devices)
@@ -286,8 +291,12 @@ class Core:
         """ValueError: it cannot have that capacity, or files do not fit."""
         lent_size = len(self.slabs.lent) * self.geometry.slab_size
         size = self.slabs.used_bytes - lent_size - self.slabs.pending_bytes - freeing
-        wanted = found.resized(capacity, room, may_shrink=not self.shared)
+        if self.files_size is not None:
+            size = self.files_size() - freeing
+        wanted = found.resized(capacity, room)
         kept = wanted.kept_slab_count
+        if self.shared and wanted.target and not found.features & layout.FEATURE_SHRINKS:
+            raise ValueError("a volume that hosts share gets smaller by a capacity alone")
         if kept is not None and kept * self.geometry.slab_size < size:
             raise ValueError(f"files have {size} bytes in slots, and {kept} slabs of {self.geometry.slab_size} stay")
         return wanted
@@ -307,15 +316,20 @@ class Core:
         """It is stored: other hosts may have changed it, too. A copy that came late changes nothing."""
         if stored.volume_id != self.superblock.volume_id or stored.resizes < self.superblock.resizes:
             return
-        features = self.superblock.features | stored.features
+        features, is_newer = self.superblock.features | stored.features, stored.resizes > self.superblock.resizes
         if self.segments.devices is not None:
             self.segments.devices.expect(MapName(*stored.segment_map))
+        if self.shared and is_newer:
+            self.made_segments.clear()  # another host may have removed some
+            self.segments.recheck()
         if self.geometry.become(stored.geometry):
             if self.shared and not self.has_own_budget:
                 self.metadata.limit = default_size(self.geometry.capacity, is_shared=True)
             if self.blocks is not None:
                 self.blocks.volume_resized()
         self.superblock = dataclasses.replace(stored, geometry=self.geometry, features=features)
+        if is_newer:
+            self.slabs.keep_to(self.superblock.kept_slab_count)
         self.resized.set()
 
     def discard(self, node: Node, extent: Extent) -> None:

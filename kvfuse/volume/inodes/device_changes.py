@@ -5,17 +5,15 @@ in between leaves the map that the superblock names; the next one that has the v
 named. What a killed program sent may still reach the records: so each change first has the superblock be another one,
 which a late commit does not expect.
 
-On a shared volume one client at a time changes the devices: a record says who. It stays when that client dies; who
-follows waits until nothing that it had under way can happen any more.
+On a shared volume one client at a time changes the devices (`SoleChanger`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -23,13 +21,13 @@ from typing import Protocol
 import msgspec
 import trio
 
-from kvfuse.errors import EngineError, InvalidArgument, VolumeBusy, VolumeError
-from kvfuse.remote.records.api import ABSENT, RecordStore
+from kvfuse.errors import EngineError, InvalidArgument, VolumeError
+from kvfuse.remote.records.api import RecordStore
 from kvfuse.remote.segments.api import DeviceControl, Plan, SegmentStore
 from kvfuse.remote.segments.block.segment_map import MapName, SegmentMap
 from kvfuse.slab.layout import Geometry, Superblock
 from kvfuse.volume.inodes.core import invalid_if_impossible
-from kvfuse.volume.store import schema
+from kvfuse.volume.inodes.sole_changer import SoleChanger
 from kvfuse.volume.store.member import Member
 
 RETRY_SECONDS = 0.5
@@ -113,9 +111,15 @@ class DeviceChanges:
     devices: DeviceControl
     member: Member | None
     is_alone: bool
-    _turn: trio.Lock = field(default_factory=trio.Lock)
     _is_settled: bool = False
     """the outcome of every change of this client is known, and nobody else makes any"""
+
+    def __post_init__(self) -> None:
+        def quarantine() -> float:
+            return self.core.segments.limits.quarantine
+
+        member = None if self.is_alone else self.member
+        self.changer = SoleChanger(lambda: self.core.records, quarantine, member)
 
     def describe(self) -> bytes:
         """`SetFacts` in JSON."""
@@ -211,7 +215,7 @@ class DeviceChanges:
 
     async def _change(self, plan: Plan, change: Change = lambda found: found) -> None:
         """ValueError of plan and change; EngineError: what will be is not known before the next change."""
-        async with self._turn, self._alone():
+        async with self.changer.turn():
             plan(self.devices.map)
             change(self.core.superblock)  # what cannot be is refused before anything is written
             await self._settle()
@@ -235,38 +239,6 @@ class DeviceChanges:
             await self.core.change_superblock_by(lambda found: found.mapped(found.segment_map))
             await self.devices.follow()
             self._is_settled = self.is_alone
-
-    @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """No other client changes the devices in the body. VolumeBusy, EngineError."""
-        if self.is_alone or self.member is None:
-            yield
-            return
-        version = await self._claim(self.member)
-        try:
-            yield
-        finally:
-            with trio.CancelScope(shield=True):
-                try:
-                    await self.core.records.commit({}, [schema.CHANGER], {schema.CHANGER: version}, durable=True)
-                except EngineError as error:
-                    log.warning("that this host changes the devices stays in the records: %s", error)
-
-    async def _claim(self, member: Member) -> int:
-        """The version of the record that says that this client changes the devices."""
-        records, value = self.core.records, schema.encode_u64(member.client)
-        while True:
-            (found,) = await records.get([schema.CHANGER])
-            if found is not None:
-                client = schema.decode_u64(found.value)
-                (other,) = await records.get([schema.member_key(client)])
-                if other is not None and client != member.client:
-                    raise VolumeBusy("another host changes the volume's devices: try again")
-                if client != member.client:
-                    await trio.sleep(self.core.segments.limits.quarantine)  # its last writes are over then
-            expect = {schema.CHANGER: found.version if found is not None else ABSENT}
-            if version := await records.commit({schema.CHANGER: value}, (), expect, durable=True):
-                return version
 
     # -- moving ----------------------------------------------------------------------------------------
 
@@ -304,7 +276,7 @@ class DeviceChanges:
         return True
 
     async def _move(self, segment: int) -> None:
-        async with self._turn:
+        async with self.changer.lock:
             await self._settle()
             former = self.devices.map.name
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +83,8 @@ class Rewriter:
             async with locked(node):
                 await self.reader.chunks.load_all(node)
                 for index in list(node.chunks):
-                    await self._rewrite_chunk(node, index, has_going)
+                    with suppress(errors.Stale):  # another host removed it
+                        await self._rewrite_chunk(node, index, has_going)
 
         def is_wanted(record: schema.InodeRecord) -> bool:
             addrs = [row.addr for chunk in record.chunks for row in chunk]

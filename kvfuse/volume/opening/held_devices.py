@@ -47,7 +47,11 @@ class UnmountedVolume:
         self, found: Superblock, capacity: int, freeing: int, room: int | None = None
     ) -> Superblock:  # fmt: skip
         """ValueError: smaller, as nobody would empty the segments."""
-        return found.resized(capacity, room, may_shrink=False)
+        if capacity < found.geometry.size:
+            raise ValueError(
+                f"its other devices have no places for all segments: give it {capacity} bytes by --capacity before"
+            )
+        return found.resized(capacity, room)
 
     async def rebound(self) -> None:
         """A mount does so."""

@@ -12,6 +12,7 @@ PREFIX = b"w"
 SECRET = b"npeersecret"
 """random bytes that hosts prove to each other to know"""
 SECRET_SIZE = 32
+TRACES = "traces"
 _KEY = struct.Struct(">cQ")
 
 
@@ -24,6 +25,13 @@ class PeerRecord(msgspec.Struct, array_like=True, frozen=True):
     """that it can answer by"""
     gids: tuple[str, ...] = ()
     """of its RDMA devices: 32 hexadecimal digits each"""
+    abilities: tuple[str, ...] = ()
+    """what it also understands, and other versions may not: `TRACES`"""
+
+    @property
+    def is_traced(self) -> bool:
+        """It takes the spans that questions belong to."""
+        return TRACES in self.abilities
 
 
 def key_of(client: int) -> bytes:

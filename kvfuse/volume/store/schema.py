@@ -118,6 +118,10 @@ MOUNTED = b"nmounted"
 CHANGER = b"nchanger"
 """The client that changes the devices of a shared volume: a u64. It stays when that client dies."""
 
+DRAINER = b"ndrainer"
+"""The client that moves the files of a shared volume that gets smaller: a u64, and why it cannot, in UTF-8 (under its
+lease)."""
+
 COUNTER_RANGE = 1 << 16
 """Numbers taken from a counter at once; what is left of a range at a restart is never used."""
 
@@ -442,6 +446,16 @@ def split_open_key(key: bytes) -> tuple[int, int]:
 
 
 # -- values ------------------------------------------------------------------------------------------
+
+
+def encode_drainer(client: int, failure: str = "") -> bytes:
+    return _U64.pack(client) + failure.encode()
+
+
+@_checked
+def decode_drainer(value: bytes) -> tuple[int, str]:
+    """(client, why it cannot move all)"""
+    return int(_U64.unpack_from(value)[0]), value[_U64.size :].decode(errors="replace")
 
 
 @_checked

@@ -207,11 +207,12 @@ async def scan_page(
 class ScanPages(AsyncIterator[tuple[list[Record], list[bytes]]]):
     """All pages under ``prefix``, each as of `scan_page`. No generator: a reader may leave in the middle."""
 
-    def __init__(self, records: RecordStore, prefix: bytes, limit: int = 1000) -> None:
+    def __init__(self, records: RecordStore, prefix: bytes, limit: int = 1000, after: bytes = b"") -> None:
+        """``after``: begin behind this key."""
         self._records = records
         self._prefix = prefix
         self._limit = limit
-        self._after = b""
+        self._after = after
 
     async def __anext__(self) -> tuple[list[Record], list[bytes]]:
         rows, damaged = await scan_page(self._records, self._prefix, self._after, self._limit)

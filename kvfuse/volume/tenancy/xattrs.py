@@ -211,6 +211,8 @@ class Xattrs:
     async def _set_capacity(self, value: bytes) -> None:
         if not value.isdigit():
             raise errors.InvalidArgument(f"a capacity is a number of bytes, not {value!r}")
+        if self.core.before_shrinking is not None and int(value) < self.core.geometry.capacity:
+            await self.core.before_shrinking()
         await (self.devices or self.core).resize(int(value), self.journal.freeing_bytes)
 
     async def _change_devices(self, value: bytes) -> None:

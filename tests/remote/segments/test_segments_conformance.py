@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-from segment_engines import ENGINES, IN_MACHINE, MIB, SIZE, Opener, opening
+from segment_engines import DEVICES, ENGINES, IN_MACHINE, MIB, SIZE, Opener, opening
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.segments.api import SegmentInfo, SegmentStore, Transfer
+from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentStore, Transfer
 
 STEPS = 100 if IN_MACHINE else 400
 
@@ -106,6 +106,30 @@ async def test_a_removed_segment_is_gone_and_comes_back_as_zeros(store: SegmentS
         await read(store, 0, 1)
     await store.create(1, SIZE)
     assert await read(store, 0, 3) == bytes(3)
+
+
+@pytest.mark.parametrize("opener", sorted({*ENGINES}.difference(DEVICES)), indirect=True)
+async def test_a_segment_that_another_client_made_anew_is_another_one(opener: Opener, store: SegmentStore) -> None:
+    other = await opener()
+    try:
+        await write(other, 0, b"old")
+        await store.remove(1)
+        other.recheck()
+        with pytest.raises(NoSegment):
+            await read(other, 0, 1)
+        await store.create(1, SIZE)
+        assert await read(other, 0, 3) == bytes(3)
+        await write(other, SIZE - 3, b"old", 2)
+        await store.remove(1)
+        await store.create(1, SIZE)
+        other.recheck()  # it may not have looked while there was none
+        await other.create(1, SIZE)
+        await write(other, 0, b"new")
+        await other.sync()
+        assert await read(store, 0, 3) == b"new"
+        assert await store.list() == [SegmentInfo(1, SIZE), SegmentInfo(2, SIZE)]
+    finally:
+        await other.aclose()
 
 
 async def test_a_store_that_was_discarded_is_empty(opener: Opener, store: SegmentStore) -> None:

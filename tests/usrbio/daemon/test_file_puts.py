@@ -22,7 +22,7 @@ from worker_lab import IOV, entries
 from kvfuse.errors import EngineError
 from kvfuse.options.options import CacheOptions, MountOptions, Options, PublishOptions, VolumeOptions
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import Op
+from kvfuse.usrbio.protocol.wire import PARENTS_MAX, Op
 from kvfuse.volume.api import ROOT_INODE, Caller
 from kvfuse.volume.opening.formatting import format_volume
 from kvfuse.volume.running import open_volume
@@ -133,7 +133,7 @@ async def test_new_blocks_and_others_are_all_stored(tmp_path: Path, is_strict: b
         ("key_length", 0, errno.EINVAL),
         ("key_length", 256, errno.EINVAL),
         ("flags", 2, errno.EINVAL),
-        ("reserved", 1, errno.EINVAL),
+        ("parent", PARENTS_MAX + 1, errno.EINVAL),
         ("handle", 77, errno.EBADF),
         ("iov", 77, errno.EFAULT),
     ],

@@ -21,7 +21,7 @@ from kvfuse.usrbio.daemon.ring_journal import RingJournal
 from kvfuse.usrbio.daemon.row_keys import KEYS_AT_ONCE, RowKeys
 from kvfuse.usrbio.protocol import queues
 from kvfuse.usrbio.protocol.queues import RingMemory
-from kvfuse.usrbio.protocol.wire import SQE, SQE_STRUCT, Flag, Layout, Op, pack_keys
+from kvfuse.usrbio.protocol.wire import PARENTS_MAX, SQE, SQE_STRUCT, Flag, Layout, Op, pack_keys
 from kvfuse.volume.api import NameColumns
 
 AUX = 1 << 16
@@ -141,7 +141,7 @@ def test_as_a_dictionary(rng: random.Random) -> None:
         {"flags": Flag.COSTS},
         {"op": Op.PREFETCH, "flags": Flag.NEAR},
         {"handle": 99},
-        {"reserved": 1},
+        {"parent": PARENTS_MAX + 1},
         {"priority": 3},
         {"length": 0},
         {"length": 1},

@@ -17,7 +17,7 @@ from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.usrbio.daemon import ring_reads
 from kvfuse.usrbio.daemon.call_memory import Share, SharedPool, UnderWay
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import Op
+from kvfuse.usrbio.protocol.wire import PARENTS_MAX, Op
 from kvfuse.volume.inodes.core import ReadEpochs
 from kvfuse.volume.views.content_map import MapRow
 
@@ -90,7 +90,7 @@ def test_what_changed_during_the_copy_is_asked_again(lab: Lab, monkeypatch: pyte
     [
         (errno.EINVAL, {"op": 0}),
         (errno.EINVAL, {"op": 99}),
-        (errno.EINVAL, {"reserved": 1}),
+        (errno.EINVAL, {"parent": PARENTS_MAX + 1}),
         (errno.EINVAL, {"priority": 3}),
         (errno.EINVAL, {"flags": 1}),
         (errno.EBADF, {"handle": 77}),

@@ -31,7 +31,7 @@ from kvfuse.usrbio.daemon.file_calls import FileCalls
 from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.usrbio.daemon.write_batches import WriteBatch, WriteBatches
 from kvfuse.usrbio.protocol.queues import Entries
-from kvfuse.usrbio.protocol.wire import Op
+from kvfuse.usrbio.protocol.wire import PARENTS_MAX, Op
 from kvfuse.volume.api import Numbers, WritePlaces
 from kvfuse.volume.views.content_map import ContentMap
 
@@ -139,7 +139,7 @@ def test_plain_writes_to_a_file_are_one_batch(lab: Lab) -> None:
         {"length": 0},
         {"iov": 99},
         {"handle": 99},
-        {"reserved": 1},
+        {"parent": PARENTS_MAX + 1},
         {"priority": 7},
     ],
 )

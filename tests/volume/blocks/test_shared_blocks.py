@@ -348,6 +348,30 @@ async def test_a_quota_holds_for_all_hosts_together(rng: random.Random, autojump
         assert hosts[1].engine.use(hosts[1].folder)[0] > most // 4
 
 
+async def test_a_host_that_comes_back_keeps_what_it_had_of_a_quota(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, disk: Disk, options: Options
+) -> None:
+    """As another client: its former part is not free yet, and the others have most of what is."""
+    blocks = {b"%d" % number: rng.randbytes(300_000) for number in range(40)}
+    fillers = [b"filler-%d" % number for number in range(40)]
+    async with joined(disk, options, 1, Chaos(rng)) as stays:
+        async with joined(disk, options, 2, Chaos(rng)) as leaver:
+            one, two = await block_hosts([stays, leaver], capacity=str(32 * MIB))
+            for name, data in blocks.items():
+                await two.put(name, data)
+            await two.written()
+            for name in fillers:
+                await one.put(name, rng.randbytes(300_000))
+            await one.written()
+            await one.engine.remove(one.folder, fillers)
+        async with joined(disk, options, 3, Chaos(rng, delay=0.3)) as comes:
+            back = BlockHost(comes, one.folder)
+            for name, data in blocks.items():
+                await back.until(name, data)
+            assert sum(host.engine.use(one.folder)[0] for host in (one, back)) <= 32 * MIB
+    await check_disk(disk)
+
+
 async def test_a_full_volume_of_blocks_refuses_no_host(
     rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import inside
 import pytest
 from block_tree import make_block_tree
-from shared_lab import eventually, get, hosts, put
-from test_growth import CAPACITY, GROWN, NAME, Files, assert_clean, grow, options_of
+from shared_lab import eventually, get, put
+from test_growth import GROWN, NAME, Files, assert_clean, grow, options_of
 from volume_lab import CALLER, MIB
 
 from kvfuse.errors import InvalidArgument, NotAdmitted
@@ -197,9 +197,3 @@ async def test_blocks_of_what_goes_are_dropped(tmp_path: Path, rng: random.Rando
     async with tree.opened() as (volume, engine):
         assert await tree.read(engine) == after
         assert await get(volume, b"a file") == bytes(MIB)
-
-
-async def test_a_volume_of_many_hosts_keeps_its_capacity(rng: random.Random) -> None:
-    async with hosts(rng, 1, capacity=CAPACITY) as (volume,):
-        with pytest.raises(InvalidArgument, match="that hosts share"):
-            await grow(volume, CAPACITY // 2)

@@ -166,8 +166,19 @@ spec:
 {{- $root := .root }}{{- $values := .root.Values -}}
 image: {{ include "kvfuse.image" $root }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
+# The first process of a container ignores SIGTERM until it has a handler: Python alone would miss one while it starts, and
+# the pod would be killed only at the end of its grace.
 command:
-  - kvfuse
+  - sh
+  - -c
+  - |
+    pid=
+    trap 'if [ -n "$pid" ]; then kill -TERM "$pid"; else exit 0; fi' TERM
+    kvfuse serve "$@" &
+    pid=$! status=0
+    # A signal ends wait(1) before the process ends.
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; status=$?; done
+    exit "$status"
   - serve
   - /etc/kvfuse/{{ .name }}/mount.conf
   - /var/lib/kvfuse/volumes/{{ .name }}/mnt

@@ -24,7 +24,7 @@ from typing import Self, TypeAlias
 import trio
 
 from kvfuse.errors import EngineError, EngineFull, EngineTimeout, ReadOnly
-from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Transfer
+from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.remote.segments.block import opening
 from kvfuse.remote.segments.block import reservations as reservations_of
 from kvfuse.remote.segments.block.block_device import HEAD_SIZE, PAGE_SIZE, place_size
@@ -125,7 +125,15 @@ class BlockSegments(SegmentStore):
                     await known.idle.wait()
                     await self._table.drop(segment, size)
                 finally:
-                    del self._segments[segment]
+                    self._segments.pop(segment, None)
+
+    def recheck(self) -> None:
+        """Those in the middle of a removal or a move are this client's to know."""
+        self._segments = {
+            segment: known
+            for segment, known in self._segments.items()
+            if known.removed or known.gate is not None or known.changed is not None
+        }
 
     async def list(self) -> list[SegmentInfo]:
         with self._working():
@@ -275,7 +283,7 @@ class BlockSegments(SegmentStore):
         """ValueError where no known segment holds the range."""
         known = self._segments.get(segment)
         if known is None or known.removed:
-            raise ValueError(f"{self.title} have no segment {segment}")
+            raise NoSegment(f"{self.title} have no segment {segment}", segment)
         if offset < 0 or length < 0 or offset + length > known.size:
             raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
 

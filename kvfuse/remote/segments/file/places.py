@@ -43,6 +43,10 @@ class SegmentPlaces(ABC):
     def find(self, segment: int) -> SegmentFile | None:
         """One that may have been made meanwhile, opened."""
 
+    def has(self, file: SegmentFile) -> bool:
+        """It is still there, and no other in its place. Looks at once; True where nobody can tell."""
+        return True
+
     @abstractmethod
     def make(self, segment: int, size: int) -> SegmentFile:
         """A new one of zeros, reserved whole and durable; or the one that is there, of whatever size."""
@@ -92,6 +96,15 @@ class FolderPlaces(SegmentPlaces):
         with fileio.translated(path), contextlib.suppress(FileNotFoundError):
             return self._open(path, segment)
         return None
+
+    def has(self, file: SegmentFile) -> bool:
+        try:
+            found = os.stat(file.path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return os.path.samestat(found, os.fstat(file.fd))
 
     def make(self, segment: int, size: int) -> SegmentFile:
         return fileio.create(self._path(segment), segment, size, is_direct=self._is_direct)

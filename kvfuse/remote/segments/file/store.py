@@ -36,7 +36,7 @@ import trio
 
 from kvfuse.errors import EngineError, ReadOnly
 from kvfuse.remote.mapguard import GuardedMap
-from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Target, Transfer
+from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Target, Transfer
 from kvfuse.remote.segments.file import fileio
 from kvfuse.remote.segments.file.direct import BLOCK_SIZE
 from kvfuse.remote.segments.file.fileio import Run, SegmentFile
@@ -194,6 +194,14 @@ class FileSegments(SegmentStore):
         for file in self._files.values():
             file.distrust_cache()
 
+    def recheck(self) -> None:
+        """What was written to a file that is removed need not be synced."""
+        for segment, file in list(self._files.items()):
+            if not self._places.has(file):
+                del self._files[segment]
+                self._unsynced.discard(file)
+                file.retire()
+
     def drop_cache(self) -> None:
         for file in self._files.values():
             if file.past_cache is not None:
@@ -238,7 +246,7 @@ class FileSegments(SegmentStore):
         """The open file of a segment that holds the range, else ValueError."""
         file = self._files.get(segment)
         if file is None:
-            raise ValueError(f"{self._places.path} has no segment {segment}")
+            raise NoSegment(f"{self._places.path} has no segment {segment}", segment)
         if offset < 0 or length < 0 or offset + length > file.size:
             raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {file.size}")
         return file

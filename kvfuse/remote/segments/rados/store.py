@@ -32,7 +32,7 @@ from typing import Self
 import trio
 
 from kvfuse.errors import EngineError, EngineFull
-from kvfuse.remote.segments.api import SegmentInfo, SegmentLimits, SegmentStore, Servers, Transfer
+from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Servers, Transfer
 from kvfuse.remote.segments.rados.dispatcher import Dispatcher
 from kvfuse.remote.segments.rados.librados import PoolPlace
 from kvfuse.remote.segments.rados.objects import (
@@ -123,7 +123,11 @@ class RadosSegments(SegmentStore):
                     )
                     await self._store_size(segment, 0)
                 finally:
-                    del self._segments[segment]
+                    self._segments.pop(segment, None)
+
+    def recheck(self) -> None:
+        """Those in the middle of a removal are this client's to know."""
+        self._segments = {segment: known for segment, known in self._segments.items() if known.removed}
 
     async def discard(self) -> None:
         """The table of sizes goes last: it says which objects there may be."""
@@ -221,7 +225,7 @@ class RadosSegments(SegmentStore):
             length = memoryview(buffer).nbytes
             known = self._segments.get(segment)
             if known is None or known.removed:
-                raise ValueError(f"{self.place} has no segment {segment}")
+                raise NoSegment(f"{self.place} has no segment {segment}", segment)
             if offset < 0 or length < 0 or offset + length > known.size:
                 raise ValueError(f"{length} bytes at {offset} of segment {segment}, which has {known.size}")
             byte_count += length
