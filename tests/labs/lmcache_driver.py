@@ -390,9 +390,12 @@ class Engine:
         return self._basic_check(["--mode", "test_remote"])
 
     def _engine_keys(self, names: list[str], params: Any = None) -> list[CacheEngineKey]:
-        from lmcache.integration.vllm.utils import extract_request_configs_from_sampling_params as configs_of
+        from lmcache.integration.vllm import utils
 
-        said = configs_of(SimpleNamespace(extra_args={"kv_transfer_params": params or {}}))
+        configs_of = getattr(utils, "extract_request_configs_from_sampling_params", None)
+        said = {name: value for name, value in (params or {}).items() if name.startswith("lmcache.")} or None
+        if configs_of is not None:  # since 0.5.5; before, it is where vLLM has to be installed
+            said = configs_of(SimpleNamespace(extra_args={"kv_transfer_params": params or {}}))
         hashes = [int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in names]
         return [CacheEngineKey(self.model, self.ranks, self.rank, value, self.dtype, said) for value in hashes]
 

@@ -47,7 +47,6 @@ is_torchvision_available()
 sys.meta_path.append(_Torchvision())  # type: ignore[arg-type]
 
 import torch  # noqa: E402
-from sglang.srt.mem_cache import device_pool_info as info  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheFile,
     HiCacheStorageConfig,
@@ -63,6 +62,11 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 
+try:
+    from sglang.srt.mem_cache import device_pool_info as info
+except ImportError:  # before 0.5.22
+    info = None
+
 LAYERS, HEADS, WIDTH, PAGE = 8, 2, 64, 16
 """a page of keys and values has 64 KiB"""
 TOKENS = 40 * PAGE
@@ -75,16 +79,18 @@ def new_pool(kind: str, layout: str, allocator: str = "default", dtype: str = "b
         return LogicalHostPool(TOKENS, PAGE, layout)
     if kind == "mamba":
         temporal, conv = torch.zeros(LAYERS, 2, 4, 16), torch.zeros(LAYERS, 2, 3, 32, dtype=torch.bfloat16)
-        states = info.MambaStateBufferInfo(temporal=temporal, conv=(conv, conv.clone()))
+        options: dict[str, Any] = {"pin_memory": False, "allocator_type": allocator, "layout": layout}
+        cache = types.SimpleNamespace(temporal=temporal, conv=(conv, conv.clone()))
+        states: Any = types.SimpleNamespace(num_mamba_layers=LAYERS, mamba_cache=cache, size=2, device="cpu")
+        if info is not None:
+            states, options["device_capacity"] = info.MambaStateBufferInfo(**vars(cache)), 2
         with host_memory_budget_scope(1 << 30):
-            return MambaPoolHost(
-                states, 20, 0, device_capacity=2, pin_memory=False, allocator_type=allocator, layout=layout
-            )
+            return MambaPoolHost(states, 20, 0, **options)
     shape = (PAGE, heads, WIDTH) if kind == "mha" else (PAGE, 1, 2 * HEADS * WIDTH)
     layers = [tuple(torch.zeros(shape, dtype=DTYPES[dtype]) for _ in range(LAYERS)) for _ in range(2)]
     pointers = [torch.tensor([layer.data_ptr() for layer in some], dtype=torch.uint64) for some in layers]
     common: dict[str, Any] = {"page_size": PAGE, "dtype": DTYPES[dtype], "device": torch.device("cpu")}
-    options: dict[str, Any] = {
+    options = {
         "pin_memory": False, "allocator_type": allocator, "device_capacity_tokens": PAGE,
         "start_layer": 0, "end_layer": LAYERS,
     }  # fmt: skip
@@ -113,7 +119,7 @@ def old_pool(kind: str, layout: str, allocator: str, layers: Any, pointers: Any,
         layer_num=LAYERS, device="cpu", store_dtype=layers[0][0].dtype, size=PAGE, start_layer=0, end_layer=LAYERS,
         head_num=heads, head_dim=WIDTH, v_head_dim=WIDTH, row_dim=heads * WIDTH, k_buffer=layers[0], v_buffer=layers[1],
         kv_buffer=layers[0], k_data_ptrs=pointers[0], v_data_ptrs=pointers[1], data_ptrs=pointers[0],
-        kv_lora_rank=width - 8, qk_rope_head_dim=8, kv_cache_dim=width,
+        kv_lora_rank=width - 8, qk_rope_head_dim=8, kv_cache_dim=width, layer_shard_enabled=False,
     )  # fmt: skip
     make = MHATokenToKVPoolHost if kind == "mha" else MLATokenToKVPoolHost
     with host_memory_budget_scope(1 << 30):
@@ -288,7 +294,7 @@ class Engine:
         transfers = [
             PoolTransfer(
                 PoolName(pool), keys=hashes[len(hashes) - count :], hit_policy=PoolHitPolicy(policy),
-                group_pages=groups[0], block_pages=groups[1],
+                **({"group_pages": groups[0], "block_pages": groups[1]} if any(groups) else {}),
             )
             for pool, (policy, count) in policies.items()
         ]  # fmt: skip
@@ -303,7 +309,7 @@ class Engine:
         ]
         own, *others = answers
         for pages, hits, lengths in others:
-            assert (pages, lengths) == (own[0], own[2]), answers
+            assert (pages, own[2] if lengths is None else lengths) == (own[0], own[2]), answers  # None: before 0.5.23
             assert hits.items() <= own[1].items() if not lengths else hits == own[1], answers
         return own
 

@@ -8,8 +8,8 @@ import os
 from kvfuse.connectors.engine import release, version_of
 
 PACKAGE = ENGINE = "lmcache"
-VERSIONS = "0.5.6 (older ones with L2 adapters of type 'plugin' may do)"
-TESTED = (0, 5, 6)
+VERSIONS = "0.5.4 and newer (older ones with L2 adapters of type 'plugin' may do)"
+TESTED = (0, 5, 4)
 
 MODULE = "kvfuse.connectors.lmcache"
 PLUGIN = "remote_storage_plugin.kvfuse"

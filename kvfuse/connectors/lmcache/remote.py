@@ -120,7 +120,7 @@ class KvfuseConnector(RemoteConnector):  # type: ignore[misc]
         names = [identity.engine_key(key) for key in keys]
         count = self.store.longest_prefix(names)
         if count and request_hints(keys[0]).is_prefetch:
-            self._threads.submit(self.store.prefetch, names[:count])
+            self._threads.submit(copy_context().run, self.store.prefetch, names[:count])
         return count
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
