@@ -31,6 +31,7 @@ What each await may interleave with:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +49,10 @@ from kvfuse.volume.store.member import Member, describe
 from kvfuse.volume.store.schema import NOBODY
 from kvfuse.volume.store.sealed import ScanPages
 
+SETTLE_SECONDS = 5.0
+"""before files are moved: hosts take slabs meanwhile for those that they gave up, and so have room for changes of theirs
+that meet a move"""
+
 
 @dataclass
 class SharedDrain(Drain):
@@ -56,6 +61,7 @@ class SharedDrain(Drain):
     leases: SlabLeases = None  # type: ignore[assignment]
     member: Member = None  # type: ignore[assignment]
     changer: SoleChanger = None  # type: ignore[assignment]
+    _moves_from: float = math.inf
     _elsewhere: str = ""
     """why the host that moves files does not move all"""
 
@@ -95,7 +101,8 @@ class SharedDrain(Drain):
     async def _step(self, kept: int) -> bool:
         await self._drop_blocks(kept)
         is_mover = await self._is_mover()
-        if is_mover and self._have_files(kept):
+        self._moves_from = min(self._moves_from, trio.current_time() + SETTLE_SECONDS) if is_mover else math.inf
+        if is_mover and self._have_files(kept) and trio.current_time() >= self._moves_from:
             await self.rewriter.move_all(kept * self.core.geometry.slab_size)
         await self.journal.sync()
         self.leases.hurry()

@@ -55,6 +55,9 @@ class _Store:
         self.rows["arena"][: len(order)] = [name in self.resident for name in order]
         return np.array([order.index(name) if name in self.names else -1 for name in names], np.int64), None
 
+    def find_cold(self, directory: int, columns: NameColumns) -> None:
+        """There is no cold tier."""
+
     def try_look_up(self, directory: int, namespace: int, columns: NameColumns) -> npt.NDArray[np.bool_] | None:
         assert directory == DIRECTORY
         text, offsets, lengths = columns

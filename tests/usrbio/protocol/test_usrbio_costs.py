@@ -9,7 +9,15 @@ from kvfuse.volume.measures import speeds
 
 
 def test_tiers_are_the_volumes() -> None:
-    assert {tier.name: int(tier) for tier in costs.Tier} == {tier.name: int(tier) for tier in speeds.Tier}
+    told = {tier.name: int(tier) for tier in costs.Tier}
+    assert {tier.name: int(tier) for tier in speeds.Tier} == {**told, "COLD": len(told)}
+
+
+def test_cold_blocks_are_told_as_remote_ones() -> None:
+    encoded = costs.encode_costs(np.array([speeds.Tier.COLD], np.uint8), np.array([0.04], np.float32))
+    found = costs.decode_costs(np.frombuffer(encoded, np.uint8))
+    assert found.tiers.tolist() == [costs.Tier.REMOTE]
+    assert 39 < found.milliseconds[0] < 40 * costs.FACTOR * 1.01
 
 
 def test_times_are_rounded_up_by_one_step_at_most() -> None:
