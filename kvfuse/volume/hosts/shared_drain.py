@@ -50,8 +50,8 @@ from kvfuse.volume.store.schema import NOBODY
 from kvfuse.volume.store.sealed import ScanPages
 
 SETTLE_SECONDS = 5.0
-"""before files are moved: hosts take slabs meanwhile for those that they gave up, and so have room for changes of theirs
-that meet a move"""
+"""before files are moved: hosts take slabs meanwhile for those that they gave up, and have room for changes that meet a
+move"""
 
 
 @dataclass

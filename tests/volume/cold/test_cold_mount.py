@@ -80,7 +80,7 @@ def test_blocks_come_back_after_a_restart(seaweed: SeaweedServer, rng: random.Ra
         beside.store = BlockStore(mount.point, "ns")
         assert (
             check_all(beside, 0, 600) >= 540
-        )  # room that is needed at once is taken of blocks on their way to the bucket
+        )  # puts in a hurry drop what is on its way
         beside.store.close()
 
 
