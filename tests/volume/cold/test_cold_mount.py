@@ -78,9 +78,7 @@ def test_blocks_come_back_after_a_restart(seaweed: SeaweedServer, rng: random.Ra
         mount.mount()
         assert settle(mount)["blocks"] == count
         beside.store = BlockStore(mount.point, "ns")
-        assert (
-            check_all(beside, 0, 600) >= 540
-        )  # puts in a hurry drop what is on its way
+        assert check_all(beside, 0, 600) >= 540  # puts in a hurry drop what is on its way
         beside.store.close()
 
 
