@@ -22,7 +22,7 @@ from typing import Protocol, Self
 import trio
 
 from kvfuse.credentials import Capability, process_status, shares_user_namespace
-from kvfuse.volume.api import Attributes, Caller
+from kvfuse.volume.api import Caller
 
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
@@ -143,7 +143,7 @@ class ClientProcess:
         executes = wanted & 1 and not is_directory
         return (not executes or inode.mode & 0o111 != 0) and self.powers.has(Capability.DAC_OVERRIDE, inode)
 
-    def may_take_name(self, directory: Attributes, inode: Attributes) -> bool:
+    def may_take_name(self, directory: Owned, inode: Owned) -> bool:
         """Whether the sticky bit of the directory lets it remove or replace a name of the inode."""
         return (
             not directory.mode & stat.S_ISVTX

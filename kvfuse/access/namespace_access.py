@@ -19,9 +19,9 @@ import stat
 from dataclasses import dataclass, field
 
 from kvfuse import errors
-from kvfuse.access.client_process import ClientProcess
+from kvfuse.access.client_process import ClientProcess, Owned
 from kvfuse.access.namespace_handle import UNCHECKED, Group, NamespaceHandle
-from kvfuse.volume.api import Attributes, Binding, RingApi
+from kvfuse.volume.api import Attributes, RingApi
 from kvfuse.volume.measures.gates import ENDED, Gate, fits, is_token
 
 TOKENS_MAX = 16
@@ -125,7 +125,7 @@ class NamespaceAccess:
         gate = await self.volume.inodes.gate(namespace.ino)
         return gate is not None and gate.descriptor not in ("", namespace.descriptor)
 
-    def may_access(self, namespace: NamespaceHandle, inode: Attributes | Binding, wanted: int) -> bool:
+    def may_access(self, namespace: NamespaceHandle, inode: Owned, wanted: int) -> bool:
         """`ClientProcess.may_access`, for an inode in a namespace, whose token allows all."""
         return namespace.has_token or self.peer.may_access(inode, wanted)
 

@@ -22,7 +22,7 @@ from kvfuse.errnos import errno_of
 from kvfuse.http.kernel_drops import KernelDrops
 from kvfuse.http.web_message import Lent
 from kvfuse.native import blockforms as forms
-from kvfuse.volume.api import RingApi, RowTable
+from kvfuse.volume.api import Binding, RingApi, RowTable
 
 ATTEMPTS = 3
 IN_LOOP_MAX = 2 << 20
@@ -124,7 +124,7 @@ class BlockAccess:
             for table in door.store.tables_of(door.directory):
                 rows, _ = table.find(names, door.store.now(table.namespace))
                 here = np.flatnonzero(rows >= 0)
-                may_read = self.admission.may_access(self.namespace, table.readers, 4)  # type: ignore[arg-type]
+                may_read = self.admission.may_access(self.namespace, table.readers, 4)
                 statuses[here] = 0 if may_read else errno.EACCES
                 sizes[here] = table.rows["length"][rows[here]] if may_read else 0
         if door is None or door.has_files:
@@ -165,7 +165,7 @@ class BlockAccess:
         for table in door.store.tables_of(door.directory):
             if not len(wanted.missing):
                 return
-            if not self.admission.may_access(self.namespace, table.readers, 4):  # type: ignore[arg-type]
+            if not self.admission.may_access(self.namespace, table.readers, 4):
                 continue
             missing = wanted.missing
             rows, sequences = table.find(wanted.names_of(missing), door.store.now(table.namespace))
@@ -272,8 +272,8 @@ class BlockAccess:
             loaded = await self.rows.prefetch(self.namespace.blocks, self.namespace, names)
         else:
 
-            def may_read(binding: object) -> bool:
-                return self.admission.may_access(self.namespace, binding, 4)  # type: ignore[arg-type]
+            def may_read(binding: Binding) -> bool:
+                return self.admission.may_access(self.namespace, binding, 4)
 
             loaded = await self.volume.blocks.prefetch(self.namespace.ino, names, may_read)
         return np.where(loaded, 0, errno.ENOENT)

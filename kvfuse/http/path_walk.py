@@ -109,7 +109,7 @@ class PathWalk:
     def check_taking(self, directory: FoundPath, one: FoundPath) -> None:
         """The caller may remove a name from its directory, or replace what it means. PermissionDenied, NotPermitted."""
         self.check(directory, WRITE | SEARCH)
-        if not (directory.has_token or self.caller.may_take_name(directory, one)):  # type: ignore[arg-type]
+        if not (directory.has_token or self.caller.may_take_name(directory, one)):
             raise errors.NotPermitted(f"{os.fsdecode(one.name)} is another user's, and its folder sticky")
 
     async def root(self) -> FoundPath:

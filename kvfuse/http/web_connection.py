@@ -233,6 +233,7 @@ class WebConnection:
 
     def _send_lent(self, head: bytes, body: Lent) -> bytes:
         """Send what the kernel takes without a wait. The rest, copied."""
+        # h11 counts the bytes of whatever has a length, and passes it on: its types say bytes.
         self._http.send_with_data_passthrough(h11.Data(data=body.data))  # type: ignore[arg-type]
         sent = 0
         if self._socket is not None:

@@ -54,13 +54,13 @@ SETTLE_SECONDS = 5.0
 move"""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SharedDrain(Drain):
     """One per membership of a shared volume. Event loop only."""
 
-    leases: SlabLeases = None  # type: ignore[assignment]
-    member: Member = None  # type: ignore[assignment]
-    changer: SoleChanger = None  # type: ignore[assignment]
+    leases: SlabLeases
+    member: Member
+    changer: SoleChanger
     _moves_from: float = math.inf
     _elsewhere: str = ""
     """why the host that moves files does not move all"""
