@@ -22,6 +22,7 @@ RATES = ["--blocks", "64", "--looks", "64", "--files", "4"]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(run, "CAPACITY", "1GiB")
 
 
 @pytest.mark.parametrize("index", ["redis", "etcd"])

@@ -53,10 +53,11 @@ class Container:
         return self._outer.poll() is not None
 
     def kill(self) -> None:
-        """With all its processes, as the engine of containers does it."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-        self._outer.kill()
+        """With all its processes, as the engine of containers does it; returns once all of them have ended."""
+        if first := self.pid:
+            os.kill(first, signal.SIGKILL)  # the other ends with it, and not before all in the container have closed
+        else:
+            self._outer.kill()
         self._outer.wait(PATIENCE_S)
 
     def terminate(self) -> int:

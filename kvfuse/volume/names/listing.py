@@ -70,7 +70,7 @@ class Listing:
             if last == COOKIE_MAX:
                 break
             after = last
-        return entries
+        return entries[:limit]  # of the last page, which filled up what changes had taken from those before
 
     async def _make_entries(self, page: dict[bytes, Meant]) -> list[DirEntry]:
         entries = []
