@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import trio
 
 from kvfuse.errors import EngineError, NoSpace
 from kvfuse.remote.records.api import Versioned
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.kernel_news import KernelNews
+from kvfuse.volume.content.merge_room import MergeRoom
 from kvfuse.volume.content.reader import Reader
 from kvfuse.volume.content.writer import Staging
 from kvfuse.volume.inodes.chunk import FRESH, Chunk, blocks_of
@@ -25,6 +27,8 @@ from kvfuse.volume.inodes.node import MovedAgain, Node
 from kvfuse.volume.store import schema
 
 ATTEMPTS_MAX = 100
+LOOK_SECONDS = 0.02
+"""pause before the next commit, while there is no room"""
 
 Bytes = bytes | memoryview
 Both = tuple[Bytes, Bytes]
@@ -44,9 +48,13 @@ class Merger:
     staging: Staging
     news: KernelNews
 
+    def __post_init__(self) -> None:
+        self.room = MergeRoom(self.core)
+
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
         """Bring a changed inode up to ``record``, which another host stored. EngineError: to be tried again.
 
+        Where there is no room just now, the inode is left as it is, and its next commit is refused once more.
         Bytes are read first; if the inode changes here meanwhile, again. Then everything is done in one step.
         """
         if node.version < version and node.nlink:
@@ -80,6 +88,9 @@ class Merger:
                 break
         else:
             raise EngineError(f"inode {node.ino} changes faster than another host's changes can be put to it")
+        if self.room.is_to_wait(node, _lengths(node, record.size, read, tail)):
+            await trio.sleep(LOOK_SECONDS)  # nothing of the inode has changed, so the next commit is refused again
+            return
         size_before = node.size
         self._merge_chunks(node, record, theirs, read)
         self._merge_attributes(node, record, version)
@@ -307,6 +318,16 @@ class Merger:
         except NoSpace:
             return False
         return True
+
+
+def _lengths(node: Node, stored_size: int, read: dict[int, Both], tail: tuple[Bytes, bytes] | None) -> list[int]:
+    """Bytes, at most, of each chunk that is to be staged and has no slots for that yet."""
+    ends = {index: max(map(len, both)) for index, both in read.items()}
+    if tail is not None:
+        size = stored_size + len(tail[1])
+        for index in range(stored_size // node.chunk_size, -(-size // node.chunk_size)):
+            ends[index] = max(ends.get(index, 0), min(node.chunk_size, size - index * node.chunk_size))
+    return [end for index, end in ends.items() if end and not (index in node.chunks and node.chunks[index].staged)]
 
 
 def _is_content_changed(base: schema.InodeRecord, record: schema.InodeRecord) -> bool:

@@ -60,6 +60,8 @@ class SlabLeases:
         self.held = HeldSlabs(core, journal, self.view, self.freed, fence, self._wake, self.shares.note_slabs, late)
         self.supply = SlabSupply(core, self.view, self.held, self.shares)
         self._gone_since: dict[int, float] = {}
+        self._needed = 0
+        """slabs for those who cannot await them"""
         self._is_over = False
         """nothing is taken any more"""
         self._turn = trio.Lock()
@@ -69,6 +71,7 @@ class SlabLeases:
         core.host_count = lambda: max(len(self.view.members), 1)
         core.shared_part = self._part
         core.more_slabs = self.take_empty_slabs
+        core.need_slabs = self._note_need
         core.files_size = self.view.files_size
         ranges = (core.inodes, core.generations)
         self._numbers = [numbers for numbers in ranges if isinstance(numbers, SharedNumberRange)]
@@ -108,6 +111,10 @@ class SlabLeases:
 
     def hurry(self) -> None:
         """There may be slabs to give back."""
+        self._wake()
+
+    def _note_need(self, count: int) -> None:
+        self._needed = max(self._needed, count)
         self._wake()
 
     def _slab_opened(self) -> None:
@@ -200,7 +207,8 @@ class SlabLeases:
             if self._is_over:
                 return
             await self._adopt()
-            await self.supply.take_ahead()
+            needed, self._needed = self._needed, 0
+            await (self.supply.take_more(needed) if needed else self.supply.take_ahead())
             await self.supply.take_used(self.heir)
             if self.view.kept_end < self.core.geometry.slab_count and not self.core.read_only:
                 await self.supply.take_going(self.heir)

@@ -189,6 +189,8 @@ class Core:
     """bytes of slots that files have, on a shared volume, as far as this client has heard"""
     more_slabs: Callable[[int], Awaitable[bool]] | None = None
     """takes slabs of a shared volume that nobody holds, about so many: whether there are any. EngineError"""
+    need_slabs: Callable[[int], object] | None = None
+    """the same for those who cannot await it: they are taken by and by"""
     places: KnownInodes = field(default_factory=KnownInodes)
     reads: ReadEpochs = field(default_factory=ReadEpochs)
     counters: CoreCounters = field(default_factory=CoreCounters)
