@@ -85,6 +85,7 @@ class FileResources:
             folder, name = await walk.find_parent(request.path)
             walk.check(folder, WRITE | SEARCH)
             old = await walk.step_if_there(folder, name)
+            _check_match(request, old)
             if old is not None:
                 self._check_replaced(walk, folder, old, is_exclusive=is_exclusive)
             mode = request.mode(0o644 if old is None else old.mode & 0o777)
@@ -102,6 +103,8 @@ class FileResources:
                     with trio.CancelScope(shield=True):
                         await self.volume.files.flush(handle)
                         await self.volume.files.release(handle)
+                if "if-match" in request.headers:  # what took the time is over: look once more
+                    _check_match(request, await walk.step_if_there(folder, name))
                 flags = RENAME_NOREPLACE if is_exclusive else 0
                 await self.volume.tree.rename(folder.ino, draft, folder.ino, name, flags)
                 is_named = True
@@ -139,6 +142,7 @@ class FileResources:
             if not found.is_file:
                 raise errors.IsADirectory(f"{os.fsdecode(found.name)} is no regular file")
             walk.check(found, WRITE)
+            _check_match(request, found)
             is_append = request.query.get("offset") == "end"
             offset = 0 if is_append else _find_offset(request)
             flags = os.O_WRONLY | (os.O_APPEND if is_append else 0)
@@ -177,6 +181,7 @@ class FileResources:
             if found.is_directory:
                 raise errors.IsADirectory(f"{os.fsdecode(name)} is a folder: DELETE /v1/folders removes it")
             walk.check_taking(folder, found)
+            _check_match(request, found)
             await self.volume.tree.unlink(folder.ino, name)
             await self.drops.drop([(folder.ino, name)], attributes=[found.ino])
         return WebAnswer(204)
@@ -195,6 +200,17 @@ def describe(found: FoundPath) -> tuple[tuple[str, str], ...]:
 def _is_same(request: WebRequest, found: FoundPath) -> bool:
     given = request.headers.get("if-none-match", "")
     return given == "*" or found.etag in [tag.strip().removeprefix("W/") for tag in given.split(",")]
+
+
+def _check_match(request: WebRequest, found: FoundPath | None) -> None:
+    """WebError 412: ``If-Match`` names other states of the file than the one it is in, or there is none (None)."""
+    given = request.headers.get("if-match")
+    if given is None:
+        return
+    tags = [tag.strip() for tag in given.split(",")]
+    if found is None or ("*" not in tags and found.etag not in tags):
+        state = f"has the ETag {found.etag}" if found is not None else "is not there"
+        raise WebError(412, f"/{os.fsdecode(b'/'.join(request.path))} {state}, which is not what If-Match names")
 
 
 def _find_range(request: WebRequest, found: FoundPath, size: int) -> tuple[int, int] | None:

@@ -56,6 +56,9 @@ XATTR = Parameter("name", {"type": "string"}, "of the attribute; none: all, in b
 REQUIRED_XATTR = XATTR._replace(text="of the attribute: it begins with 'user.'", is_required=True)
 RANGE = Parameter("Range", {"type": "string"}, "bytes=FIRST-LAST", is_header=True)
 IF_NONE_MATCH = Parameter("If-None-Match", {"type": "string"}, "an ETag", is_header=True)
+IF_MATCH = Parameter(
+    "If-Match", {"type": "string"}, "ETags: it is changed in one of these states alone", is_header=True
+)
 LISTING = (
     Parameter("after", {"type": "integer", "minimum": 0, "maximum": TIME_MAX}, "'next' of the page before"),
     Parameter("limit", {"type": "integer", "minimum": 1, "maximum": LISTED_MAX}, "names of this page"),
@@ -110,6 +113,7 @@ class Resources:
     def _file_routes(self) -> list[Route]:
         files, path = self._files, "/v1/files/{path}"
         offset = Parameter("offset", {"type": "string", "pattern": "^([0-9]{1,18}|end)$"}, "where to: bytes, or 'end'")
+        patched = (offset, FSYNC, IF_MATCH)
         stored: Answers = {201: ("it is new", {}), 204: ("it took the place of a former one", {})}
         ranged: Answers = {
             200: ("the bytes", {BYTES: BINARY}),
@@ -118,9 +122,9 @@ class Resources:
         }
         return [
             Route("GET", path, "The bytes of a file.", files.get, (RANGE, IF_NONE_MATCH), answers=ranged),
-            Route("PUT", path, "Store a whole file.", files.put, (MODE, FSYNC), {BYTES: BINARY}, stored),
-            Route("PATCH", path, "Write into a file, in place.", files.patch, (offset, FSYNC), {BYTES: BINARY}, DONE),
-            Route("DELETE", path, "Remove a file.", files.delete, answers=DONE),
+            Route("PUT", path, "Store a whole file.", files.put, (MODE, FSYNC, IF_MATCH), {BYTES: BINARY}, stored),
+            Route("PATCH", path, "Write into a file, in place.", files.patch, patched, {BYTES: BINARY}, DONE),
+            Route("DELETE", path, "Remove a file.", files.delete, (IF_MATCH,), answers=DONE),
         ]
 
     def _name_routes(self) -> list[Route]:

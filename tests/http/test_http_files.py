@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from http_lab import WebClient, client_of, web_server
+from mounting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,37 @@ def test_a_put_takes_the_place_of_the_former_file(client: WebClient, folder: str
     assert client.ask("PUT", f"{file}?fsync", b"third").status == 204
     assert client.ask("GET", file).body == b"third"
     assert client.ask("GET", f"/v1/attributes/{folder}/file").json["mode"] == 0o600
+    assert names_in(client, folder) == ["file"]
+
+
+def test_a_file_is_changed_only_in_the_state_that_is_named(client: WebClient, folder: str) -> None:
+    file = f"/v1/files/{folder}/file"
+    assert client.ask("PUT", file, b"first", {"If-Match": "*"}).status == 412
+    assert client.ask("GET", file).status == 404
+    first = client.ask("PUT", file, b"first").headers["ETag"]
+    second = client.ask("PUT", file, b"second", {"If-Match": f'"other", {first}'}).headers["ETag"]
+    assert first != second
+    for method, target in (("PUT", file), ("PATCH", f"{file}?offset=0"), ("DELETE", file)):
+        refused = client.ask(method, target, b"third", {"If-Match": first})
+        assert (refused.status, second in refused.json["title"]) == (412, True), method
+    assert client.ask("GET", file).body == b"second"
+    assert client.ask("PATCH", f"{file}?offset=0", b"S", {"If-Match": second}).status == 204
+    assert client.ask("DELETE", file, headers={"If-Match": "*"}).status == 204
+
+
+def test_a_put_looks_once_more_before_it_replaces_a_file(client: WebClient, folder: str) -> None:
+    file, other = f"/v1/files/{folder}/file", WebClient(client.address)
+    tag = client.ask("PUT", file, b"first").headers["ETag"]
+
+    def pieces() -> Iterator[bytes]:
+        yield b"late, "
+        wait_until(lambda: len(names_in(other, folder)) == 2, "the begin of the first PUT")
+        assert other.ask("PUT", file, b"second").status == 204
+        yield b"and longer"
+
+    with closing(other):
+        assert client.ask("PUT", file, pieces(), {"If-Match": tag}).status == 412
+    assert client.ask("GET", file).body == b"second"
     assert names_in(client, folder) == ["file"]
 
 
