@@ -13,7 +13,7 @@ LAB_PACKAGES=(stress-ng dbench fsmark postmark rclone)
 # The servers of volumes that hosts share: started by the tests and by 'kvfuse cluster-dev', on loopback.
 ETCD_PACKAGES=(etcd-server etcd-client)
 REDIS_PACKAGES=(redis-server)
-CEPH_PACKAGES=(ceph-mon ceph-osd ceph-common librados2)
+CEPH_PACKAGES=(ceph-mon ceph-osd ceph-common librados2 radosgw)
 # What such a volume is compared with on the same servers.
 CLUSTER_BENCH_PACKAGES=(ceph-mds ceph-fuse)
 # Reading from other hosts by RDMA: verbs for Python and what drives devices; and the virtual machine that has some.

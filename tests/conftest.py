@@ -18,7 +18,7 @@ import pytest
 import rings
 import trio
 from alone import Turns
-from bucket_lab import bucket_server
+from bucket_lab import bucket_server, rados_gateway
 from cli_lab import Place, a_place
 from cluster_lab import RunServers, ceph_cluster, etcd_cluster
 from engine_pairs import BLOCKS, EVERYWHERE, PAIRS, TEST_WORDS, Engines
@@ -33,6 +33,7 @@ from kvfuse.usrbio.client import Client, connect
 from kvfuse.volume.content import writer
 from kvfuse_cluster.ceph import CephServers
 from kvfuse_cluster.etcd import EtcdServers
+from kvfuse_cluster.rados_gateway import RadosGateway
 from kvfuse_cluster.seaweed import SeaweedServer
 
 SEED = int(os.environ.get("KVFUSE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
@@ -249,6 +250,13 @@ def own_ceph() -> Iterator[CephServers]:
 def seaweed() -> Iterator[SeaweedServer]:
     """A server with S3 that this process uses: no test kills or stops it."""
     with bucket_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gateway(ceph: CephServers) -> Iterator[RadosGateway]:
+    """The same, for the shared cluster's objects."""
+    with rados_gateway(ceph) as server:
         yield server
 
 

@@ -50,7 +50,7 @@ FOLDERS = {
 """folder of tests -> ring of its tests that say nothing else; all other folders: 1"""
 SMALL_SERVERS = {"etcd", "etcd_alone", "own_etcd", "redis"}
 """fixtures, and how parameters begin"""
-OF_FIXTURES = {"ceph": "ceph", "own_ceph": "ceph"}
+OF_FIXTURES = {"ceph": "ceph", "own_ceph": "ceph", "gateway": "ceph"}
 """fixture -> what it needs of the lab"""
 RADOS = re.compile(r"(etcd\+)?rados\b")
 """what parameter sets are called that have their bytes there"""

@@ -46,8 +46,12 @@ OBJECTS: dict[str, dict[str, int]] = {
     "rados, small objects": {"object_size": 20 * 4096, "in_flight_max": 7},
 }
 """a Ceph cluster's; more options"""
-BUCKETS: dict[str, dict[str, int]] = {"s3": {}, "s3, small objects": {"object_size": 20 * 4096, "in_flight_max": 7}}
-"""SeaweedFS' buckets; more options"""
+BUCKETS: dict[str, dict[str, int]] = {
+    "s3": {},
+    "s3, small objects": {"object_size": 20 * 4096, "in_flight_max": 7},
+    "rados gateway": {},
+}
+"""buckets of SeaweedFS, and of a Ceph cluster; more options"""
 FABRICS = "block, NVMe over TCP and RDMA"
 """in the virtual machine of tests/nvmeof, and nothing else there"""
 IN_MACHINE = "KVFUSE_RDMA_VM" in os.environ
@@ -94,7 +98,8 @@ def opening(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
         yield lambda: RadosSegments.open(options)
         return
     if engine in BUCKETS:
-        bucket = bucket_options(request.getfixturevalue("seaweed"), request.node.name, **BUCKETS[engine])
+        server = request.getfixturevalue("gateway" if engine == "rados gateway" else "seaweed")
+        bucket = bucket_options(server, request.node.name, **BUCKETS[engine])
         yield lambda: S3Segments.open(bucket)
         return
     if engine in DEVICES:

@@ -140,13 +140,18 @@ class CephServers:
         if not wait_until(is_clean, patience):
             raise ClusterError(f"{self.folder}: objects are not on all their replicas after {patience:g} s")
 
+    def add_user(self, name: str, **caps: str) -> None:
+        """Of the cluster; its key is where ``ceph.conf`` has programs look for it. ``caps``: by service."""
+        words = [word for pair in caps.items() for word in pair]
+        rows = self.command("auth", "get-or-create", name, *words)
+        self._keyring(name).write_text(_keyring_section(name, rows[0]["key"], {}))
+
     def add_filesystem(self) -> None:
         """A CephFS named ``cephfs`` and its metadata server (Debian: ceph-mds), for ceph-fuse."""
         if shutil.which("ceph-mds") is None:
             raise ClusterError("ceph-mds not found: apt-get install ceph-mds")
         (self.folder / "mds.a").mkdir(exist_ok=True)
-        rows = self.command("auth", "get-or-create", "mds.a", "mon", "profile mds", "osd", "allow *", "mds", "allow *")
-        self._keyring("mds.a").write_text(_keyring_section("mds.a", rows[0]["key"], {}))
+        self.add_user("mds.a", mon="profile mds", osd="allow *", mds="allow *")
         for pool in ("cephfs.meta", "cephfs.data"):
             self.command("osd", "pool", "create", pool, str(self.settings.placement_groups), as_json=False)
         self.command("fs", "new", "cephfs", "cephfs.meta", "cephfs.data", as_json=False)
@@ -163,7 +168,7 @@ class CephServers:
     def command(self, *words: str, as_json: bool = True) -> Any:
         """Have the ``ceph`` program do something; what it answers. ClusterError."""
         command = ["ceph", "--conf", str(self.conf_file), "--connect-timeout", str(COMMAND_SECONDS), *words]
-        answer = _run([*command, "--format", "json"] if as_json else command)
+        answer = run_program([*command, "--format", "json"] if as_json else command)
         try:
             return json.loads(answer) if as_json else answer
         except ValueError as error:
@@ -215,9 +220,11 @@ class CephServers:
         initial.chmod(0o600)
         (self.folder / "mon.a").mkdir()
         map_file = str(self.folder / "monmap")
-        _run(["monmaptool", "--create", "--fsid", identity, "--addv", "a", address, "--enable-all-features", map_file])
+        run_program(
+            ["monmaptool", "--create", "--fsid", identity, "--addv", "a", address, "--enable-all-features", map_file]
+        )
         make = ["ceph-mon", "-c", str(self.conf_file), "--mkfs", "-i", "a"]
-        _run([*make, "--monmap", map_file, "--keyring", str(initial)])
+        run_program([*make, "--monmap", map_file, "--keyring", str(initial)])
         initial.unlink()
 
     def _make_osds(self, identities: Sequence[str]) -> None:
@@ -334,7 +341,7 @@ def _ask_socket(path: Path, request: Mapping[str, str]) -> dict[str, Any] | None
         return found
 
 
-def _run(command: Sequence[str]) -> str:
+def run_program(command: Sequence[str]) -> str:
     """The output of a program. ClusterError with its message when it fails or takes too long."""
     try:
         with child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:

@@ -31,11 +31,7 @@ class SeaweedServer(Server):
         keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         settings.write_text(json.dumps({"identities": [{"name": "kvfuse", "credentials": keys, "actions": actions}]}))
-        self.credentials_file = folder / "credentials"
-        self.credentials_file.touch(0o600)
-        self.credentials_file.write_text(
-            f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
-        )
+        self.credentials_file = write_credentials(folder, ACCESS_KEY, SECRET_KEY)
         words = [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), others, strict=True)]
         words += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-master.telemetry=false", "-volume.max=0"]
         words += ["-s3", f"-s3.port={self.port}", f"-s3.config={settings}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
@@ -56,6 +52,14 @@ class SeaweedServer(Server):
             made = _ask(self._filer_port, "POST", f"/buckets/{self.bucket}/")
             return (made < 400 or made == 409) and _ask(self.port, "GET", "/") < 500
         return False
+
+
+def write_credentials(folder: Path, key: str, secret: str) -> Path:
+    """A file as the tools of S3 read it."""
+    file = folder / "credentials"
+    file.touch(0o600)
+    file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    return file
 
 
 def find_program() -> Path | None:
