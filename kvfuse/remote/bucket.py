@@ -109,7 +109,7 @@ class Bucket:
         return await self._run(lambda: self._put(self._prefix + name, data, expected), name, abandon=is_given)
 
     def _put(self, path: str, data: Any, expected: str | None) -> str:
-        """In a thread. The gateway of older Ceph knows a tag only without its quotes, and says that it is another one."""
+        """In a thread. The gateway of older Ceph knows a tag only without quotes, and says that it is another one."""
 
         def put(mode: Any) -> str:
             return obstore.put(self._store, path, data, mode=mode, use_multipart=False)["e_tag"] or ""
