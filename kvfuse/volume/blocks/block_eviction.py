@@ -435,7 +435,7 @@ class BlockEviction:
         if own:
             part, found = self.core.part(), self.native.statistics()
             total = part.size
-            free = part.size - part.used + found["free_slots_bytes"]
+            free = part.size - part.used + found["free_slots_bytes"] + found["going_slots_bytes"]
             free += found["free_slabs"] * self.core.geometry.slab_size + self._leaving(self._policies)
             if total - free > min(one.high_water for one in own) * total:
                 low = min(one.low_water for one in own) * total
