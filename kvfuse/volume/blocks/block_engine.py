@@ -685,6 +685,9 @@ class BlockEngine:
         results, sequences = self._put_some(table, columns, source, size, terms, plain_only=False, only_absent=True)
         return int(results[0]), int(sequences[0])
 
+    def note_back(self, table: BlockTable, row: int) -> None:
+        self.eviction.note_back(table, row)
+
     def has(self, directory: int, names: NameColumns) -> Mask:
         """Which blocks are in the volume. Any thread."""
         return _any_of(self._find_all(directory, names)[1], len(names[1]))
