@@ -112,6 +112,7 @@ typedef struct {
 
 typedef struct {
     uint32_t count, free, held, hint, lead, class, in_list, is_head_due, stale; /* ``stale``: heads to be freed */
+    uint32_t going; /* slots that are free when the writes to them end; they are held, too */
     uint64_t *owners; /* of each slot: SLOT_FREE, SLOT_STALE, SLOT_HELD, or SLOT_OWNED + table << 32 + row */
     uint64_t *takeable; /* a bit for each slot: it is free or stale */
 } Slab;
@@ -317,7 +318,7 @@ static int cut_slab(Core *core, uint32_t number, uint32_t slot_size)
         slab->takeable[words - 1] = ((uint64_t)1 << slab->count % 64) - 1;
     core->classes[class].cut++;
     slab->class = (uint32_t)class, slab->free = slab->count;
-    slab->held = slab->hint = slab->in_list = slab->is_head_due = slab->stale = 0;
+    slab->held = slab->going = slab->hint = slab->in_list = slab->is_head_due = slab->stale = 0;
     return 1;
 }
 
@@ -435,6 +436,7 @@ static void free_slot(Core *core, uint32_t number, uint32_t slot, int is_held)
     if (is_held) { /* a write to it is under way: `end_batch` frees it. A flush that begins now waits for the free head */
         slab->owners[slot] = SLOT_HELD;
         slab->held++;
+        slab->going++;
         owe_free_head(core, number, slot);
         return;
     }
@@ -1377,6 +1379,7 @@ static void end_batch(Core *core, Batch *batch, int is_written)
             }
         } else if (slab->owners && slab->owners[one->slot] == SLOT_HELD) {
             slab->held--;
+            slab->going--;
             free_slot(core, one->slab, one->slot, 0);
         }
         unpin(arena);

@@ -1256,13 +1256,15 @@ static PyObject *take_gone(PyObject *self, PyObject *args)
 static PyObject *statistics(PyObject *self, PyObject *unused)
 {
     Core *core = CORE;
-    uint64_t live = 0, free_bytes = 0, free_slabs = 0;
+    uint64_t live = 0, free_bytes = 0, going_bytes = 0, free_slabs = 0;
     lock(core);
     for (uint32_t i = 0; i < core->free_count; i++)
         free_slabs += core->free_slabs[i] < core->kept_slabs;
     for (uint32_t s = 0; s < core->slab_count; s++)
-        if (core->slabs[s].owners && s < core->kept_slabs)
+        if (core->slabs[s].owners && s < core->kept_slabs) {
             free_bytes += (uint64_t)core->slabs[s].free * core->states[s].slot_size;
+            going_bytes += (uint64_t)core->slabs[s].going * core->states[s].slot_size;
+        }
     for (uint32_t t = 0; t < core->table_end; t++)
         if (core->tables[t].is_known && !core->tables[t].is_ended)
             live += core->tables[t].index.header->live;
@@ -1274,7 +1276,7 @@ static PyObject *statistics(PyObject *self, PyObject *unused)
                {"relocated", core->relocated}, {"refused", core->refused}, {"batches", core->batches},
                {"dirty_bytes", core->dirty_bytes}, {"dirty", core->queue.tail - core->queue.head},
                {"free_slabs", free_slabs}, {"queued", core->queue.tail},
-               {"free_slots_bytes", free_bytes}, {"foreign", core->foreign_rows},
+               {"free_slots_bytes", free_bytes}, {"going_slots_bytes", going_bytes}, {"foreign", core->foreign_rows},
                {"shadows", core->shadows}, {"sequence", core->sequence}, {"written_heads", core->unsynced.tail}};
     unlock(core);
     PyObject *found = PyDict_New(); /* what makes objects may run anything: not under the lock */

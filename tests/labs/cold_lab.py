@@ -115,6 +115,10 @@ class Beside:
         found = self.store.exists(keys)
         assert not any(found), f"{sum(found)} of {len(keys)} blocks are there that were removed"
 
+    def find(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those that are there, hot or cold."""
+        return {key for key, is_there in zip(keys, self.store.exists(keys), strict=True) if is_there}
+
     def check(self, keys: Sequence[bytes]) -> int:
         """Get blocks. How many were there."""
         found = self.store.get_many(keys)

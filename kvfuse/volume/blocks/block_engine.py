@@ -685,6 +685,9 @@ class BlockEngine:
         results, sequences = self._put_some(table, columns, source, size, terms, plain_only=False, only_absent=True)
         return int(results[0]), int(sequences[0])
 
+    def note_back(self, table: BlockTable, row: int) -> None:
+        self.eviction.note_back(table, row)
+
     def has(self, directory: int, names: NameColumns) -> Mask:
         """Which blocks are in the volume. Any thread."""
         return _any_of(self._find_all(directory, names)[1], len(names[1]))
@@ -797,7 +800,7 @@ class BlockEngine:
                 text = f"namespace {table.namespace}: no room for a block of {size} bytes"
                 raise errors.QuotaExceeded(text, table.namespace)
             return
-        if await self.slabs.lend(self._spare_slabs):
+        if await self.slabs.lend(self._spare_slabs) or await self._await_going(size, give_up):
             return
         if self._hosts is not None:  # those that have more blocks give some of their slabs
             self._hosts.ask(self._spare_slabs)
@@ -805,6 +808,19 @@ class BlockEngine:
             return
         if is_late or not await self._await_hosts(give_up):
             raise errors.NoSpace(f"no slot for a block of {size} bytes, and nothing can be evicted for it")
+
+    async def _await_going(self, size: int, deadline: float) -> bool:
+        """Wait until a write ends, if slots of so many bytes are free then: their blocks went while they were written.
+
+        False: there are none. EngineTimeout: the medium is slow, and it would not help to evict what waits for it.
+        """
+        if self.native.statistics()["going_slots_bytes"] < size:
+            return False
+        with trio.move_on_at(deadline) as scope:
+            await self.writer.await_progress()
+        if scope.cancelled_caught:
+            raise errors.EngineTimeout("slots of blocks that went are still being written: the medium is slow")
+        return True
 
     async def _await_hosts(self, deadline: float) -> bool:
         """Wait for slabs of other hosts. False: none are to come."""

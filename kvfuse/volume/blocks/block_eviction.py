@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
@@ -80,7 +80,9 @@ class ColdDoor(Protocol):
     leaving: Counter[int]
 
     def offer(self, namespace: int, gone: Victims) -> tuple[Victims, int]: ...
-    def surrender(self, size: int) -> int: ...
+    def surrender(self, size: int, namespaces: Collection[int]) -> int: ...
+    def surrender_stored(self, size: int, namespaces: Collection[int]) -> int: ...
+    def note_evicted(self, namespace: int, found: npt.NDArray[np.void], sequences: Words) -> None: ...
 
 
 class NamespacePolicy:
@@ -274,6 +276,13 @@ class BlockEviction:
         finally:
             self._refresh(key)
 
+    def note_back(self, table: BlockTable, row: int) -> None:
+        """A block came back from the cold tier for somebody who reads it next: it is as just used, whatever was asked
+        for before, and fresh."""
+        self._tell()
+        self.used_elsewhere(table, np.array([row], np.int64))
+        self._refresh(int(table.rows["low"][row]))
+
     def _refresh(self, key: int) -> None:
         now = time.monotonic()
         self._fresh.pop(key, None)
@@ -402,20 +411,30 @@ class BlockEviction:
         self._tell()
         used, _ = self.use(namespace)
         self._full |= {namespace}
-        if self.cold is not None and self.cold.surrender(max(size, int(used * STEP_SHARE))):
-            return True
-        return self._evict(self._inner(namespace), max(size, int(used * STEP_SHARE))) > 0
+        return self._evict_now(self._inner(namespace), max(size, int(used * STEP_SHARE))) > 0
 
     def make_room(self, size: int) -> bool:
         """Remove blocks of any namespace, or all of some slabs, for ``size`` bytes more. False: there are none."""
         self._tell()
         self._full |= {ROOT}
         data_size = self.core.geometry.data_size
-        if self.cold is not None and self.cold.surrender(max(size, int(STEP_SHARE * data_size))):
-            return True
         if self.native.statistics()["free_slots_bytes"] > SCATTERED_SHARE * data_size and self.empty_slabs():
             return True
-        return self._evict(list(self._policies), max(size, int(STEP_SHARE * data_size))) > 0
+        return self._evict_now(list(self._policies), max(size, int(STEP_SHARE * data_size))) > 0
+
+    def _evict_now(self, numbers: Sequence[int], size: int) -> int:
+        """Remove blocks of so many bytes, as somebody waits for their room. The bytes.
+
+        With a cold tier, the next victims wait for the bucket, and those go that have waited longest, unless enough of
+        the victims are in the bucket already. What is on its way there goes if there is nothing else.
+        """
+        if self.cold is None:
+            return self._evict(numbers, size)
+        before = self._leaving(numbers)
+        freed = self._evict(numbers, size, ahead=True) - (self._leaving(numbers) - before)
+        if freed < size:
+            freed += self.cold.surrender(size - freed, numbers)
+        return freed or self.cold.surrender_stored(size, numbers)
 
     def _keep_below(self) -> None:
         accounts, full = self.core.namespaces.accounts, set()
@@ -435,7 +454,7 @@ class BlockEviction:
         if own:
             part, found = self.core.part(), self.native.statistics()
             total = part.size
-            free = part.size - part.used + found["free_slots_bytes"]
+            free = part.size - part.used + found["free_slots_bytes"] + found["going_slots_bytes"]
             free += found["free_slabs"] * self.core.geometry.slab_size + self._leaving(self._policies)
             if total - free > min(one.high_water for one in own) * total:
                 low = min(one.low_water for one in own) * total
@@ -563,6 +582,7 @@ class BlockEviction:
             sizes, sequences = np.zeros(len(rows), np.int64), np.ascontiguousarray(gone.sequences[own])
             highs = table.rows["high"][rows]
             if self.cold is not None:
+                found = table.rows[rows].copy()
                 is_it = table.rows["sequence"][rows] == sequences
                 self.cold.tier.supersede(keys[is_it], highs[is_it], sequences[is_it])
             self.native.drop_rows(table.number, rows, sequences, sizes)
@@ -570,6 +590,8 @@ class BlockEviction:
             went = sizes > 0
             if self.cold is not None:
                 self.cold.tier.released(keys[went], highs[went], sequences[went])
+                if reason == "room":
+                    self.cold.note_evicted(table.namespace, found[went], sequences[went])
             self._count_gone(table, keys[went], stored[went], reason)
             self.news.gone(table, rows[went], gone.sequences[own][went])
         return freed

@@ -1,15 +1,16 @@
 """Brings blocks to the cold tier before they leave the volume, and back when somebody asks for them.
 
 *Demotion*: blocks that a policy gives up ahead of need wait here, still in the volume, until an object is full of them
-or a moment has passed. Once that is stored they go. Where room is wanted at once, or more wait than the bucket takes,
-they go without. *Promotion*: a block that is asked for is read, verified, and put back, if no other has its name then.
+or a moment has passed. Once that is stored they go: so they are found all the time. Where room is wanted at once, those
+that wait go without, oldest first (`surrender`); what is on its way stays. Each block that is lost so is counted.
+*Promotion*: a block that is asked for is read, verified, and put back, if no other has its name then.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -44,8 +45,8 @@ WAITING_OBJECTS = 8
 PROMOTERS = 4
 TAKEN_BYTES = 16 << 20
 """of blocks that one of them reads together"""
-ROOM_SECONDS = 1.0
-"""for which a block that came back waits for room"""
+LEAVE_SECONDS, ROOM_SECONDS = 1.0, 1.0
+"""for which a block that came back waits until others are in the bucket; and then for room"""
 
 Rows = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -66,6 +67,7 @@ class HotBlocks(Protocol):
     def has(self, directory: int, names: NameColumns) -> Mask: ...
     def table(self, directory: int, namespace: int, uid: int, gid: int, mode: int) -> BlockTable: ...
     def put_absent(self, table: BlockTable, name: bytes, data: memoryview, terms: RowTerms) -> tuple[int, int]: ...
+    def note_back(self, table: BlockTable, row: int) -> None: ...
     async def make_room(self, why: int, table: BlockTable, size: int, give_up: float) -> None: ...
 
 
@@ -103,8 +105,12 @@ class ColdBlocks:
     """namespace -> bytes of slots that are about to be free"""
     _queue: deque[LeavingRows] = field(default_factory=deque)
     _stored: list[LeavingRows] = field(default_factory=list)
-    """on their way to the bucket: they may go at any time"""
+    """on their way to the bucket: they stay until it has them, or has not taken them, or nothing else can go"""
     _work: trio.Event = field(default_factory=trio.Event)
+    _is_hurried: bool = False
+    """somebody waits for the room of blocks that leave"""
+    _went: trio.Event = field(default_factory=trio.Event)
+    """set, and replaced, when some have left"""
     _wanted: dict[int, _Wanted] = field(default_factory=dict)
     """row of the index -> the block that is on its way back"""
     _to_read: deque[_Wanted] = field(default_factory=deque)
@@ -154,23 +160,16 @@ class ColdBlocks:
 
     def offer(self, namespace: int, gone: Victims) -> tuple[Victims, int]:
         """Take those victims that are worth it: they go later. The others; bytes of slots of those that it took."""
-        settings = self.engine.core.namespaces.all.get(namespace)
         room = WAITING_OBJECTS * self.tier.options.object_size - sum(self.leaving.values())
-        is_wanted = settings is not None and settings.settings.cold != "none"
-        if not (is_wanted and self.tier.is_loaded and self.tier.is_usable) or room <= 0 or not len(gone.rows):
+        if not self.tier.is_usable or room <= 0 or not len(gone.rows):
             return gone, 0
-        assert settings is not None
-        takes, rate = np.zeros(len(gone.rows), np.bool_), settings.settings.recompute_rate
+        takes, rate = np.zeros(len(gone.rows), np.bool_), self._recompute_rate(namespace)
         for place in np.unique(gone.tables).tolist():
             own, table = np.flatnonzero(gone.tables == place), self.engine.tables.all[place]
             found = table.rows[gone.rows[own]]
-            fits = (found["flags"] & np.uint32(forms.FOREIGN) == 0) & (found["sequence"] == gone.sequences[own])
-            fits &= found["length"] <= self.tier.options.object_size // 2
-            if settings.settings.cold == "used":
-                fits &= (found["flags"] & np.uint32(forms.HOT) != 0) | (found["used"] > found["stored"])
+            fits = self._are_wanted(namespace, found, gone.sequences[own])
             if rate:
                 fits &= self.engine.core.reads.speeds.cold.expect(found["length"]) < found["length"] / rate
-            fits &= ~self.tier.are_copied(found["low"].copy(), found["high"].copy(), gone.sequences[own])
             fits &= np.cumsum(np.where(fits, gone.sizes[own], 0)) <= room
             room -= int(gone.sizes[own][fits].sum())
             takes[own] = fits
@@ -181,28 +180,47 @@ class ColdBlocks:
         self._work.set()
         return Victims._make(column[~takes] for column in gone), int(gone.sizes[takes].sum())
 
+    def _recompute_rate(self, namespace: int) -> int:
+        found = self.engine.core.namespaces.all.get(namespace)
+        return found.settings.recompute_rate if found is not None else 0
+
+    def _are_wanted(self, namespace: int, found: npt.NDArray[np.void], sequences: Words) -> Mask:
+        """Which blocks are to be in the cold tier once they leave the volume, and are not. ``found``: their rows."""
+        settings = self.engine.core.namespaces.all.get(namespace)
+        if settings is None or settings.settings.cold == "none":
+            return np.zeros(len(found), np.bool_)
+        fits: Mask = (found["flags"] & np.uint32(forms.FOREIGN) == 0) & (found["sequence"] == sequences)
+        fits &= found["length"] <= self.tier.options.object_size // 2
+        if settings.settings.cold == "used":
+            fits &= (found["flags"] & np.uint32(forms.HOT) != 0) | (found["used"] > found["stored"])
+        return fits & ~self.tier.are_copied(found["low"].copy(), found["high"].copy(), sequences)
+
+    def note_evicted(self, namespace: int, found: npt.NDArray[np.void], sequences: Words) -> None:
+        """Blocks of these rows have left the volume for room. Those that were to become cold, and did not, are lost."""
+        self.counters["surrendered"] += int(np.count_nonzero(self._are_wanted(namespace, found, sequences)))
+
     def _take(self, namespace: int, table: BlockTable, gone: Victims, own: Rows) -> None:
         rows = np.ascontiguousarray(gone.rows[own], np.int64)
         self._queue.append(LeavingRows(namespace, table, rows, gone.sequences[own].copy(), gone.sizes[own].copy()))
         self.leaving[namespace] += int(gone.sizes[own].sum())
 
-    def surrender(self, size: int) -> int:
-        """Have blocks of so many bytes leave the volume now: first those that are on their way to the bucket, as these
-        become cold all the same. The bytes of slots."""
-        freed = 0
-        while self._stored and freed < size:
-            freed += self._let_go(self._stored.pop())
-        while self._queue and freed < size:
-            one = self._queue.popleft()
-            self.counters["surrendered"] += len(one.rows)
-            freed += self._let_go(one)
-        return freed
+    def surrender(self, size: int, namespaces: Collection[int]) -> int:
+        """Have blocks of so many bytes, which wait for the bucket, leave the volume now, those first that were given up
+        first. The bytes of slots."""
+        return _let_go_some(self._queue, size, namespaces, self._let_go)
+
+    def surrender_stored(self, size: int, namespaces: Collection[int]) -> int:
+        """As `surrender`, of blocks that are on their way to the bucket: they are absent until it has them."""
+        return _let_go_some(self._stored, size, namespaces, self._let_go)
 
     def _let_go(self, one: LeavingRows) -> int:
         self.leaving[one.namespace] -= int(one.sizes.sum())
+        went, self._went = self._went, trio.Event()
+        went.set()
         return self.drop(one)
 
     async def _demote(self) -> None:
+        await self.tier.loaded.wait()
         while True:
             await self._gather()
             some = self._next_batch()
@@ -220,13 +238,14 @@ class ColdBlocks:
         part = int(BATCH_SHARE * self.engine.core.geometry.data_size)
         enough = min(self.tier.options.object_size, max(BATCH_MIN, part))
         with trio.move_on_after(GATHER_SECONDS):
-            while sum([int(one.sizes.sum()) for one in self._queue]) < enough:
+            while not self._is_hurried and sum([int(one.sizes.sum()) for one in self._queue]) < enough:
                 self._work = trio.Event()
                 await self._work.wait()
 
     def _next_batch(self) -> list[LeavingRows]:
         """What goes into the next object, or what is to be dropped with it."""
         room, some = self.tier.options.object_size - layout.data_start(0), list[LeavingRows]()
+        self._is_hurried = False
         while self._queue:
             one = self._queue.popleft()
             each = one.table.rows["length"][one.rows].astype(np.int64) + layout.STEP + forms.HEAD.itemsize
@@ -240,24 +259,25 @@ class ColdBlocks:
         return some
 
     async def _store(self, some: list[LeavingRows]) -> int:
-        """Store blocks, and have them leave the volume. Bytes that were stored."""
+        """Store blocks, and have them leave the volume. Bytes that were stored.
+
+        If cancelled they stay in the volume.
+        """
         whole, size = tuple(some), 0
+        self._stored = some
         try:
             heads = np.concatenate([self._heads_of(one) for one in whole])
             offsets = layout.offsets_of(heads["length"].astype(np.int64))
             data = np.zeros(int(offsets[-1]), np.uint8).data  # zeros also between blocks: all of it leaves this machine
             await self._fill(whole, heads, offsets, data)
-            self._stored = some  # from here on they may go at any time
             here = await self.tier.store(heads, data, lambda: self._are_here(whole))
             if here is not None:
                 self.counters["demoted"] += int(np.count_nonzero(here))
                 self.counters["demoted_bytes"] += (size := int(heads["length"][here].sum()))
         except errors.EngineError as error:
             log.warning("blocks cannot be read for the cold tier: %s", error)
-        finally:
-            self._stored = []
-            for one in some:
-                self._let_go(one)
+        while some:
+            self._let_go(some.pop())
         return size
 
     def _are_here(self, some: Sequence[LeavingRows]) -> Mask:
@@ -341,7 +361,7 @@ class ColdBlocks:
                 self._to_read.append(one)
             waiting.append(one)
         self._asked.set()
-        with trio.move_on_after(self.tier.options.deadline + ROOM_SECONDS):
+        with trio.move_on_after(self.tier.options.deadline + LEAVE_SECONDS + ROOM_SECONDS):
             for one in waiting:
                 await one.done.wait()
 
@@ -390,7 +410,7 @@ class ColdBlocks:
                 return
         table = self.engine.table(group.directory, group.namespace, group.uid, group.gid, group.mode)
         terms = RowTerms(int(entry["expires"]), int(entry["priority"]), shown_us=int(entry["stored"]) * 1_000_000)
-        give_up = trio.current_time() + ROOM_SECONDS
+        patience = trio.current_time() + LEAVE_SECONDS
         while True:
             with self.tier.taking(one.row, one.sequence) as is_it:
                 if not is_it or not self.tier.is_valid(group):
@@ -398,15 +418,47 @@ class ColdBlocks:
                 result, sequence = self.engine.put_absent(table, one.name, data, terms)
                 if result >= 0:
                     self.tier.note_hot(one.row, sequence)
+                    self.engine.note_back(table, result)
             if result >= 0 or result == forms.PRESENT:
                 break
-            await self.engine.make_room(result, table, len(data), give_up)
+            if result == forms.NO_MEMORY or not await self._await_leaving(patience):
+                await self.engine.make_room(result, table, len(data), patience + ROOM_SECONDS)
         if result >= 0:
             self.counters["promoted"] += 1
             self.counters["promoted_bytes"] += len(data)
 
+    async def _await_leaving(self, until: float) -> bool:
+        """Wait until some of the blocks that leave have left. False: there are none, or none has by then."""
+        if not sum(self.leaving.values()):
+            return False
+        self._is_hurried = True
+        self._work.set()
+        with trio.move_on_at(until) as scope:
+            await self._went.wait()
+        return not scope.cancelled_caught
+
     def statistics(self) -> dict[str, Any]:
         return {**self.tier.statistics(), **self.counters, "leaving_bytes": sum(self.leaving.values())}
+
+
+def _let_go_some(
+    waiting: deque[LeavingRows] | list[LeavingRows], size: int, namespaces: Collection[int],
+    let_go: Callable[[LeavingRows], int],
+) -> int:  # fmt: skip
+    """Let go of blocks of namespaces, the first ones first, until they have so many bytes of slots. The bytes."""
+    freed = 0
+    for one in list(waiting):
+        if freed >= size:
+            break
+        if one.namespace in namespaces:
+            count = int(np.searchsorted(np.cumsum(one.sizes), size - freed)) + 1
+            place = next(number for number, other in enumerate(waiting) if other is one)
+            if count < len(one.rows):
+                waiting[place] = _part(one, slice(count, None))
+            else:
+                del waiting[place]
+            freed += let_go(_part(one, slice(0, count)))
+    return freed
 
 
 def _part(one: LeavingRows, which: slice) -> LeavingRows:

@@ -108,6 +108,7 @@ class ColdTier:
         self.on_directory: Callable[[int], None] = lambda directory: None
         """is called before the first block of a directory is here"""
         self.is_loaded = False
+        self.loaded = trio.Event()
         self._reader = Bucket(options, options.deadline, options.in_flight_max)
         self._writer = Bucket(options, options.put_deadline, 4)
         self._volume_id = volume_id
@@ -251,6 +252,7 @@ class ColdTier:
             self._tidy_log()
             self.is_loaded = True
             self._killed.clear()
+        self.loaded.set()
         log.info("%d cold blocks found in %.2f s", self.index.count, time.perf_counter() - began)
 
     def _read_log(self, listed: set[int]) -> set[int]:

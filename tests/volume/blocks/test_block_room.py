@@ -9,10 +9,12 @@ import inside
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from namespace_lab import make_namespace
-from volume_lab import CALLER, MIB, Disk, lab_options, opened
+from volume_lab import CALLER, MIB, Chaos, Disk, lab_options, opened
 
 from kvfuse.errors import NoSpace, QuotaExceeded
+from kvfuse.native.blockforms import name_columns
 from kvfuse.options.config import Options
 from kvfuse.volume.api import ROOT_INODE, RowTerms
 from kvfuse.volume.blocks import block_eviction
@@ -173,3 +175,34 @@ async def test_memory_whose_making_was_cut_short_is_given_back(disk: Disk, optio
         assert scope.cancelled_caught
         engine.arenas.leave()
         assert engine.arenas.size == 0
+
+
+async def test_a_slow_medium_does_not_empty_the_volume(chaos: Chaos) -> None:
+    """Slots of blocks that went while they were written are free later: until then no others go in their place."""
+    options = lab_options(capacity=24 * MIB, tier_size=64 * MIB, staging_size=8 * MIB)
+    async with opened(Disk.format(options), options, chaos) as volume:
+        waters = {"high_water": "0.9", "low_water": "0.8"}
+        directory = await make_namespace(
+            volume, ROOT_INODE, b"kv", kind="blocks", admission="all", eviction="lru", **waters
+        )
+        engine = engine_of(volume)
+        table = engine.table(directory, directory, 0, 0, 0o644)
+        await fill(engine, table, 2 * 24 * MIB // BLOCK)
+        await engine.writer.flush()
+        before, names = engine.native.statistics()["blocks"], [b"new-%d" % number for number in range(400)]
+        chaos.stalled_writes = stalled = trio.Event()
+
+        async def put_more() -> None:
+            for name in names:
+                await engine.put(table, [name], [memoryview(name * (BLOCK // len(name)))], RowTerms())
+
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(put_more)
+                for _ in range(300):
+                    engine.eviction.look()
+                    await trio.testing.wait_all_tasks_blocked(0.001)
+                count, chaos.stalled_writes = engine.native.statistics()["blocks"], None
+                stalled.set()
+        assert count > 0.7 * before
+        assert engine.has(directory, name_columns(names))[-100:].all()
