@@ -1,0 +1,106 @@
+"""Handles that nfs-ganesha gave to clients, over restarts of the daemon, of the server and of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from mounting import KvfuseMount, temporary_mount, wait_until
+from nfs_calls import STALE, NfsCalls, NfsError
+from nfs_lab import PSEUDO, Ganesha, ganesha, require_ganesha
+from outlive_guest import daemon_of
+from rings import require_lab
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("ganesha")]
+
+
+@pytest.fixture
+def mount() -> Iterator[KvfuseMount]:
+    with temporary_mount(("outlive", "export", "capacity=256MiB")) as made:
+        yield made
+
+
+@pytest.fixture
+def server(mount: KvfuseMount, tmp_path: Path) -> Iterator[Ganesha]:
+    require_lab("ganesha")
+    require_ganesha()
+    with ganesha(mount.point, tmp_path / "ganesha") as made:
+        made.start()
+        yield made
+        if mount.is_mounted:
+            made.close()  # or the mount is busy
+
+
+def kill_daemon(mount: KvfuseMount) -> None:
+    former = daemon_of(mount.point)
+    os.kill(former, signal.SIGKILL)
+    wait_until(lambda: daemon_of(mount.point) != former, "the next daemon")
+
+
+def content(calls: NfsCalls, handle: bytes) -> bytes | None:
+    """None: it is stale."""
+    try:
+        return calls.read(handle, 1 << 16)
+    except NfsError as error:
+        assert error.status == STALE
+        return None
+
+
+@contextmanager
+def other_mount(folder: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_handles_live_over_restarts(mount: KvfuseMount, server: Ganesha, tmp_path: Path) -> None:
+    point = mount.point
+    (point / "folder").mkdir()
+    names = ["kept", "folder/deep", "renamed", "removed", "replaced"]
+    for name in names:
+        (point / name).write_bytes(name.encode())
+    calls = server.connect()
+    handles = {name: calls.find([PSEUDO, *name.split("/")]) for name in names}
+    numbers = {name: calls.facts(handle).fileid for name, handle in handles.items()}
+    assert numbers == {name: os.stat(point / name).st_ino for name in names}
+    os.rename(point / "renamed", point / "folder" / "other")
+    os.unlink(point / "removed")
+    os.rename(point / "folder" / "deep", point / "replaced")
+    expected = {"kept": b"kept", "folder/deep": b"folder/deep", "renamed": b"renamed", "removed": None, "replaced": None}
+
+    def check(what: str) -> None:
+        found = {name: content(calls, handle) for name, handle in handles.items()}
+        assert found == expected, what
+
+    kill_daemon(mount)
+    check("the daemon was killed")
+    calls.close()
+    server.end(signal.SIGKILL)
+    server.start()
+    calls = server.connect()
+    check("the server was killed")
+    calls.close()
+    server.end(signal.SIGKILL)
+    kill_daemon(mount)
+    server.start()
+    calls = server.connect()
+    check("both were killed")
+    calls.close()
+    server.end()
+    device = os.stat(point).st_dev
+    mount.unmount()
+    with other_mount(tmp_path / "ganesha" / "recovery"):  # it takes the device number
+        mount.mount()
+    assert os.stat(point).st_dev != device
+    (point / "removed").write_bytes(b"another file")
+    server.start()
+    calls = server.connect()
+    check("the volume was unmounted")
+    calls.close()
