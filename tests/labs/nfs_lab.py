@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from mounting import wait_until
+from mounting import in_own_mounts, wait_until
 from nfs_calls import NfsCalls
 
-PORT = 20049
+PORT, MOUNT_PORT, BINDER_PORT = 20049, 20048, 111
 PSEUDO = "kv"
 """the export's name in the server's root"""
 CONF = """
-NFS_CORE_PARAM {{ NFS_Port = {port}; Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}
+NFS_CORE_PARAM {{ NFS_Port = {port}; MNT_Port = {mount_port}; Protocols = {protocols}; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}
 NFSv4 {{ Graceless = {graceless}; Grace_Period = 10; Lease_Lifetime = 10; RecoveryRoot = "{folder}/recovery";
          RecoveryBackend = fs; Minor_Versions = 0, 1, 2; Only_Numeric_Owners = true; }}
 EXPORT {{ Export_Id = 77; Path = "{point}"; Pseudo = "/{pseudo}"; Access_Type = RW; Squash = No_Root_Squash;
-          SecType = sys; Protocols = 4; Transports = TCP; Filesystem_Id = 77.1; FSAL {{ Name = VFS; fsid_type = Major64; }} }}
+          SecType = sys; Protocols = {protocols}; Transports = TCP; Filesystem_Id = 77.1; FSAL {{ Name = VFS; fsid_type = Major64; }} }}
 LOG {{ Default_Log_Level = EVENT; }}
 """
 """Major64: the device number, which each mount has another of, is in no handle."""
@@ -38,40 +37,52 @@ def require_ganesha() -> None:
         pytest.skip("nfs-ganesha is not installed (scripts/lib.sh: NFS_PACKAGES)")
 
 
+HOME = "mount -t tmpfs run /run && ip link set lo up && echo && exec rpcbind -f -i"
+"""rpcbind has its files in a /run of its own, so servers register by TCP; without it there is no NFS 3."""
+
+
 class Ganesha:
-    """A server in a network namespace of its own, where no other NFS server and no rpcbind is."""
+    """A server in a network namespace of its own, where no other NFS server is. ``own``: False: where the caller is, and NFS 4
+    alone. ``graceless``: clients cannot reclaim what they had open from the server before."""
 
     def __init__(self, point: Path, folder: Path, *, graceless: bool = True, own: bool = True) -> None:
         self._folder, self._own = folder, own
         (folder / "recovery").mkdir(parents=True)
         self._conf, self.log = folder / "ganesha.conf", folder / "ganesha.log"
-        conf = CONF.format(port=PORT, folder=folder, point=point, pseudo=PSEUDO, graceless=graceless)
-        self._conf.write_text(conf)
+        places = {"folder": folder, "point": point, "pseudo": PSEUDO, "port": PORT, "mount_port": MOUNT_PORT}
+        self._conf.write_text(CONF.format(**places, graceless=graceless, protocols="3, 4" if own else "4"))
+        self.url = f"nfs://127.0.0.1{point}?version=3&nfsport={PORT}&mountport={MOUNT_PORT}"
+        """for libnfs, whose NFS 4 is of little use"""
         self._server: subprocess.Popen[bytes] | None = None
-        command = ["sh", "-c", "ip link set lo up && echo && exec sleep infinity"]
-        self._home = subprocess.Popen(["unshare", "--net", *command], stdout=subprocess.PIPE) if own else None
-        assert self._home is None or (self._home.stdout is not None and self._home.stdout.readline())
+        command = [*in_own_mounts(folder, "private", "--net"), "sh", "-c", HOME]
+        self._home = subprocess.Popen(command, stdout=subprocess.PIPE) if own else None
+        if self._home is not None:
+            assert self._home.stdout is not None
+            assert self._home.stdout.readline(), "no namespaces"
+            wait_until(lambda: self._answers(BINDER_PORT), "rpcbind")
 
     def inside(self, *command: str) -> list[str]:
         """A command that runs where the server is."""
-        return ["nsenter", f"--net=/proc/{self._home.pid}/ns/net", *command] if self._home else list(command)
+        return ["nsenter", "--target", str(self._home.pid), "--net", *command] if self._home else list(command)
 
     def start(self) -> None:
         """Returns when the server answers."""
         words = ["-F", "-L", str(self.log), "-f", str(self._conf), "-p", str(self._folder / "pid")]
         self._server = subprocess.Popen(self.inside("ganesha.nfsd", *words))
-        wait_until(self._answers, "the server")
+        wait_until(lambda: self._answers(PORT), "the server")
 
-    def _answers(self) -> bool:
-        assert self._server is not None
-        assert self._server.poll() is None, self.log.read_text()
+    def _answers(self, port: int) -> bool:
+        assert self._server is None or self._server.poll() is None, self.log.read_text()
         try:
-            self.connect().close()
+            self._connect(port).close()
         except ConnectionRefusedError:
             return False
         return True
 
     def connect(self) -> NfsCalls:
+        return NfsCalls(self._connect(PORT))
+
+    def _connect(self, port: int) -> socket.socket:
         made: list[socket.socket | OSError] = []
 
         def make() -> None:  # a thread has a network namespace of its own
@@ -79,7 +90,7 @@ class Ganesha:
                 if self._home is not None:
                     with open(f"/proc/{self._home.pid}/ns/net") as namespace:
                         assert not ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET)
-                made.append(socket.create_connection(("127.0.0.1", PORT), 60))
+                made.append(socket.create_connection(("127.0.0.1", port), 60))
             except OSError as error:
                 made.append(error)
 
@@ -89,7 +100,7 @@ class Ganesha:
         (connection,) = made
         if isinstance(connection, OSError):
             raise connection
-        return NfsCalls(connection)
+        return connection
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """End the server, by this signal, and wait for it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
+import random
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +17,7 @@ from mounting import KvfuseMount, temporary_mount, wait_until
 from nfs_calls import STALE, NfsCalls, NfsError
 from nfs_lab import PSEUDO, Ganesha, ganesha, require_ganesha
 from outlive_guest import daemon_of
+from places import LABS
 from rings import require_lab
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("ganesha")]
@@ -49,6 +53,24 @@ def content(calls: NfsCalls, handle: bytes) -> bytes | None:
     except NfsError as error:
         assert error.status == STALE
         return None
+
+
+def test_no_call_of_a_client_fails_while_daemons_are_killed(
+    mount: KvfuseMount, server: Ganesha, rng: random.Random
+) -> None:
+    if ctypes.util.find_library("nfs") is None:
+        pytest.skip("libnfs is not installed (scripts/lib.sh: NFS_PACKAGES)")
+    command = server.inside(sys.executable, str(LABS / "nfs_load.py"), server.url, str(rng.randrange(1 << 30)))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as load:
+        assert load.stdin is not None
+        assert load.stdout is not None
+        for _ in range(6):
+            for _ in range(rng.randrange(5, 40)):
+                assert load.stdout.readline() == "round\n", "a call failed: its message is above"
+            kill_daemon(mount)
+        load.stdin.close()
+        assert load.stdout.read().endswith("done\n")
+    assert load.returncode == 0
 
 
 @contextmanager
