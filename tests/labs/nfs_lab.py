@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import signal
 import socket
@@ -131,3 +132,55 @@ def ganesha(point: Path, folder: Path, *, graceless: bool = True, own: bool = Tr
         yield server
     finally:
         server.close()
+
+
+# -- the kernel's parts, in the machine of scripts/rdma-vm -----------------------------------------------
+
+
+def load_modules() -> None:
+    """Of the client, and of the kernel's server."""
+    folder = Path(os.environ["KVFUSE_VM_MODULES"], "nfs")
+    for file in (folder / "order").read_text().split():
+        if not Path("/sys/module", file.removesuffix(".ko").replace("-", "_")).exists():
+            subprocess.run(["insmod", str(folder / file)], check=True)
+
+
+class KernelServer:
+    """nfsd, of which each kernel has one. It exports ``point``."""
+
+    def __init__(self, point: Path) -> None:
+        self._point = point
+        if not os.path.ismount("/proc/fs/nfsd"):
+            subprocess.run(["mount", "-t", "nfsd", "nfsd", "/proc/fs/nfsd"], check=True)
+            Path("/var/lib/nfs/v4recovery").mkdir(parents=True, exist_ok=True)
+            Path("/var/lib/nfs/etab").touch()
+            subprocess.run(["rpc.mountd", "-N", "2", "-N", "3", "-u"], check=True)
+
+    def start(self) -> None:
+        """Exports have a fsid: by default a handle has the device number, which each mount has another of."""
+        words = ["rw,no_root_squash,no_subtree_check,insecure,fsid=0", f"127.0.0.1:{self._point}"]
+        subprocess.run(["exportfs", "-o", *words], check=True)
+        command = ["rpc.nfsd", "-N", "3", "-p", str(PORT), "-G", "10", "-L", "10", "2"]
+        subprocess.run(command, check=True)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """No program is there that could be killed: both signals are the same."""
+        subprocess.run(["rpc.nfsd", "0"], check=True)
+        subprocess.run(["exportfs", "-ua"], check=True)
+        subprocess.run(["exportfs", "-f"], check=True)
+
+    def close(self) -> None:
+        self.end()
+
+
+@contextmanager
+def client(name: str, point: Path, version: str = "4.2") -> Iterator[Path]:
+    """The kernel's client of the export called ``name``, mounted at ``point``."""
+    words = f"vers={version},port={PORT},sec=sys,hard"
+    subprocess.run(["mount", "-t", "nfs4", "-o", words, f"127.0.0.1:/{name}", str(point)], check=True, timeout=120)
+    try:
+        yield point
+        subprocess.run(["umount", str(point)], check=True, timeout=120)
+    finally:
+        if os.path.ismount(point):
+            subprocess.run(["umount", "-f", "-l", str(point)], check=False)
