@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 PROGRAM, VERSION, COMPOUND = 100003, 4, 1
 GETATTR, GETFH, LOOKUP, PUTFH, PUTROOTFH, READ = 9, 10, 15, 22, 24, 25
-STALE = 70
-"""NFS4ERR_STALE"""
+ABSENT, STALE = 2, 70
+"""NFS4ERR_NOENT, NFS4ERR_STALE"""
 ANYBODY = bytes(16)
 """the state of a read of a file that nobody has opened"""
 _SIZE, _FILEID = 4, 20

@@ -21,14 +21,17 @@ PORT, MOUNT_PORT, BINDER_PORT = 20049, 20048, 111
 PSEUDO = "kv"
 """the export's name in the server's root"""
 CONF = """
-NFS_CORE_PARAM {{ NFS_Port = {port}; MNT_Port = {mount_port}; Protocols = {protocols}; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}
+NFS_CORE_PARAM {{ NFS_Port = {port}; MNT_Port = {mount_port}; Protocols = {protocols};
+                  Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}
 NFSv4 {{ Graceless = {graceless}; Grace_Period = 10; Lease_Lifetime = 10; RecoveryRoot = "{folder}/recovery";
          RecoveryBackend = fs; Minor_Versions = 0, 1, 2; Only_Numeric_Owners = true; }}
 EXPORT {{ Export_Id = 77; Path = "{point}"; Pseudo = "/{pseudo}"; Access_Type = RW; Squash = No_Root_Squash;
-          SecType = sys; Protocols = {protocols}; Transports = TCP; Filesystem_Id = 77.1; FSAL {{ Name = VFS; fsid_type = Major64; }} }}
+          SecType = sys; Protocols = {protocols}; Transports = TCP; Filesystem_Id = 77.1; Attr_Expiration_Time = 0;
+          FSAL {{ Name = VFS; fsid_type = Major64; }} }}
 LOG {{ Default_Log_Level = EVENT; }}
 """
-"""Major64: the device number, which each mount has another of, is in no handle."""
+"""Major64: the device number, which each mount has another of, is in no handle. No expiration: changes on the mount
+itself are seen at once."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -43,8 +46,11 @@ HOME = "mount -t tmpfs run /run && ip link set lo up && echo && exec rpcbind -f 
 
 
 class Ganesha:
-    """A server in a network namespace of its own, where no other NFS server is. ``own``: False: where the caller is, and NFS 4
-    alone. ``graceless``: clients cannot reclaim what they had open from the server before."""
+    """A server in a network namespace of its own, where no other NFS server is.
+
+    ``own``: False: where the caller is, and NFS 4 alone. ``graceless``: clients cannot reclaim what they had open from
+    the server before.
+    """
 
     def __init__(self, point: Path, folder: Path, *, graceless: bool = True, own: bool = True) -> None:
         self._folder, self._own = folder, own

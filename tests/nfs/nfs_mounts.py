@@ -159,9 +159,7 @@ def test_locks_hold_among_clients_of_the_server(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("is_remounted", [False, True], ids=["server", "server and mount"])
-def test_open_files_go_on_after_a_restart(
-    served: Served, folder: Path, rng: random.Random, is_remounted: bool
-) -> None:
+def test_open_files_go_on_after_a_restart(served: Served, folder: Path, rng: random.Random, is_remounted: bool) -> None:
     content = rng.randbytes(500_000)
     (folder / "read").write_bytes(content)
     with (folder / "written").open("w+b", buffering=0) as file, (folder / "read").open("rb") as read:

@@ -8,13 +8,13 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from mounting import KvfuseMount, temporary_mount, wait_until
-from nfs_calls import STALE, NfsCalls, NfsError
+from nfs_calls import ABSENT, STALE, NfsCalls, NfsError
 from nfs_lab import PSEUDO, Ganesha, ganesha, require_ganesha
 from outlive_guest import daemon_of
 from places import LABS
@@ -52,7 +52,7 @@ def content(calls: NfsCalls, handle: bytes) -> bytes | None:
         return calls.read(handle, 1 << 16)
     except NfsError as error:
         assert error.status == STALE
-        return None
+    return None
 
 
 def test_no_call_of_a_client_fails_while_daemons_are_killed(
@@ -71,6 +71,30 @@ def test_no_call_of_a_client_fails_while_daemons_are_killed(
         load.stdin.close()
         assert load.stdout.read().endswith("done\n")
     assert load.returncode == 0
+
+
+def test_changes_on_the_mount_are_seen_by_clients_at_once(mount: KvfuseMount, server: Ganesha) -> None:
+    calls = server.connect()
+    folder = mount.point / "folder"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"first")
+    handle = calls.find([PSEUDO, "folder", "file"])
+    assert calls.read(handle, 100) == b"first"
+    assert fails(lambda: calls.find([PSEUDO, "folder", "other"])) == ABSENT
+    (folder / "file").write_bytes(b"second")
+    os.rename(folder / "file", folder / "other")
+    assert calls.facts(handle).size == 6
+    assert calls.read(handle, 100) == b"second"
+    assert calls.find([PSEUDO, "folder", "other"]) == handle
+    assert fails(lambda: calls.find([PSEUDO, "folder", "file"])) == ABSENT
+    calls.close()
+
+
+def fails(call: Callable[[], object]) -> int:
+    """Number of the error."""
+    with pytest.raises(NfsError) as caught:
+        call()
+    return caught.value.status
 
 
 @contextmanager
@@ -95,7 +119,13 @@ def test_handles_live_over_restarts(mount: KvfuseMount, server: Ganesha, tmp_pat
     os.rename(point / "renamed", point / "folder" / "other")
     os.unlink(point / "removed")
     os.rename(point / "folder" / "deep", point / "replaced")
-    expected = {"kept": b"kept", "folder/deep": b"folder/deep", "renamed": b"renamed", "removed": None, "replaced": None}
+    expected = {
+        "kept": b"kept",
+        "folder/deep": b"folder/deep",
+        "renamed": b"renamed",
+        "removed": None,
+        "replaced": None,
+    }
 
     def check(what: str) -> None:
         found = {name: content(calls, handle) for name, handle in handles.items()}
