@@ -14,6 +14,8 @@ LAB_PACKAGES=(stress-ng dbench fsmark postmark rclone)
 ETCD_PACKAGES=(etcd-server etcd-client)
 REDIS_PACKAGES=(redis-server)
 CEPH_PACKAGES=(ceph-mon ceph-osd ceph-common librados2 radosgw)
+# NFS over a mount: a server and a client that need no support of the kernel, and the tools of its own ones.
+NFS_PACKAGES=(nfs-ganesha nfs-ganesha-vfs rpcbind libnfs13 nfs-common nfs-kernel-server)
 # What such a volume is compared with on the same servers.
 CLUSTER_BENCH_PACKAGES=(ceph-mds ceph-fuse)
 # Reading from other hosts by RDMA: verbs for Python and what drives devices; and the virtual machine that has some.

@@ -438,6 +438,8 @@ class MountOptions(_Section, frozen=True):
     allow_other: bool = False
     """users but the one who mounted it may come in"""
     read_only: bool = False
+    export: bool = False
+    """an NFS server exports the mount: files are found by their numbers, too"""
     atime: Literal["relatime", "strictatime", "noatime"] = "relatime"
     """which reads move access times, as in mount(8)"""
     diratime: bool = True

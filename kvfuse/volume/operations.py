@@ -541,6 +541,8 @@ class Tree:
     async def lookup(self, parent: int, name: bytes) -> Attributes:
         core, lookups = self._core, self._lookups
         core.counters.lookups += 1
+        if name == b"." and self._blocks is not None and self._blocks.files.has(parent):
+            return self._blocks.look_up_number(parent)
         may_have_blocks = self._may_have_blocks(parent) and name not in DOTS
         at = await self._block_folder(parent, name) if may_have_blocks else None
         if at is not None:
@@ -553,20 +555,22 @@ class Tree:
             if at is not None:
                 at[0].look_failed(at[1], name)
             raise errors.NotFound(name)
-        return lookups.count_lookup(node)
+        lookups.count_lookup(node)
+        await lookups.wait_for_places()
+        return node
 
     def look_up_at_once(self, parent: int, name: bytes) -> Attributes | Literal[False] | None:
         if self._may_have_blocks(parent):
             return None
-        core, node = self._core, self._lookups.find_at_once(parent, name)
+        core, lookups = self._core, self._lookups
+        node = lookups.find_at_once(parent, name)
         if node is None:
             return None
         core.counters.lookups += 1
         if node is False:
             core.counters.absent_lookups += 1
             return False
-        core.places.add(node.ino, node.parent, node.name)
-        return node
+        return lookups.count_lookup(node)
 
     def forget(self, ino: int, count: int) -> None:
         if is_block(ino):
@@ -581,7 +585,9 @@ class Tree:
             self._core.nodes.drop(node)
 
     def remember(self, parent: int, entry: DirEntry) -> None:
-        if not is_block(entry.attributes.ino):
+        if isinstance(entry.attributes, Node) and self._lookups.lacks_place(entry.attributes):
+            self._lookups.count_lookup(entry.attributes)
+        elif not is_block(entry.attributes.ino):
             self._core.places.add(entry.attributes.ino, parent, entry.name)
 
     def may_keep(self, directory: int, *, means_directory: bool = False) -> bool:
@@ -671,6 +677,7 @@ class Tree:
             self._access.read(await self._lookups.find_directory(ino))
         if (at := await self._block_folder(ino)) is not None:
             return await at[0].listing.list_entries(at[1], after, limit, reader)
+        await self._lookups.wait_for_places()
         return await Listing(self._lookups, ino).read_entries(after, limit)
 
     def close_directory(self, reader: int) -> None:

@@ -13,7 +13,7 @@ from stat import S_IFREG, S_IMODE, S_ISGID
 import trio
 
 from kvfuse import errors
-from kvfuse.volume.api import NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
+from kvfuse.volume.api import NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, Attributes, Caller
 from kvfuse.volume.blocks.block_files import PERMISSIONS, BlockFiles
 from kvfuse.volume.blocks.block_listing import BlockListing
 from kvfuse.volume.blocks.block_numbers import is_block
@@ -67,6 +67,17 @@ class BlockNames:
             self._count_lookup(found.ino, folder.ino, name)
         if isinstance(found, BlockEntry):
             self.files.open_blocks.looked_up.note(found, name)
+        return found
+
+    def look_up_number(self, ino: int) -> Attributes:
+        """What a number of a block or a sketch means, which the kernel had forgotten; counted as known to it. Stale."""
+        sketch = self._sketches.by_ino.get(ino)
+        if sketch is not None and sketch.node is not None:
+            return self._lookups.count_lookup(sketch.node)
+        found = sketch if sketch is not None else self.files.open_blocks.find_named(ino)
+        if found is None or not found.nlink:
+            raise errors.Stale(f"block {ino:#x} was removed")
+        self._count_lookup(ino, found.directory, b"")
         return found
 
     def look_failed(self, folder: Node, name: bytes) -> None:

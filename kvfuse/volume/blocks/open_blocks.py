@@ -290,7 +290,7 @@ class OpenBlocks:
 
         Stale: it is none.
         """
-        if (entry := self._named(ino)) is not None:
+        if (entry := self.find_named(ino)) is not None:
             return entry
         if ino not in self.by_ino:
             self.engine.answers.take_handles(ino)
@@ -303,7 +303,8 @@ class OpenBlocks:
                 return lost
         raise errors.Stale(f"block {ino:#x} was removed")
 
-    def _named(self, ino: int) -> BlockEntry | None:
+    def find_named(self, ino: int) -> BlockEntry | None:
+        """The block of an inode number, if a name still means it."""
         entry = self.written.find(ino)
         if entry is None and is_block(ino):
             place, number, tag = split_inode(ino)
@@ -332,7 +333,7 @@ class OpenBlocks:
     def take_over(self, ino: int) -> Iterator[tuple[int, OpenBlock]]:
         """What C has open of a block, by fh; its arenas stay already."""
         for fh, place, row, arena, start, size, mode, uid, gid, mtime in self.engine.answers.door.take_handles(ino):
-            entry, page = self._named(ino), start // forms.PAGE
+            entry, page = self.find_named(ino), start // forms.PAGE
             if entry is None:
                 table = self.engine.tables.all[place]
                 entry = BlockEntry(

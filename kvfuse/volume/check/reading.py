@@ -242,6 +242,10 @@ class RecordReader:
             elif ino not in self.found.attributed:
                 hidden.add(ino)
         await self._show_attributes(hidden)
+        async for row in self.rows(b"j", "places"):
+            if not self.found.exists(schema.key_inode(row.key)):
+                text = f"the place of inode {schema.key_inode(row.key)}, which does not exist"
+                self.found.problem(text, deletes=[row.key])
         for prefix in (b"n", b"k", b"v", b"r", schema.CLEARED_PREFIX):
             async for _ in self.rows(prefix, "counters"):
                 pass  # `rows` verifies their checksums; `check_counters` compares their values

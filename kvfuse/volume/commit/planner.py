@@ -64,10 +64,7 @@ class Planner:
             if node.dirty_chunks and node.base is not None:
                 node.ctime = max(node.ctime, node.base.ctime + 1)  # by this other hosts see the change
             record = draft.records[node] = node.record()
-            if node.own_record:
-                draft.puts[schema.inode_key(node.ino)] = schema.encode_inode(record)
-            else:
-                draft.puts[schema.entry_key(node.parent, node.name)] = schema.encode_entry_inline(record)
+            schema.put_inode(draft.puts, record, None if node.own_record else (node.parent, node.name))
             for index in node.dirty_chunks:
                 chunk = node.chunks.get(index)
                 key = schema.chunk_key(node.ino, index)

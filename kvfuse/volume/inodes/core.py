@@ -163,6 +163,8 @@ class Core:
     strict_blocks: bool
     """so are folders of blocks"""
     read_only: bool
+    exported: bool
+    """an NFS server exports the mount: each file that the kernel knows is to be found by its number"""
     inodes: NumberRange
     generations: NumberRange
     doubt: Doubt

@@ -32,6 +32,8 @@ EVICTED_MIN = 1024
 """Evicted nodes that are remembered, at least: operations hold some of them."""
 NAMED_MIN = 1024
 """Places of records that are remembered, at least, before those of inodes that are not in memory are dropped."""
+REMOVED_MAX = 1 << 16
+"""More than there can be removals that wait for a commit (see `commit.pending`)."""
 EVICTION_LOOKS = 4
 """Nodes considered for eviction when one is added above the bound: more than one, as some are busy or recent."""
 NO_ATTRIBUTES: Mapping[bytes, bytes | None] = MappingProxyType({})
@@ -408,6 +410,8 @@ class Nodes:
         self._named: dict[tuple[int, bytes], int] = {}
         """(directory, name) -> inode whose record was there: more places than there are inodes"""
         self.unstored: Unstored | None = None  # of all
+        self.removed: dict[int, None] = {}
+        """numbers of inodes that lost their last name and left memory: the store may have them until a commit"""
         self.leaving: Callable[[Node], None] = lambda node: None
         """called with a node before its eviction; if that changes it, it stays"""
 
@@ -441,6 +445,10 @@ class Nodes:
 
     def drop(self, node: Node) -> None:
         """Remove the node, so that the inode is read again. No effect if it has another node, or none."""
+        if not node.nlink:
+            self.removed[node.ino] = None
+            if len(self.removed) > REMOVED_MAX:
+                del self.removed[next(iter(self.removed))]
         if self._nodes.get(node.ino) is node:
             del self._nodes[node.ino]
         elif (evicted := self._evicted.get(node.ino)) is not None and evicted() is node:

@@ -90,6 +90,7 @@ class Names:
         node.parent, node.name = directory.ino, end.name
         node.namespace = directory.namespace
         node.atime = node.mtime = node.ctime = clock.now()
+        node.flags = schema.FLAG_PLACED if self.core.exported else 0
         node.rdev, node.target, node.size = new.rdev, new.target, len(new.target)
         if node.is_directory:
             node.own_record = True

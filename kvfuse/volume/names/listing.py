@@ -78,7 +78,12 @@ class Listing:
             await self._read_own([meant for _, meant, _ in page.values() if isinstance(meant, int)])
         nodes, is_current = self.core.nodes, self._epoch == self.pending.epoch
         for name, (cookie, meant, version) in sorted(page.items(), key=_cookie_of):
-            if is_current and isinstance(meant, schema.InodeRecord) and nodes.get(meant.ino) is None:
+            if (
+                is_current
+                and isinstance(meant, schema.InodeRecord)
+                and nodes.get(meant.ino) is None
+                and not self.lookup.lacks_place(meant)
+            ):
                 entries.append(DirEntry(name, cookie, meant))  # memory keeps it only once it is changed or opened
                 continue
             try:

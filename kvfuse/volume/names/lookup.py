@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from stat import S_ISDIR
 from typing import ClassVar, Literal
 
 import msgspec
@@ -53,6 +55,8 @@ class Lookup(ABC):
     journal: Journal
     refresher: Refresher
     learning: Learning = field(init=False)
+    _placed_count: int = field(default=0, init=False)
+    """inodes whose places were added since a caller waited for that"""
 
     is_memory_newest: ClassVar[bool]
     """No stored record is newer than the inode in memory: no other host writes the store."""
@@ -79,19 +83,18 @@ class Lookup(ABC):
 
     async def find_node(self, ino: int) -> Node:
         """The inode, read from the store if need be. Stale: it was removed."""
-        node = self.core.nodes.get(ino)
+        node, learned = self.core.nodes.get(ino), (0, b"")
         while node is None:
             epoch = self.journal.pending.epoch
             known = self.core.places.get(ino)
-            place = known or self.core.nodes.handover.place_before(ino) or (0, b"")
+            place = known or self.core.nodes.handover.place_before(ino) or learned
             if ino in self.core.nodes.handover.still_open:
                 node = await find_open_before(ino, self.core, self.journal.pending, self.refresher, self.take_record)
                 if node is not None:
                     break
-            keys = [schema.inode_key(ino), schema.times_key(ino)]
-            if place[1]:
-                keys.append(schema.entry_key(*place))
-            own, times, *entry = await self.core.records.get(keys)
+            last = schema.entry_key(*place) if place[1] else schema.place_key(ino)
+            keys = [schema.inode_key(ino), schema.times_key(ino), last]
+            own, times, entry = await self.core.records.get(keys)
             node = self.core.nodes.get(ino)
             if node is not None or epoch != self.journal.pending.epoch:
                 continue
@@ -99,10 +102,13 @@ class Lookup(ABC):
                 node = self.take_record(schema.decode_inode(own.value), own.version, known or (0, b""), own=True)
                 if times is not None:
                     self.refresher.take_times(node, times.value, times.version)
-            elif entry and entry[0] is not None:
-                record = schema.decode_entry(entry[0].value)
+            elif entry is not None and not place[1]:
+                learned = schema.decode_place(entry.value)
+                continue
+            elif entry is not None:
+                record = schema.decode_entry(entry.value)
                 if isinstance(record, schema.InodeRecord) and record.ino == ino:
-                    node = self.take_record(record, entry[0].version, place, own=False)
+                    node = self.take_record(record, entry.version, place, own=False)
             if node is None:
                 raise errors.Stale(f"inode {ino} was removed")
         return node
@@ -173,11 +179,23 @@ class Lookup(ABC):
     # -- for the kernel ------------------------------------------------------------------------------
 
     async def find_dots(self, parent: int, name: bytes) -> Found:
-        """The inode of one of `DOTS`. Stale, NotADirectory."""
-        node = await self.find_directory(parent)
-        if name == b"..":
-            node = await self.find_node(node.parent or ROOT_INODE)
+        """The inode of one of `DOTS`; "." of any inode is that itself. Stale, NotADirectory."""
+        if name == b".":
+            node = await self._find_forgotten(parent)
+        else:
+            node = await self.find_node((await self.find_directory(parent)).parent or ROOT_INODE)
         return Found(node, True, None, self.journal.pending.epoch)
+
+    async def _find_forgotten(self, ino: int) -> Node:
+        """An inode that the kernel had forgotten, and of which a caller has the number still. Stale."""
+        nodes = self.core.nodes
+        if ino not in nodes.removed:
+            node = await self.find_node(ino)
+            if ino in nodes.removed:
+                nodes.drop(node)  # it was read before the store had its removal
+            elif node.nlink or node.handles:
+                return node
+        raise errors.Stale(f"inode {ino} was removed")
 
     @abstractmethod
     async def find_for_kernel(self, parent: int, name: bytes) -> Found:
@@ -198,7 +216,24 @@ class Lookup(ABC):
     def count_lookup(self, node: Node) -> Node:
         """Raise the kernel's lookup count of the inode. Returns the node."""
         self.core.places.add(node.ino, node.parent, node.name)
+        if self.lacks_place(node):
+            node.flags |= schema.FLAG_PLACED
+            self.journal.pending.touch(node)
+            self._placed_count += 1
         return node
+
+    def lacks_place(self, inode: Node | schema.InodeRecord) -> bool:
+        """The store is to keep the place of this inode, which the kernel is about to know, and does not."""
+        if not self.core.exported or inode.flags & schema.FLAG_PLACED or not inode.nlink or S_ISDIR(inode.mode):
+            return False
+        return not isinstance(inode, Node) or not (inode.own_record or inode.forgotten)
+
+    async def wait_for_places(self) -> None:
+        """Wait for a commit of places that lookups have added, where many wait for one."""
+        if self._placed_count and self.journal.pending.load.is_full:
+            self._placed_count = 0
+            with suppress(errors.EngineError):  # names are found all the same
+                await self.journal.commit()
 
     @abstractmethod
     def forget(self, ino: int) -> None:

@@ -43,8 +43,7 @@ class InodeChange:
         return schema.inode_key(self.node.ino) if self.own else schema.entry_key(self.parent, self.name)
 
     def put(self, puts: dict[bytes, bytes]) -> None:
-        encode = schema.encode_inode if self.own else schema.encode_entry_inline
-        puts[self.key] = encode(self.record)
+        schema.put_inode(puts, self.record, None if self.own else (self.parent, self.name))
 
     def apply(self, version: int) -> None:
         """Note in memory that the inode is stored so. Its other changes stay pending.

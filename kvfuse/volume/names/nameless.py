@@ -166,6 +166,8 @@ class OwnNameless(Nameless):
         node.extra.update(self.chunks.drop_all(node))
         for name in node.xattr_names:
             node.extra[schema.xattr_key(node.ino, name)] = None
+        if node.flags & schema.FLAG_PLACED:
+            node.extra[schema.place_key(node.ino)] = None
         if node.stored or node.committing:
             node.extra[schema.orphan_key(node.ino)] = None
         self._pass_on(node, heir)

@@ -174,13 +174,14 @@ class Removed:
         await self.chunks.load_all(node)
         if not await self._unfold_record(node, record):
             return
-        items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._read_attribute_keys(node)]
+        items: list[tuple[bytes, list[Extent]]] = [(key, []) for key in await self._list_small_keys(node)]
         for index in list_far_chunks(node):
             items.append((schema.chunk_key(node.ino, index), node.chunks.pop(index).extents))
         await self._free_pieces(node, items)
 
-    async def _read_attribute_keys(self, node: Node) -> list[bytes]:
-        keys: list[bytes] = []
+    async def _list_small_keys(self, node: Node) -> list[bytes]:
+        """Keys of its place, and of its attributes."""
+        keys = [schema.place_key(node.ino)] if node.flags & schema.FLAG_PLACED else []
         after = b""
         while node.flags & schema.FLAG_XATTRS and (
             rows := await self.core.records.scan(schema.xattr_prefix(node.ino), after)

@@ -162,6 +162,7 @@ async def _load_values(
         strict=options.publish_mode == "strict",
         strict_blocks=options.publish.mode == "strict",
         read_only=options.mount.read_only,
+        exported=options.mount.export and not options.mount.read_only,
         inodes=NumberRange(schema.COUNTER_INODE, inode, given[:1]),
         generations=generations,
         doubt=Doubt(generations, keeper if is_alone else NO_KEEPER, superblock.volume_id),

@@ -8,6 +8,7 @@ i     inode u64                                inode: directories, files with se
 t     directory u64                            times of a directory: atime, mtime, ctime
 c     inode u64, chunk index u64               extents of a chunk that has no room in the inode
 x     inode u64, attribute name                value of an extended attribute
+j     inode u64                                directory u64, name: where the file's inode is (FLAG_PLACED)
 s     slab u32                                 slot size u32, bitmap: the slab's allocation state
 o     inode u64                                inode of an unlinked file, and (shared) the client that removed it
 n     name of a counter or list                u64, or several; the counts as in q
@@ -236,6 +237,10 @@ FLAG_LEAVING = 16
 """In a shared volume a host is about to remove the directory. A host that puts a name into it clears the flag first."""
 
 
+FLAG_PLACED = 32
+"""A j record says where the inode's record is, if that is a name's: so it is found by its number."""
+
+
 class Malformed(Corrupt, ValueError):
     """The value of a record cannot be what the volume wrote."""
 
@@ -267,6 +272,8 @@ entry_prefix: Key = partial(_KEY.pack, b"d")
 chunk_prefix: Key = partial(_KEY.pack, b"c")
 chunk_key: Callable[[int, int], bytes] = partial(_PAIR_KEY.pack, b"c")
 xattr_prefix: Key = partial(_KEY.pack, b"x")
+place_key: Key = partial(_KEY.pack, b"j")
+"""of a file's place"""
 slab_key: Key = partial(_SLAB_KEY.pack, b"s")
 holder_key: Key = partial(_SLAB_KEY.pack, b"l")
 freed_prefix: Key = partial(_SLAB_KEY.pack, b"f")
@@ -357,7 +364,7 @@ def chunk_index(key: bytes) -> int:
 
 
 def key_inode(key: bytes) -> int:
-    """The inode number in an i, t, o, c, x, h or v key, the namespace in a p, u, e or g key."""
+    """The inode number in an i, t, o, c, x, j, h or v key, the namespace in a p, u, e or g key."""
     return int(_U64.unpack_from(key, 1)[0])
 
 
@@ -372,7 +379,7 @@ def xattr_name(key: bytes) -> bytes:
 _KEY_SIZES = {b"d": (18, 17 + NAME_MAX), b"i": (9, 9), b"t": (9, 9), b"o": (9, 9), b"c": (17, 17), b"s": (5, 5)}
 _KEY_SIZES |= {b"m": (9, 9), b"l": (5, 5), b"f": (21, 21), b"h": (17, 17), b"q": (9, 9), b"k": (9, 9)}
 _KEY_SIZES |= {b"a": (17, 17), b"w": (9, 9), b"p": (9, 9), b"u": (17, 17), b"e": (9, 9), b"g": (9, 9)}
-_KEY_SIZES |= {b"b": (29, 29), b"v": (9, 9), b"r": (17, 17)}
+_KEY_SIZES |= {b"b": (29, 29), b"v": (9, 9), b"r": (17, 17), b"j": (9, 9)}
 _KEY_SIZES[b"x"] = (10, 9 + NAME_MAX)
 """prefix -> (least, most) bytes of a key"""
 
@@ -545,6 +552,22 @@ def encode_entry_inline(record: InodeRecord) -> bytes:
 
 def encode_entry_reference(ino: int) -> bytes:
     return b"R" + _U64.pack(ino)
+
+
+def put_inode(puts: dict[bytes, bytes], record: InodeRecord, place: tuple[int, bytes] | None) -> None:
+    """Put an inode's record. ``place``: (directory, name), for the record of the name; None: a record of its own."""
+    if place is None:
+        puts[inode_key(record.ino)] = encode_inode(record)
+        return
+    puts[entry_key(*place)] = encode_entry_inline(record)
+    if record.flags & FLAG_PLACED:
+        puts[place_key(record.ino)] = _U64.pack(place[0]) + place[1]
+
+
+@_checked
+def decode_place(value: bytes) -> tuple[int, bytes]:
+    """(directory, name) of a j record."""
+    return _U64.unpack_from(value)[0], value[8:]
 
 
 def is_inline(value: bytes) -> bool:

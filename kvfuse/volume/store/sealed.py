@@ -262,7 +262,7 @@ def describe(key: bytes) -> str:
     if kind == b"d":
         parent, _, name = schema.split_entry_key(key)
         return f"the name {name!r} in directory {parent}"
-    if kind in (b"i", b"t", b"o", b"c", b"x"):
+    if kind in (b"i", b"t", b"o", b"c", b"x", b"j"):
         ino = schema.key_inode(key)
         return {
             b"i": f"inode {ino}",
@@ -270,6 +270,7 @@ def describe(key: bytes) -> str:
             b"o": f"the removed inode {ino}",
             b"c": f"chunk {schema.chunk_index(key) if kind == b'c' else 0} of inode {ino}",
             b"x": f"the attribute {schema.xattr_name(key)!r} of inode {ino}",
+            b"j": f"the place of inode {ino}",
         }[kind]
     if kind in (b"s", b"l", b"f"):
         what = {b"s": "slab", b"l": "the holder of slab", b"f": "a freed slot of slab"}[kind]
