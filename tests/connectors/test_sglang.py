@@ -225,6 +225,8 @@ def test_side_pools_answer_as_the_file_backend_does(host: EngineHost, mount: Kvf
 def test_groups_of_blocks_never_shorten_a_prefix(host: EngineHost, mount: KvfuseMount) -> None:
     pages = hashes(8)
     with started(host, mount, "groups") as engine:
+        if "block_groups" not in engine.hit_policies():
+            pytest.skip("this SGLang has no groups of blocks: they came with 0.5.22")
         engine.add_side_pool("swa")
         engine.store(pages)
         engine.store_v2("swa", pages[:5])

@@ -286,6 +286,10 @@ class Engine:
         host.free(indices)
         return loaded
 
+    def hit_policies(self) -> list[str]:
+        """Which the engine has."""
+        return [one.value for one in PoolHitPolicy]
+
     def exists_v2(
         self, hashes: list[str], policies: dict[str, tuple[str, int]], groups: tuple[int, int] = (0, 0)
     ) -> Any:
