@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bucket_lab import BUCKET
+from bucket_lab import BucketServer
 from mounting import KvfuseMount, temporary_mount, wait_until
 
 from kvfuse.usrbio.client.block_store import BlockStore
@@ -24,12 +24,12 @@ FREE_SHARE = 0.15
 WORDS = (*POLICY, "namespace.low_water=0.6", "namespace.cold=all", "tier_size=16MiB")
 
 
-def cold_words(server: SeaweedServer, *, cold_capacity: str = "256MiB", **more: Any) -> tuple[str, ...]:
+def cold_words(server: BucketServer, *, cold_capacity: str = "256MiB", **more: Any) -> tuple[str, ...]:
     """Words of a mount. ``more``: keys of the section."""
     keys = {
         "engine": "s3",
         "endpoint": server.endpoint,
-        "bucket": BUCKET,
+        "bucket": server.bucket,
         "capacity": cold_capacity,
         "credentials_file": server.credentials_file,
         "object_size": "1MiB",
@@ -40,7 +40,7 @@ def cold_words(server: SeaweedServer, *, cold_capacity: str = "256MiB", **more: 
 
 
 @contextmanager
-def cold_mount(server: SeaweedServer, *words: str, capacity: str = "16MiB", **more: Any) -> Iterator[KvfuseMount]:
+def cold_mount(server: BucketServer, *words: str, capacity: str = "16MiB", **more: Any) -> Iterator[KvfuseMount]:
     """With an empty volume. ``more``: keys of the section."""
     with temporary_mount((*cold_words(server, **more), f"capacity={capacity}", *words)) as mount:
         yield mount
