@@ -23,7 +23,8 @@ from kvfuse import failing
 from kvfuse.access.client_process import ClientProcess
 from kvfuse.connection_limit import ConnectionLimit, HttpClient
 from kvfuse.errnos import errno_of
-from kvfuse.errors import ConfigError, MountError
+from kvfuse.errors import MountError
+from kvfuse.http.http_certificate import HttpCertificate
 from kvfuse.http.http_resources import Resources
 from kvfuse.http.http_users import HttpUsers, make_client
 from kvfuse.http.routes import Routes, check_parameters
@@ -32,7 +33,6 @@ from kvfuse.http.web_limits import SharedUnits
 from kvfuse.http.web_message import RequestBody, WebAnswer, WebError, WebRequest, problem, split_target
 from kvfuse.http.web_pace import TooSlow
 from kvfuse.options.options import HttpOptions
-from kvfuse.options.secret_files import check_private
 from kvfuse.serving import NUMBERS, SERVED
 from kvfuse.volume.api import RingApi
 
@@ -58,7 +58,7 @@ async def serve_http(
     MountError where nobody can listen there, ConfigError where the users' file or the certificate cannot be used.
     """
     assert options.listen is not None
-    users, context = open_files(options)
+    users, certificate = open_files(options)
     door = HttpDoor(volume, options, users)
     async with AsyncExitStack() as stack:
         listeners = await _listen(options.listen, stack)
@@ -66,12 +66,14 @@ async def serve_http(
         async with trio.open_nursery() as nursery:
             if users is not None:
                 nursery.start_soon(failing.service, "users of HTTP", users.follow)
+            if certificate is not None:
+                nursery.start_soon(failing.service, "certificate of HTTP", certificate.follow)
             closing = trio.Event()
             clients = await nursery.start(_keep_clients, closing)
             log.info("HTTP requests are answered at %s", options.listen)
             task_status.started()
             try:
-                await _accept(listeners, door, context, clients)
+                await _accept(listeners, door, certificate, clients)
             finally:
                 door.end_soon()
                 clients.cancel_scope.deadline = trio.current_time() + END_SECONDS
@@ -121,29 +123,19 @@ async def _listen_at_path(path: Path, stack: AsyncExitStack) -> trio.SocketListe
     return trio.SocketListener(listener)
 
 
-def open_files(options: HttpOptions) -> tuple[HttpUsers | None, ssl.SSLContext | None]:
-    """(users, certificate) of the files that options name. ConfigError where one cannot be used."""
-    return HttpUsers(options.users) if options.users is not None else None, _open_certificate(options)
-
-
-def _open_certificate(options: HttpOptions) -> ssl.SSLContext | None:
-    """ConfigError."""
+def open_files(options: HttpOptions) -> tuple[HttpUsers | None, HttpCertificate | None]:
+    """Of the files that options name. ConfigError where one cannot be used."""
+    users = HttpUsers(options.users) if options.users is not None else None
     if options.certificate is None or options.key is None:
-        return None
-    check_private(options.key, "http.key")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(options.certificate, options.key)
-    except OSError as error:
-        raise ConfigError(f"http.certificate, http.key: {options.certificate}, {options.key}: {error}") from error
-    return context
+        return users, None
+    return users, HttpCertificate(options.certificate, options.key)
 
 
 async def _accept(
-    listeners: list[trio.SocketListener], door: HttpDoor, context: ssl.SSLContext | None, clients: trio.Nursery
+    listeners: list[trio.SocketListener], door: HttpDoor, certificate: HttpCertificate | None, clients: trio.Nursery
 ) -> None:
     async def serve(stream: trio.SocketStream) -> None:
-        await door.serve(stream, context)
+        await door.serve(stream, certificate.context if certificate is not None else None)
 
     await trio.serve_listeners(serve, listeners, handler_nursery=clients)
 

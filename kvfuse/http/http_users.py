@@ -27,7 +27,7 @@ import trio
 
 from kvfuse.access.client_process import ClientProcess, Powers
 from kvfuse.errors import ConfigError
-from kvfuse.options.secret_files import check_private
+from kvfuse.options.secret_files import check_private, identity_of
 from kvfuse.volume.measures.gates import fits, is_lock, make_lock
 
 log = logging.getLogger(__name__)
@@ -88,30 +88,22 @@ class HttpUsers:
         """Read the file again whenever it changes, until cancelled. One that cannot be used lets nobody in."""
         while True:
             await trio.sleep(LOOK_SECONDS)
-            if await trio.to_thread.run_sync(_look, self._path, abandon_on_cancel=True) == self._seen:
+            if await trio.to_thread.run_sync(identity_of, self._path, abandon_on_cancel=True) == self._seen:
                 continue
             try:
                 found = await trio.to_thread.run_sync(_read, self._path, abandon_on_cancel=True)
             except ConfigError as error:
                 log.error("nobody is let in over TCP: %s", error)
-                found = _look(self._path), {}
+                found = identity_of(self._path), {}
             self._take(*found)
 
     def _take(self, seen: object, users: dict[str, _Known]) -> None:
         self._seen, self._users, self._fitting = seen, users, {}
 
 
-def _look(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError as error:
-        return error.errno
-    return status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode
-
-
 def _read(path: Path) -> tuple[object, dict[str, _Known]]:
     """ConfigError."""
-    seen = _look(path)
+    seen = identity_of(path)
     check_private(path, KEY)
     try:
         with path.open("rb") as file:

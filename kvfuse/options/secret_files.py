@@ -23,3 +23,12 @@ def check_private(file: Path, key: str) -> None:
         raise ConfigError(
             f"{key}: others may read {file} (mode {mode:03o}), which has a secret: type: chmod {remedy} {file}"
         )
+
+
+def identity_of(path: Path) -> object:
+    """What is another one when the file was changed or replaced; the errno where it cannot be looked at."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.errno
+    return status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode

@@ -231,13 +231,40 @@ def test_a_new_token_is_printed_with_its_lines() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_https(tmp_path: Path) -> None:
-    """With a certificate nobody reads a token on the wire, and plain HTTP gets nothing."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of localhost, where others may be already."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
     command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True)
     key.chmod(0o600)
+    return certificate, key
+
+
+def test_a_renewed_certificate_is_used(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    file, _ = make_users(tmp_path, admin=(0, 0))
+    words = (f"http.users={file}", f"http.certificate={certificate}", f"http.key={key}")
+    with web_server(tmp_path, *words) as server:
+        assert isinstance(server.address, int)
+        former = shown_certificate(server.address)
+        assert former == certificate.read_text()
+        (tmp_path / "new").mkdir()
+        renewed, new_key = make_certificate(tmp_path / "new")
+        renewed.replace(certificate)  # the former key does not fit
+        wait_until(lambda: b"the former certificate is still used" in server.log.read_bytes(), "a look at the file")
+        assert shown_certificate(server.address) == former
+        new_key.replace(key)
+        wait_until(lambda: shown_certificate(server.address) == certificate.read_text(), "the new certificate")
+
+
+def shown_certificate(port: int) -> str:
+    return ssl.get_server_certificate(("localhost", port))
+
+
+def test_https(tmp_path: Path) -> None:
+    """With a certificate nobody reads a token on the wire, and plain HTTP gets nothing."""
+    certificate, key = make_certificate(tmp_path)
     file, headers = make_users(tmp_path, admin=(0, 0))
     words = (f"http.users={file}", f"http.certificate={certificate}", f"http.key={key}", "kind=blocks")
     with web_server(tmp_path, *words) as server:
