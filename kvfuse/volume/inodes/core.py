@@ -163,8 +163,6 @@ class Core:
     strict_blocks: bool
     """so are folders of blocks"""
     read_only: bool
-    exported: bool
-    """an NFS server exports the mount: each file that the kernel knows is to be found by its number"""
     inodes: NumberRange
     generations: NumberRange
     doubt: Doubt
@@ -208,6 +206,8 @@ class Core:
     """the block store; None: this volume has none"""
     change_superblock: ChangeSuperblock | None = None
     """see `HeldVolume`"""
+    exported: bool = False
+    """an NFS server exports the mount: each file that the kernel knows is to be found by its number"""
     has_own_budget: bool = True
     """the budget of metadata does not follow from the capacity"""
 
