@@ -236,6 +236,20 @@ def test_a_killed_daemon_brings_nothing_back(seaweed: SeaweedServer, rng: random
         beside.store.close()
 
 
+def test_objects_that_are_mostly_dead_are_packed_anew(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 400)
+        before = settle(mount)
+        beside.delete([key for number, key in enumerate(keys(0, 200)) if number % 3])
+        wait_until(lambda: cold_figures(mount)["repacked_objects"] > 0, "objects to be packed anew")
+        wait_until(lambda: cold_figures(mount)["used_bytes"] < before["used_bytes"] - 2 * MIB, "old objects to go")
+        assert beside.check(keys(0, 200)[:60]) == 20
+        settle(mount)
+        assert beside.check(keys(0, 200)[60:120]) == 20
+        beside.store.close()
+
+
 def test_cleared_and_removed_folders_stay_so(seaweed: SeaweedServer, rng: random.Random) -> None:
     with cold_mount(seaweed) as mount:
         assert kvfuse("namespace", "create", mount.point / "a").returncode == 0
