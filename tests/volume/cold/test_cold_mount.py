@@ -63,6 +63,9 @@ def test_blocks_that_left_come_back(seaweed: SeaweedServer, rng: random.Random) 
         assert hot < cold < 60_000, "a cold block is not expected later than a hot one"
         assert beside.check(keys(0, 100)) == 100
         assert cold_figures(mount)["promoted"] == 100
+        line = next(line for line in kvfuse("status", mount.point).stdout.splitlines() if "cold tier" in line)
+        assert f"{cold_figures(mount)['blocks']:,} blocks" in line
+        assert "its bucket answers" in line
         assert beside.check(keys(0, 100)) == 100
         assert cold_figures(mount)["promoted"] == 100, "a block that came back is hot"
         beside.store.close()
