@@ -64,6 +64,8 @@ def _check(options: Options, verify: bool, repair: bool, as_json: bool) -> int:
     for note in report.notes:
         say(f"note: {note}")
     verified = f", {format_size(report.verified_bytes)} verified" if verify else ""
+    if report.cold_objects:
+        say(f"{report.cold_objects:,} objects of the cold tier, with {report.cold_blocks:,} blocks")
     say(
         f"{report.files:,} files, {report.directories:,} directories, {report.extents:,} extents,"
         f" {format_size(report.used_bytes)} stored,"

@@ -27,6 +27,7 @@ def look_at(row: Mounted) -> dict[str, Any]:
         "space": None,
         "metadata": None,
         "peers": None,
+        "cold": None,
         "answer_ms": None,
         "holder": holders.look_at(row),
         "degraded": [],
@@ -36,6 +37,7 @@ def look_at(row: Mounted) -> dict[str, Any]:
         facts["answer_ms"] = round(ask_health(row.point) * 1000, 2)
         content = read_virtual(row.point, "stats")
         facts |= {name: content.get(name) for name in ("pid", "space", "metadata", "peers")}
+        facts["cold"] = (content.get("store") or {}).get("cold")
         facts["degraded"] = content.get("degraded") or []
     except EngineTimeout as error:
         facts["problem"] = f"hangs: {error}"
@@ -89,6 +91,20 @@ def _peer_row(peer: PeerRow) -> list[Any]:
     return [peer.name, peer.state, peer.transport, *sizes, expected]
 
 
+def _print_cold(facts: dict[str, Any]) -> None:
+    """The cold tier, where the mount has one and its daemon tells this user of it."""
+    if (cold := facts["cold"]) is None:
+        return
+    lost = f", {cold['surrendered']:,} lost, as the bucket was too slow" if cold.get("surrendered") else ""
+    state = f"does not answer: {cold['failure']}" if cold["failure"] else "answers"
+    if not cold["is_loaded"] and not cold["failure"]:
+        state = "is being looked at"
+    say(
+        f"{facts['mountpoint']}: cold tier: {cold['blocks']:,} blocks,"
+        f" {_share(cold['used_bytes'], cold['capacity'])} of {format_size(cold['capacity'])}{lost}; its bucket {state}"
+    )
+
+
 def _print_daemons(facts: dict[str, Any]) -> None:
     """What the holder of a mount tells of its daemons."""
     if facts["holder"]:
@@ -111,7 +127,7 @@ def status(target: Path | None, as_json: bool) -> None:
     TARGET, a mount point or a volume, narrows it to one. Exit status 1 when a mount is not well - its daemon does not
     answer, or it is degraded: what is new cannot be stored at present -, or TARGET is not mounted. With --json those
     are "problem" and "degraded", a list of rows with reason, what, why, since (seconds since the epoch), failures and
-    remedy. For root also the hosts that a mount reads from, and how reads from them ended (docs/peers.md).
+    remedy. For root also the hosts that a mount reads from, how reads from them ended (docs/peers.md), and its cold tier.
 
     \b
     Examples:
@@ -127,6 +143,7 @@ def status(target: Path | None, as_json: bool) -> None:
         print_fitting(columns, map(_row, found))
         for facts in found:
             _print_peers(facts)
+            _print_cold(facts)
             _print_daemons(facts)
     if target is not None and not found:
         raise Failure(f"{target} is not mounted by kvfuse")

@@ -35,6 +35,7 @@ COLD_EVENTS = {
     **{event: event for event in ("demoted", "promoted", "surrendered", "refused")},
     "damaged": "damaged_blocks",
     "dead": "killed_blocks",
+    "repacked": "repacked_blocks",
 }
 DISK_EVENTS = {
     "hit": "hits",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bucket_lab import BucketServer
@@ -24,9 +26,9 @@ FREE_SHARE = 0.15
 WORDS = (*POLICY, "namespace.low_water=0.6", "namespace.cold=all", "tier_size=16MiB")
 
 
-def cold_words(server: BucketServer, *, cold_capacity: str = "256MiB", **more: Any) -> tuple[str, ...]:
-    """Words of a mount. ``more``: keys of the section."""
-    keys = {
+def cold_keys(server: BucketServer, *, cold_capacity: str = "256MiB", **more: Any) -> dict[str, Any]:
+    """The section `[cold]`. ``more``: keys of it."""
+    return {
         "engine": "s3",
         "endpoint": server.endpoint,
         "bucket": server.bucket,
@@ -36,14 +38,17 @@ def cold_words(server: BucketServer, *, cold_capacity: str = "256MiB", **more: A
         "deadline": 10,
         **more,
     }
-    return (*WORDS, *(f"cold.{key}={value}" for key, value in keys.items()))
 
 
 @contextmanager
 def cold_mount(server: BucketServer, *words: str, capacity: str = "16MiB", **more: Any) -> Iterator[KvfuseMount]:
-    """With an empty volume. ``more``: keys of the section."""
-    with temporary_mount((*cold_words(server, **more), f"capacity={capacity}", *words)) as mount:
-        yield mount
+    """With an empty volume, which is checked with its bucket at the end. ``more``: keys of the section."""
+    with TemporaryDirectory(prefix="kvfuse-cold-") as folder:
+        conf, volume = Path(folder, "mount.conf"), Path(folder, secrets.token_hex(4))
+        lines = [f"cold.{key} = {json.dumps(value, default=str)}" for key, value in cold_keys(server, **more).items()]
+        conf.write_text("\n".join([f'volume.path = "{volume}"', *lines]) + "\n")
+        with temporary_mount((*WORDS, f"capacity={capacity}", *words), source=conf) as mount:
+            yield mount
 
 
 def cold_figures(mount: KvfuseMount) -> dict[str, Any]:

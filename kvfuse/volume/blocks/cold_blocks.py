@@ -30,6 +30,7 @@ from kvfuse.volume.blocks.block_arenas import BlockArenas
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, slot_read
 from kvfuse.volume.cold import cold_format as layout
+from kvfuse.volume.cold.repacking import Repacking
 
 if TYPE_CHECKING:
     from kvfuse.volume.cold.cold_tier import ColdTier
@@ -123,6 +124,7 @@ class ColdBlocks:
             nursery.start_soon(failing.service, "cold objects", self.tier.keep_up)
             if not self.engine.core.read_only:
                 nursery.start_soon(failing.service, "blocks that become cold", self._demote)
+                nursery.start_soon(failing.service, "cold blocks that are packed anew", Repacking(self.tier).run)
             for _ in range(PROMOTERS):
                 nursery.start_soon(failing.service, "cold blocks that come back", self._promote)
 

@@ -54,6 +54,9 @@ class CheckReport:
     blocks: int = 0
     """of the block store"""
     block_bytes: int = 0
+    cold_objects: int = 0
+    cold_blocks: int = 0
+    """of these objects, also such that were replaced or removed"""
     namespaces: int = 1
     verified_bytes: int = 0
     repaired: int = 0

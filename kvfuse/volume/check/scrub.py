@@ -1,10 +1,10 @@
 """Everything that is stored is read again, slowly, for as long as the volume is mounted: cold blocks rot unseen.
 
-A pass reads every record, and of every sealed extent that a record names the bytes and the slot's head; then the blocks
-of the block store (`BlockScrub`). It reads files with O_DIRECT where that is possible: the page cache would hide what
-the disk says. Of a volume that many hosts have each reads its share of the slabs. An error is logged once and counted.
-A damaged block is dropped; else nothing is changed: `fsck --verify --repair` mends heads, and removes files whose bytes
-are wrong.
+A pass reads every record, and of every sealed extent that a record names the bytes and the slot's head; then the
+blocks of the block store (`BlockScrub`), and the list of cold objects. It reads files with O_DIRECT where that is
+possible: the page cache would hide what the disk says. Of a volume that many hosts have each reads its share of the
+slabs. An error is logged once and counted. A damaged block is dropped; else nothing is changed: `fsck --verify
+--repair` mends heads, and removes files whose bytes are wrong.
 
 The volume changes meanwhile. So what looks wrong is an error only if the record that names it is still the same.
 """
@@ -146,9 +146,21 @@ class Scrubber:
                 await blocks.run()
             finally:
                 self.counters.blocks += blocks.blocks
+            await self._compare_cold(engine)
         self.counters.passes += 1
         self.counters.last_pass_errors = self._pass_errors
         self.counters.last_pass_time = round(time.time(), 3)
+
+    async def _compare_cold(self, engine: BlockEngine) -> None:
+        """Whether the bucket has the objects that it had. Their bytes are not read: requests cost, and each read is
+        verified."""
+        if engine.cold is None or not engine.cold.tier.is_loaded:
+            return
+        try:
+            for text in await engine.cold.tier.compare():
+                self._error((text,), text, remedy="")
+        except EngineError as error:
+            log.info("scrub leaves out the cold tier: %s", error)
 
     async def _check_record(self, row: Record, segments: SegmentStore) -> None:
         self.counters.records += 1

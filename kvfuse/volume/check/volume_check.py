@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfuse.options.config import Options
+from kvfuse.options.options import ColdBucketOptions
 from kvfuse.remote.segments.api import SegmentStore, Transfer
 from kvfuse.volume.check.block_check import BlockCheck
 from kvfuse.volume.check.compare import check_counters, check_reachable, check_segments, compare_inodes, compare_slabs
@@ -52,6 +53,11 @@ async def fsck(
         if repair:
             await _write(held.segments, found.head_mends)
         found.report.repaired = repaired
+        if isinstance(options.cold, ColdBucketOptions):
+            from kvfuse.volume.check.cold_check import check_cold
+
+            volume_id = held.superblock.volume_id
+            await check_cold(options, volume_id, found.report, progress, verify=verify, repair=repair)
         return found.report
 
 

@@ -30,7 +30,7 @@ from kvfuse.options.options import ColdBucketOptions
 from kvfuse.remote.bucket import ABSENT, Bucket, Changed, NoObject, Range
 from kvfuse.volume.cold import cold_format as layout
 from kvfuse.volume.cold.cold_index import ALIVE, PENDING, ROW, ColdGroup, ColdIndex
-from kvfuse.volume.cold.grave_log import BEGUN, FLOOR, GRAVE, VOID, GraveLog, make_records
+from kvfuse.volume.cold.grave_log import BEGUN, FLOOR, GRAVE, STORED, VOID, GraveLog, make_records, numbers_of
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ READ_MAX = 16 << 20
 COUNTED = (
     *("stored_objects", "stored_blocks", "stored_bytes", "read_blocks", "read_bytes"),
     *("damaged_blocks", "failed_puts", "failed_reads", "killed_blocks", "removed_objects"),
+    *("repacked_objects", "repacked_blocks"),
 )
 
 Words = npt.NDArray[np.uint64]
@@ -87,6 +88,8 @@ class StoredObject:
     rows: Rows = field(default_factory=lambda: np.zeros(0, np.int64))
     oldest: int = 0
     """sequence of a block of it: a grave up to a lower one names none"""
+    is_stored: bool = False
+    """the bucket has said so"""
 
 
 class ColdTier:
@@ -258,8 +261,7 @@ class ColdTier:
     def _read_log(self, listed: set[int]) -> set[int]:
         """Which of the listed objects may be read. EngineError: the log cannot be written."""
         records = self._log.records
-        begun = set(records["low"][records["kind"] == BEGUN].tolist())
-        void = set(records["low"][records["kind"] == VOID].tolist())
+        begun, void = numbers_of(records, BEGUN), numbers_of(records, VOID)
         late = begun - listed - void
         self._next = max([*begun, *listed, *void, 0]) + 1
         try:
@@ -276,7 +278,9 @@ class ColdTier:
         for _, _, low, high, sequence in records[records["kind"] == GRAVE].tolist():
             if sequence >= self._killed.get(low, (0, 0))[1]:
                 self._killed[low] = high, sequence
-        return set() if self._log.is_new else listed - void
+        if strange := listed - begun - void:
+            log.warning("%d cold objects are not known to %s: they are deleted", len(strange), self._log_path)
+        return listed & begun - void
 
     async def _load_some(self, objects: Iterator[StoredObject]) -> None:
         for one in objects:
@@ -302,6 +306,7 @@ class ColdTier:
         with self.index.lock:
             one.rows = self._enter(one.number, heads, ALIVE)
             one.oldest = int(heads["sequence"].min())
+        one.is_stored = True
         await trio.lowlevel.checkpoint()
 
     def _enter(self, number: int, heads: npt.NDArray[np.void], state: int) -> Rows:
@@ -338,7 +343,7 @@ class ColdTier:
         """Keep what later mounts need: objects, and graves of what some object may have."""
         objects = np.array(sorted(self._objects), np.uint64)
         void = np.array(sorted(self._doomed), np.uint64)
-        parts = [make_records(BEGUN, objects), make_records(VOID, void)]
+        parts = [make_records(BEGUN, objects), make_records(VOID, void), make_records(STORED, objects)]
         if self._floor:
             parts.append(make_records(FLOOR, np.zeros(1, np.uint64), 0, self._floor))
         if self._objects and self._killed:
@@ -363,10 +368,12 @@ class ColdTier:
 
         False: they never have.
         """
+        size += min(self.options.object_size, self.capacity - size)  # for blocks that are packed anew
         while self.used + size > self.capacity:
-            if not await self.sweep() and self._objects and self.used + size > self.capacity:
-                self._doom(self._objects[min(self._objects)])
-            if self.used + size > self.capacity and not self._objects and not self._doomed:
+            stored = [number for number, one in self._objects.items() if one.is_stored]
+            if not await self.sweep() and stored and self.used + size > self.capacity:
+                self._doom(self._objects[min(stored)])
+            if self.used + size > self.capacity and not stored and not self._doomed:
                 return False
             await self._delete_doomed()
         return True
@@ -375,7 +382,8 @@ class ColdTier:
         """Give up objects whose blocks are all dead. How many."""
         with self.index.lock:
             states = self.index.rows["state"]
-            empty = [one for one in self._objects.values() if not np.isin(states[one.rows], (PENDING, ALIVE)).any()]
+            stored = [one for one in self._objects.values() if one.is_stored]
+            empty = [one for one in stored if not np.isin(states[one.rows], (PENDING, ALIVE)).any()]
         for one in empty:
             self._doom(one)
             await trio.lowlevel.checkpoint()
@@ -391,11 +399,35 @@ class ColdTier:
     async def _delete_doomed(self) -> None:
         numbers = sorted(self._doomed)
         if numbers:
+            for number in numbers:
+                self._note(VOID, number)
+            await self.sync_graves()
             await self._writer.delete([layout.object_name(number) for number in numbers])
             self.breaker.answered()
             self.counters["removed_objects"] += len(numbers)
             for number in numbers:
                 self._doomed.pop(number, None)
+
+    async def compare(self) -> list[str]:
+        """What the bucket has beside what is known here: what is wrong. EngineError.
+
+        Blocks of an object that is gone, or has another length, are absent from now on. Nobody else stores objects
+        here: one that is not known is deleted.
+        """
+        before = {one.number: one for one in (*self._objects.values(), *self._doomed.values())}
+        stored, following, wrong = {number for number, one in before.items() if one.is_stored}, self._next, list[str]()
+        listed = {layout.object_number(one.name): one.size for one in await self._writer.list("blocks/")}
+        for number in sorted(stored & self._objects.keys()):
+            one = self._objects[number]
+            if (size := listed.get(number)) != one.size:
+                is_what = "is gone" if size is None else f"has {size} bytes, not {one.size}"
+                wrong.append(f"cold object {number} {is_what}")
+                self._doom(one)
+        for found, size in sorted((number, size) for number, size in listed.items() if number is not None):
+            if found < following and found not in before:
+                wrong.append(f"cold object {found} is not known to this volume")
+                self._doomed[found] = StoredObject(found, size)
+        return wrong
 
     async def keep_up(self) -> None:
         """Delete what is of no use, until cancelled."""
@@ -424,6 +456,29 @@ class ColdTier:
         except EngineError as error:
             self.breaker.failed(error)
             return None
+        one = await self._begin(size)
+        if one is None:
+            return None
+        with self.gate:
+            heads = heads.copy()
+            heads["state"][~is_there()] = forms.FREE_HEAD
+            one.rows = self._enter(one.number, heads, PENDING)
+            one.oldest = int(heads["sequence"].min())
+        if not len(one.rows):  # all have left the volume meanwhile
+            self._note(VOID, one.number)
+            return None
+        if not await self._put(one, heads, data):
+            return None
+        one.is_stored = True
+        with self.index.lock:
+            self.index.show(one.rows)
+            is_here = self.index.rows["state"][one.rows] == ALIVE
+            lows = self.index.rows["low"][one.rows[is_here]]
+        self.counters["stored_blocks"] += len(lows)
+        return np.isin(heads["low"], lows)
+
+    async def _begin(self, size: int) -> StoredObject | None:
+        """An object that is about to be put. None: that cannot be noted."""
         one = StoredObject(self._next, size)
         self._next += 1
         try:
@@ -432,19 +487,12 @@ class ColdTier:
         except OSError as error:
             self._turn_off(error)
             return None
-        with self.gate:
-            heads = heads.copy()
-            heads["state"][~is_there()] = forms.FREE_HEAD
-            one.rows = self._enter(one.number, heads, PENDING)
-            one.oldest = int(heads["sequence"].min())
-        if not len(one.rows):  # all have left the volume meanwhile
-            self._note_void(one.number)
-            return None
-        layout.write_heads(data, self._volume_id, one.number, heads, size)
-        self._objects[one.number] = one
-        return await self._put(one, data, heads)
+        return one
 
-    async def _put(self, one: StoredObject, data: memoryview, heads: npt.NDArray[np.void]) -> Mask | None:
+    async def _put(self, one: StoredObject, heads: npt.NDArray[np.void], data: memoryview) -> bool:
+        """False: the bucket does not have it, and it is given up."""
+        layout.write_heads(data, self._volume_id, one.number, heads, one.size)
+        self._objects[one.number] = one
         stored = False
         try:
             await self._writer.put(layout.object_name(one.number), data, ABSENT, is_given=True)
@@ -458,22 +506,64 @@ class ColdTier:
             if not stored:  # it may come late
                 self._doom(one)
                 with self.gate:
-                    self._note_void(one.number)
-        if not stored:
-            return None
-        self.breaker.answered()
-        with self.index.lock:
-            self.index.show(one.rows)
-            is_here = self.index.rows["state"][one.rows] == ALIVE
-            lows = self.index.rows["low"][one.rows[is_here]]
-        self.counters["stored_objects"] += 1
-        self.counters["stored_blocks"] += len(lows)
-        self.counters["stored_bytes"] += len(data)
-        return np.isin(heads["low"], lows)
+                    self._note(VOID, one.number)
+        if stored:
+            self.breaker.answered()
+            self._note(STORED, one.number)
+            self.counters["stored_objects"] += 1
+            self.counters["stored_bytes"] += len(data)
+        return stored
 
-    def _note_void(self, number: int) -> None:
+    # -- objects that are mostly dead ----------------------------------------------------------------------
+
+    async def mostly_dead(self, share: float) -> list[StoredObject]:
+        """Objects of whose bytes less than this share can be read: the deadest first, and none that is wholly dead."""
+        stored = [one for one in self._objects.values() if one.is_stored]
+        return await trio.to_thread.run_sync(_mostly_dead, self.index.rows, stored, share)
+
+    def alive_in(self, one: StoredObject) -> Rows:
+        """Rows of an object whose blocks may be served."""
+        with self.index.lock:
+            rows = one.rows[self.index.rows["state"][one.rows] == ALIVE]
+            groups = self.index.rows["group"][rows]
+            valid = [group for group in np.unique(groups).tolist() if self.is_valid(self.index.group(group))]
+            served: Rows = rows[np.isin(groups, valid)]
+            return served
+
+    async def store_again(
+        self, rows: Rows, entries: npt.NDArray[np.void], heads: npt.NDArray[np.void], data: memoryview
+    ) -> bool:
+        """Store blocks that are alive as one more object, and have rows say that they are there. False: they are not.
+
+        ``entries``: the rows when ``data`` was read. Blocks that died meanwhile have graves, which count in any object.
+        """
+        if self.used + len(data) > self.capacity or not self.is_usable:
+            return False
+        one = await self._begin(len(data))
+        if one is None:
+            return False
+        one.oldest = int(heads["sequence"].min())
+        if not await self._put(one, heads, data):
+            return False
+        places = layout.offsets_of(heads["length"].astype(np.int64))[:-1] // layout.STEP
+        with self.gate, self.index.lock:
+            now, stays = self.index.rows, np.ones(len(rows), np.bool_)
+            for name in ("low", "high", "object", "place", "state"):
+                stays &= now[name][rows] == entries[name]
+            moved = rows[stays]
+            now["object"][moved], now["place"][moved] = one.number, places[stays]
+            one.rows, one.is_stored = moved, True
+            for number in np.unique(entries["object"]).tolist():
+                if (former := self._objects.get(number)) is not None:
+                    former.rows = np.setdiff1d(former.rows, moved)
+        self.counters["repacked_objects"] += 1
+        self.counters["repacked_blocks"] += len(moved)
+        await self.sweep()
+        return True
+
+    def _note(self, kind: int, number: int) -> None:
         try:
-            self._log.append(VOID, np.array([number], np.uint64))
+            self._log.append(kind, np.array([number], np.uint64))
         except OSError as error:
             self._turn_off(error)
 
@@ -492,10 +582,20 @@ class ColdTier:
         with self.index.lock:
             entries = self.index.rows[rows].copy()
         found: list[memoryview | None] = [None] * len(rows)
-        async with trio.open_nursery() as nursery:
-            for places in _runs(entries):
-                nursery.start_soon(self._read_run, entries, places, found)
+        await self._read_entries(entries, range(len(rows)), found)
+        with self.index.lock:
+            now = self.index.rows[rows].copy()
+        has_moved = (now["object"] != entries["object"]) & (now["state"] == ALIVE) & (now["low"] == entries["low"])
+        again = [place for place in np.flatnonzero(has_moved).tolist() if found[place] is None]
+        await self._read_entries(now, again, found)  # they were packed anew meanwhile
         return found
+
+    async def _read_entries(
+        self, entries: npt.NDArray[np.void], places: Sequence[int], found: list[memoryview | None]
+    ) -> None:
+        async with trio.open_nursery() as nursery:
+            for run in _runs(entries[list(places)]):
+                nursery.start_soon(self._read_run, entries, [places[place] for place in run], found)
 
     async def _read_run(
         self, entries: npt.NDArray[np.void], places: Sequence[int], found: list[memoryview | None]
@@ -558,6 +658,23 @@ class ColdTier:
 
     def close(self) -> None:
         self._log.close()
+
+
+def _mostly_dead(rows: npt.NDArray[np.void], objects: list[StoredObject], share: float) -> list[StoredObject]:
+    """``rows`` may change meanwhile: then it is found out later."""
+    alive = np.flatnonzero(rows["state"] == ALIVE)
+    if not len(alive):
+        return []
+    numbers = rows["object"][alive].astype(np.int64)
+    first = int(numbers.min())
+    sizes = np.bincount(numbers - first, rows["length"][alive])
+    found = []
+    for one in objects:
+        place = one.number - first
+        live = float(sizes[place]) if 0 <= place < len(sizes) else 0.0
+        if 0 < live < share * one.size:
+            found.append((live / one.size, one))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 def _runs(entries: npt.NDArray[np.void]) -> Iterator[list[int]]:

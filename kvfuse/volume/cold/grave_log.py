@@ -5,7 +5,7 @@ whatever replaced it says free. The file also knows objects that this volume has
 saw may come late, and is never read. Without the file no object is read.
 
 ``GRAVE``: blocks of a fingerprint up to a sequence. ``FLOOR``: all blocks up to a sequence. ``BEGUN``: an object.
-``VOID``: an object that is not to be read, whenever it comes.
+``VOID``: an object that is not to be read, whenever it comes. ``STORED``: one that the bucket has, unless it is void.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from kvfuse.checksum import crc32c
 
-GRAVE, FLOOR, BEGUN, VOID = 1, 2, 3, 4
+GRAVE, FLOOR, BEGUN, VOID, STORED = 1, 2, 3, 4, 5
 RECORD = np.dtype(
     [("kind", np.uint32), ("crc", np.uint32), ("low", np.uint64), ("high", np.uint64), ("sequence", np.uint64)]
 )
-"""``crc``: of the record, with 0 in its place. ``low``: of BEGUN and VOID, the number of the object"""
+"""``crc``: of the record, with 0 in its place. ``low``: of BEGUN, VOID and STORED, the number of the object"""
 Records = npt.NDArray[np.void]
 Words = npt.NDArray[np.uint64]
 
@@ -35,19 +35,10 @@ class GraveLog:
         self._path = path
         self.is_new = not path.exists()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.records = self._read()
+        self.records = _read(self._descriptor)
         self.size = len(self.records) * RECORD.itemsize
         os.ftruncate(self._descriptor, self.size)
         self.is_dirty = False
-
-    def _read(self) -> Records:
-        """Records up to the first one that is torn."""
-        size = os.fstat(self._descriptor).st_size // RECORD.itemsize * RECORD.itemsize
-        data = os.pread(self._descriptor, size, 0)
-        records = np.frombuffer(data, RECORD).copy()
-        sums = _sums_of(records)
-        wrong = np.flatnonzero(sums != records["crc"])
-        return records[: int(wrong[0])] if len(wrong) else records
 
     def append(self, kind: int, low: Words, high: Words | int = 0, sequence: Words | int = 0) -> None:
         """Survives the death of this process when this returns, and the loss of power after a `sync`. OSError."""
@@ -83,6 +74,31 @@ class GraveLog:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def read_graves(path: Path) -> Records | None:
+    """The records of a file, of which nothing is changed; None: there is none. OSError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return _read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int) -> Records:
+    """Records up to the first one that is torn."""
+    size = os.fstat(descriptor).st_size // RECORD.itemsize * RECORD.itemsize
+    records = np.frombuffer(os.pread(descriptor, size, 0), RECORD).copy()
+    wrong = np.flatnonzero(_sums_of(records) != records["crc"])
+    return records[: int(wrong[0])] if len(wrong) else records
+
+
+def numbers_of(records: Records, kind: int) -> set[int]:
+    """Objects of which the records say so: BEGUN, VOID or STORED."""
+    return set(records["low"][records["kind"] == kind].tolist())
 
 
 def make_records(kind: int, low: Words, high: Words | int = 0, sequence: Words | int = 0) -> Records:

@@ -63,6 +63,9 @@ def test_blocks_that_left_come_back(seaweed: SeaweedServer, rng: random.Random) 
         assert hot < cold < 60_000, "a cold block is not expected later than a hot one"
         assert beside.check(keys(0, 100)) == 100
         assert cold_figures(mount)["promoted"] == 100
+        line = next(line for line in kvfuse("status", mount.point).stdout.splitlines() if "cold tier" in line)
+        assert f"{cold_figures(mount)['blocks']:,} blocks" in line
+        assert "its bucket answers" in line
         assert beside.check(keys(0, 100)) == 100
         assert cold_figures(mount)["promoted"] == 100, "a block that came back is hot"
         beside.store.close()
@@ -233,6 +236,20 @@ def test_a_killed_daemon_brings_nothing_back(seaweed: SeaweedServer, rng: random
                 settle(mount)
                 beside.check(names)
         assert beside.hits > 100
+        beside.store.close()
+
+
+def test_objects_that_are_mostly_dead_are_packed_anew(seaweed: SeaweedServer, rng: random.Random) -> None:
+    with cold_mount(seaweed) as mount:
+        beside = Beside(mount, "ns", rng)
+        fill(beside, 0, 400)
+        before = settle(mount)
+        beside.delete([key for number, key in enumerate(keys(0, 200)) if number % 3])
+        wait_until(lambda: cold_figures(mount)["repacked_objects"] > 0, "objects to be packed anew")
+        wait_until(lambda: cold_figures(mount)["used_bytes"] < before["used_bytes"] - 2 * MIB, "old objects to go")
+        assert beside.check(keys(0, 200)[:60]) == 20
+        settle(mount)
+        assert beside.check(keys(0, 200)[60:120]) == 20
         beside.store.close()
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import trio
 from bucket_lab import bucket_options
+from volume_lab import lab_options
 
 from kvfuse.checksum import crc32c
 from kvfuse.native import blockforms as forms
 from kvfuse.options.options import ColdBucketOptions
+from kvfuse.volume.check.scrub import Scrubber
 from kvfuse.volume.cold import cold_format as layout
 from kvfuse.volume.cold.cold_index import ColdGroup
 from kvfuse.volume.cold.cold_tier import ColdTier
+from kvfuse.volume.cold.repacking import Repacking
 from kvfuse_cluster.seaweed import SeaweedServer
 
 pytestmark = pytest.mark.ring(2)
@@ -237,3 +242,152 @@ async def test_the_oldest_objects_go(open_tier: Open) -> None:
         assert found[-1] == 20
         assert found == list(range(21 - len(found), 21))
         assert sum(one.size for one in await tier._writer.list("blocks/")) <= tier.capacity
+
+
+async def test_a_scrub_sees_what_the_bucket_lacks(open_tier: Open) -> None:
+    async with open_tier() as tier:
+        for key in range(1, 5):
+            await store(tier, [key], 10 + key)
+        engine: Any = SimpleNamespace(cold=SimpleNamespace(tier=tier))
+        scrub = Scrubber(lambda: engine, lab_options())
+        await scrub._compare_cold(engine)
+        assert scrub.counters.errors == 0
+        await tier._writer.delete([layout.object_name(1)])
+        await tier._writer.put(layout.object_name(2), b"x" * 500)
+        tier._objects.pop(3)  # as if nobody had stored it
+        await scrub._compare_cold(engine)
+        assert scrub.counters.errors == 3
+        assert there(tier, [1, 2, 4]) == [4]
+        await tier._delete_doomed()
+        await scrub._compare_cold(engine)
+        assert scrub.counters.errors == 3
+        assert [one.name for one in await tier._writer.list("blocks/")] == [layout.object_name(4)]
+
+
+async def test_an_object_that_the_graves_do_not_name_is_not_read(open_tier: Open, tmp_path: Path) -> None:
+    async with open_tier() as tier:
+        await store(tier, [1], 10)
+        before = (tmp_path / "graves").read_bytes()
+        await store(tier, [2], 11)
+    (tmp_path / "graves").write_bytes(before)  # of a backup: what was removed since is not known
+    async with open_tier() as tier:
+        assert there(tier, [1, 2]) == [1]
+
+
+# -- objects that are mostly dead ------------------------------------------------------------------------------
+
+
+async def make_half_dead(tier: ColdTier, first: int = 0) -> list[int]:
+    """Keys that are alive, in objects of which most is dead."""
+    for number in range(4):
+        start = first + 10 * number + 1
+        await store(tier, list(range(start, start + 10)), 10 + number, 10_000)
+    keys = list(range(first + 1, first + 41))
+    dead = [key for key in keys if key % 10 > 3 or key % 10 == 0]
+    tier.kill(words(dead), words(dead))
+    return [key for key in keys if key not in dead]
+
+
+async def check_bytes(tier: ColdTier, keys: list[int], size: int = 10_000) -> None:
+    assert there(tier, keys) == keys
+    found = await tier.read(tier.find(words(keys), words(keys), 0))
+    assert [bytes(one or b"") for one in found] == [bytes([key % 256]) * size for key in keys]
+
+
+async def test_what_is_alive_is_packed_anew(open_tier: Open, world: World) -> None:
+    async with open_tier() as tier:
+        alive = await make_half_dead(tier)
+        before = tier.used
+        assert await Repacking(tier).repack() > 0
+        await check_bytes(tier, alive)
+        assert len(tier._objects) == 1
+        await tier._delete_doomed()
+        assert len(await tier._writer.list("blocks/")) == 1
+        assert tier.used < before / 2
+        await check_bytes(tier, alive)
+        assert await Repacking(tier).repack() == 0
+        tier.kill(words(alive[:3]), words(alive[:3]))
+    async with open_tier() as tier:
+        await check_bytes(tier, alive[3:])
+        assert there(tier, list(range(1, 41))) == alive[3:]
+        world.epoch = 1  # the namespace is cleared
+        assert await Repacking(tier).repack() == 0
+
+
+async def test_what_dies_while_it_is_packed_anew_stays_dead(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_tier() as tier:
+        alive = await make_half_dead(tier)
+        put = tier._writer.put
+
+        async def put_slowly(*args: Any, **more: Any) -> str:
+            tier.kill(words(alive[:2]), words(alive[:2]))
+            tier.supersede(words(alive[2:3]), words(alive[2:3]), np.array([99], np.uint64))
+            await check_bytes(tier, alive[3:])  # where they were
+            return await put(*args, **more)
+
+        monkeypatch.setattr(tier._writer, "put", put_slowly)
+        assert await Repacking(tier).repack() > 0
+        assert there(tier, alive) == alive[3:]
+        await check_bytes(tier, alive[3:])
+    async with open_tier() as tier:
+        await check_bytes(tier, alive[3:])
+        assert there(tier, alive) == alive[3:]
+
+
+class Killed(BaseException):
+    """The daemon is."""
+
+
+class Kills:
+    """Before and after each thing that stays: records of the graves' file, a put, a deletion. One is the last."""
+
+    def __init__(self, tier: ColdTier, last: int, patch: pytest.MonkeyPatch) -> None:
+        self.left = last
+        append, put, delete = tier._log.append, tier._writer.put, tier._writer.delete
+
+        def append_to(*args: Any) -> None:
+            self.step()
+            append(*args)
+            self.step()
+
+        async def put_to(*args: Any, **more: Any) -> str:
+            self.step()
+            tag = await put(*args, **more)
+            self.step()
+            return tag
+
+        async def delete_from(*args: Any) -> None:
+            self.step()
+            await delete(*args)
+            self.step()
+
+        patch.setattr(tier._log, "append", append_to)
+        patch.setattr(tier._writer, "put", put_to)
+        patch.setattr(tier._writer, "delete", delete_from)
+
+    def step(self) -> None:
+        if self.left <= 0:
+            raise Killed
+        self.left -= 1
+
+
+async def test_a_kill_while_blocks_are_packed_anew_loses_none(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over, last = False, 0
+    while not is_over:
+        async with open_tier() as tier:
+            alive = await make_half_dead(tier, 100 * last)
+            with monkeypatch.context() as patch:
+                Kills(tier, last, patch)
+                with suppress(Killed):
+                    assert await Repacking(tier).repack() > 0
+                    await tier._delete_doomed()
+                    is_over = True
+        async with open_tier() as tier:
+            await check_bytes(tier, alive)
+            assert there(tier, list(range(100 * last, 100 * last + 50))) == alive
+            tier.kill(words(alive), words(alive))
+            await tier.sweep()
+            await tier._delete_doomed()
+            assert await tier._writer.list("blocks/") == []
+        last += 1
+    assert last > 10
