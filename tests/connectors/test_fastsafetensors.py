@@ -34,7 +34,7 @@ def test_a_loader_gets_all_bytes(python: Path, name: str, tmp_path: Path) -> Non
         mount.unmount()
         mount.mount()  # nothing of it is verified, or in the page cache of the mount
         for _ in ("cold", "warm"):
-            assert load_once(python, name, Place(folder, checkpoint), tmp_path) == checkpoint.checks
+            assert load_once(python, name, Place(folder, checkpoint), tmp_path)["checks"] == checkpoint.checks
 
 
 def test_damaged_weights_are_an_error(python: Path, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class RunaiStreamer(Load):
 class Fastsafetensors(Load):
     """Without a GPU: its copier through memory of the host."""
 
-    modules = ("torch", "fastsafetensors")
+    modules: tuple[str, ...] = ("torch", "fastsafetensors")
 
     def run(self) -> None:
         library = importlib.import_module("fastsafetensors")

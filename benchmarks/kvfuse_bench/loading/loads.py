@@ -70,10 +70,10 @@ def versions(python: Path) -> str:
     return ", ".join(done.stdout.split("\n")).strip(", ")
 
 
-def load_once(python: Path, name: str, place: Place, logs: Path) -> list[int]:
-    """Load the model once; `check_of` each file, as it was loaded. KvfuseError: the loader failed."""
+def load_once(python: Path, name: str, place: Place, logs: Path) -> dict[str, Any]:
+    """Load the model once: ``seconds``, and ``checks`` of the files as they came. KvfuseError: the loader failed."""
     with _loader(python, name, place, logs) as process:
-        return list(_ask(name, process)["checks"])
+        return _ask(name, process)
 
 
 def bench_loads(name: str, setting: LoadSetting) -> list[Figure]:

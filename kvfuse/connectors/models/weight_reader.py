@@ -64,10 +64,10 @@ class WeightReader:
         suit. What fastsafetensors asks of its readers. OSError of the file; ValueError of the address; DeviceError.
         """
         if is_writable(dev_ptr, total_length):
-            target = np.frombuffer((ctypes.c_uint8 * total_length).from_address(dev_ptr), np.uint8)
-            return self.read_into(path, file_offset, target, piece_size=chunk_size)
-        with self._lock, self.client.iov_from_gpu(_GpuBytes(dev_ptr, total_length)) as memory:
-            return self._read(path, file_offset, total_length, chunk_size, memory, 0)
+            memory = memoryview((ctypes.c_uint8 * total_length).from_address(dev_ptr)).cast("B")
+            return self.read_into(path, file_offset, memory, piece_size=chunk_size)
+        with self._lock, self.client.iov_from_gpu(_GpuBytes(dev_ptr, total_length)) as gpu:
+            return self._read(path, file_offset, total_length, chunk_size, gpu, 0)
 
     def read_into(self, path: str, file_offset: int, target: object, *, piece_size: int = 0) -> int:
         """As `read_chunked`, into a writable buffer, an array or a tensor in memory of the host."""
@@ -113,7 +113,7 @@ class WeightReader:
     def _in_order(
         self, path: str, file_offset: int, length: int, piece_size: int, memory: Iov | GpuIov, count: int,
         place: int | None = None,
-    ) -> Iterator[_Piece]:  # fmt: skip
+    ) -> Iterator[_FilledPiece]:  # fmt: skip
         """Pieces as they were read, ``count`` under way. ``place``: of all in ``memory``; None: they take turns there.
 
         Ends with the file. A piece's place may be used again once the next one is asked for.
@@ -137,7 +137,7 @@ class WeightReader:
             if result < 0:
                 self._drain()
                 raise OSError(-result, os.strerror(-result), path)
-            yield _Piece(given % count * piece_size if place is None else place + given * piece_size, result)
+            yield _FilledPiece(given % count * piece_size if place is None else place + given * piece_size, result)
             given += 1
             if result < wanted:
                 self._drain()
@@ -170,14 +170,15 @@ class WeightReader:
         while True:
             try:
                 self.client.reconnect()
-                return
             except Disconnected:
                 if time.monotonic() > until:
                     raise
                 time.sleep(RETRY_S)
+            else:
+                return
 
 
-class _Piece(NamedTuple):
+class _FilledPiece(NamedTuple):
     """What was read."""
 
     place: int
