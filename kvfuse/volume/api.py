@@ -279,6 +279,9 @@ class FileApi(Protocol[H]):
     async def show(self, handle: H, first: int, last: int) -> None:
         """Show the chunks ``first``..``last`` in the content map, as far as possible; for the rest, `read_into`."""
 
+    async def verify_ahead(self, handle: H, offset: int, end: int) -> None:
+        """Before `show`: have what a large read needs next in the page cache, and verified, by threads."""
+
     async def write(self, handle: H, offset: int, data: bytes | memoryview, *, by_kernel: bool = False) -> int:
         """Take ``data`` (kept, not copied, where possible: it must never change). Returns how much of it had room.
 

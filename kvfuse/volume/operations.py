@@ -333,6 +333,9 @@ class Files:
         measures.readers[measures] = perf_counter()
         await self._parts.mapper.show(node, first, last)
 
+    async def verify_ahead(self, handle: FileHandle | Node, offset: int, end: int) -> None:
+        await self._parts.mapper.verify_ahead(await self._find_current(handle), offset, end)
+
     async def write(
         self, handle: FileHandle | BlockHandle, offset: int, data: bytes | memoryview, *, by_kernel: bool = False
     ) -> int:

@@ -134,9 +134,11 @@ class Parts:
         pending = Pending(core)
         chunks = Chunks(core, flusher)
         refresher = Refresher(core, chunks, KernelNews(core.kernel))
-        extents = OwnExtents(core) if member is None else SharedExtents(core, refresher.renew)
+        extents = OwnExtents(core, chunks.load_chunk) if member is None else SharedExtents(core, refresher.renew)
         self.fetcher = extents.fetcher
         """of bytes that the kernel will ask for; None: the page cache of the engine has them"""
+        self.checks = extents.checks
+        """of bytes that the page cache of the engine is to have"""
         self.reader = Reader(core, chunks, extents)
         staging = Staging(core, pending, flusher)
         merger = Merger(core, chunks, self.reader, staging, refresher.news)
@@ -296,6 +298,8 @@ class Parts:
             nursery.start_soon(failing.service, "rewriting", self.rewriter.run)
             if self.fetcher is not None:
                 nursery.start_soon(failing.vital_task, self.fetcher.run)
+            if self.checks is not None:
+                nursery.start_soon(failing.vital_task, self.checks.run)
         else:
             nursery.start_soon(failing.vital_task, self.coherence.run)
             nursery.start_soon(failing.vital_task, self.delegations.run)

@@ -14,7 +14,8 @@ from places import ROOT
 from kvfuse.cli import COMMANDS, cli
 from kvfuse.options import config
 
-PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "mount.conf", "compat/hf3fs-fuse/README.md")]
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "mount.conf")]
+PAGES += sorted((ROOT / "compat").glob("*/README.md"))
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 IDS = [path.name for path in PAGES]

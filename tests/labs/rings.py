@@ -66,6 +66,7 @@ NEEDED = (
     "sglang",
     "lmcache",
     "ucm",
+    "fastsafetensors",
 )
 """what the lab alone installs: servers, machines, a cluster, a browser, a small Debian, engines (scripts/engines)"""
 BUSY = 2.5

@@ -27,6 +27,7 @@ from kvfuse_bench.commands.measuring import (
     show,
     write_result,
 )
+from kvfuse_bench.commands.model_load import model_load
 from kvfuse_bench.commands.outlive import outlive
 from kvfuse_bench.commands.peers import peers
 from kvfuse_bench.commands.scale import scale
@@ -178,6 +179,7 @@ bench.add_command(door)
 bench.add_command(engines)
 bench.add_command(hosts)
 bench.add_command(gpu)
+bench.add_command(model_load)
 bench.add_command(outlive)
 bench.add_command(peers)
 bench.add_command(scale)

@@ -31,6 +31,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import trio
 
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments.block.segment_map import DeviceRow, MapName, SegmentMap
@@ -254,6 +255,13 @@ class SegmentStore(ABC):
         kernel to copy from, by write(2), which says EFAULT where the medium fails meanwhile: SIGBUS for anybody else.
         """
         return None
+
+    async def warm(self, segment: int, offset: int, length: int, threads: trio.CapacityLimiter) -> bytes:
+        """Have bytes in the page cache, for `view`; the checksums of their granules (`checksum.granule_checksums`).
+
+        One of ``threads`` reads them. A store that is not mappable does nothing, and answers b"". EngineError.
+        """
+        return b""
 
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         """(descriptor, read-only bytes, guard) of a whole segment, for other threads, which may wait for its pages.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import trio
 
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments.api import SegmentInfo, SegmentStore, Transfer
@@ -53,6 +54,9 @@ class SegmentDecorator(SegmentStore):
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         return self.inner.view(segment, offset, length)
+
+    async def warm(self, segment: int, offset: int, length: int, threads: trio.CapacityLimiter) -> bytes:
+        return await self.inner.warm(segment, offset, length, threads)
 
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         return self.inner.source(segment)

@@ -36,9 +36,14 @@ TINY = 1024
 """bytes that numpy copies with the lock"""
 LOOK_BYTES = 1 << 20
 """Bytes that are copied before the daemon looks for absent pages again"""
+LARGE = 256 << 10
+"""Bytes of a copy whose pages are mapped at once, the first time: one by one that takes longer than the copy"""
 ZEROS = memoryview(bytes(1 << 20))
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_MADV_POPULATE_WRITE = 23
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _process_vm_writev = ctypes.CDLL(None, use_errno=True).process_vm_writev
 
 
@@ -90,6 +95,8 @@ class MappedIov:
         """the whole pages"""
         self.descriptor = self._reopen(descriptor)
         self._charge = charge
+        self._mapped = bytearray(-(-size // LOOK_BYTES))
+        """which pieces of LOOK_BYTES were mapped at once"""
         self._known_bytes = 0
         """so many more may be copied before the next look; 0 or less: pages are absent"""
 
@@ -130,12 +137,24 @@ class MappedIov:
     def write(self, offset: int, data: memoryview) -> None:
         """Copy ``data`` to ``offset``. OSError EFAULT, if the memory went away; see `charging`."""
         if self.is_present(len(data)):
+            self.map_pages(offset, len(data))
             self._put(offset, data)
             return
         for position in range(0, len(data), LOOK_BYTES):
             part = data[position : position + LOOK_BYTES]
             with self.charging(offset + position, len(part)):
                 self._put(offset + position, part)
+
+    def map_pages(self, offset: int, length: int) -> None:
+        """Map the pages of a range, which are all present (`is_present`), before it is copied to."""
+        if length < LARGE or not self.is_sealed:
+            return
+        first, last = offset // LOOK_BYTES, (offset + length - 1) // LOOK_BYTES
+        if self._mapped.find(0, first, last + 1) >= 0:
+            start = first * LOOK_BYTES
+            end = min((last + 1) * LOOK_BYTES, len(self.bytes))
+            _madvise(self.address + start, end - start, _MADV_POPULATE_WRITE)  # refused, they are mapped one by one
+            self._mapped[first : last + 1] = b"\1" * (last + 1 - first)
 
     def _put(self, offset: int, data: memoryview) -> None:
         if self.is_sealed and len(data) > TINY:

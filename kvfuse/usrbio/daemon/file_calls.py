@@ -41,6 +41,7 @@ class FileCalls:
                 await file.measures.throttle(max(0, end - offset))
             if end > offset:
                 chunk_size = file.map.chunk_size
+                await self.volume.files.verify_ahead(file.handle, offset, end)
                 await self.volume.files.show(file.handle, offset // chunk_size, (end - 1) // chunk_size)
             if not await call.try_again():
                 await self.read_here(call, file.handle, offset, length)

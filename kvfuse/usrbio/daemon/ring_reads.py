@@ -90,6 +90,7 @@ def copy(source: MappedSource, start: int, length: int, iov: MappedIov, iov_offs
     OSError EFAULT; see `MappedIov.charging`.
     """
     if iov.is_present(length):
+        iov.map_pages(iov_offset, length)
         return _copy(source, start, length, iov, iov_offset)
     is_copied = True
     for done in range(0, length, LOOK_BYTES):

@@ -9,7 +9,8 @@ from kvfuse.volume.content.access_times import AccessTimes
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.kept_copies import KeptCopies
 from kvfuse.volume.content.reader import Extents
-from kvfuse.volume.inodes.chunk import DISCARDED, Chunk
+from kvfuse.volume.content.slot_checks import READ_ON_MIN
+from kvfuse.volume.inodes.chunk import DISCARDED, Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views.content_map import ContentMap, MapRow
@@ -56,6 +57,22 @@ class Mapper:
                 row = self._row(chunk)
             if row is not None:
                 self.map_of(node).add(index, row)  # nothing has waited since the chunk was looked at
+
+    async def verify_ahead(self, node: Node, offset: int, end: int) -> None:
+        """Have the slots of a large read, or of one that goes on, verified side by side, and those that follow."""
+        checks, waited = self.extents.checks, list[Extent]()
+        if checks is None or end - offset < READ_ON_MIN or self.core.tier.find(node.ino) is not None:
+            return
+        for index in range(offset // node.chunk_size, (min(end, node.size) - 1) // node.chunk_size + 1):
+            chunk = await self.chunks.load_chunk(node, index)
+            if chunk is not None and chunk.staged is None and len(chunk.extents) == 1 and not chunk.extents[0].packing:
+                extent, start = chunk.extents[0], index * node.chunk_size
+                low, high = max(offset - start, 0), min(end - start, extent.length)
+                if low < high:
+                    checks.expect(node, index, extent, low, high - low)
+                    waited.append(extent)
+        for extent in waited:
+            await checks.wait(extent)
 
     def _copy(self, node: Node, index: int) -> MapRow | None:
         """A row for the copy of the file in the shared-memory tier."""

@@ -19,6 +19,7 @@ from kvfuse.errors import Corrupt
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.read_ahead import Fetcher
+from kvfuse.volume.content.slot_checks import LoadChunk, SlotChecks, needed_of
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -36,6 +37,9 @@ Reads = Sequence[Callable[[], Awaitable[None]]]
 
 class Extents(ABC):
     """Reads extents; the reader of a membership has that which suits its volume."""
+
+    checks: SlotChecks | None = None
+    """of what the page cache of the engine is to have; None: it has none, or others free slots, too"""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -157,9 +161,10 @@ class OwnExtents(Extents):
     reads ahead for it either: then the kernel gets what was fetched.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, load_chunk: LoadChunk) -> None:
         super().__init__(core)
         self.fetcher = None if core.segments.limits.mappable else Fetcher(core)
+        self.checks = SlotChecks(core, load_chunk) if core.segments.limits.mappable else None
         self._sources: dict[int, MappedSource] = {}
         """of segments that can be mapped: each is mapped once"""
 
@@ -167,14 +172,17 @@ class OwnExtents(Extents):
         self, node: Node, offset: int, extent: Extent, start: int, length: int, target: memoryview | None = None
     ) -> bytes | bytearray | memoryview | None:
         core = self.core
+        checksums = extent.checksums
+        if target is None and checksums and self.checks is not None and not extent.packing:
+            self.checks.expect(node, offset // node.chunk_size, extent, start, length)
+            has_waited = needed_of(extent, start, length) and await self.checks.wait(extent)
+            if has_waited and not (is_current(node, offset, extent) and extent.checksums is checksums):
+                return None
         segment, place = core.locate(extent.addr)
         low, high, needed = start, start + length, 0
-        if extent.checksums:
-            first, last = start // GRANULE_SIZE, (start + length - 1) // GRANULE_SIZE
-            needed = ((2 << (last - first)) - 1) << first & ~extent.verified
-            if needed:
-                low, high = first * GRANULE_SIZE, min((last + 1) * GRANULE_SIZE, extent.length)
-        checksums = extent.checksums
+        if checksums and (needed := needed_of(extent, start, length)):
+            low = start // GRANULE_SIZE * GRANULE_SIZE
+            high = min(-(-high // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
         if target is None and self.fetcher is not None:
             data = await self._read_ahead(self.fetcher, node, offset, extent, start, length)
             if not is_current(node, offset, extent) or extent.checksums is not checksums:

@@ -19,6 +19,7 @@ import pytest
 import trio
 from segment_engines import DEVICES, ENGINES, IN_MACHINE, MIB, SIZE, Opener, opening
 
+from kvfuse.checksum import granule_checksums
 from kvfuse.errors import EngineError
 from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentStore, Transfer
 
@@ -322,6 +323,19 @@ async def test_a_view_shows_the_bytes_and_later_writes(store: SegmentStore, rng:
     await write(store, 5_000, b"new")
     assert view[999:1002] == b"new"
     assert store.counters.view_bytes == 9_000
+
+
+async def test_warm_bytes_are_viewed_and_summed(store: SegmentStore, rng: random.Random) -> None:
+    data = rng.randbytes(300_000)
+    await write(store, 4_000, data)
+    sums = await store.warm(1, 4_000, len(data), trio.CapacityLimiter(1))
+    if not store.limits.mappable:
+        assert sums == b""
+        return
+    assert sums == granule_checksums(data)
+    assert store.view(1, 4_000, len(data)) == data
+    with pytest.raises(ValueError, match="segment"):
+        await store.warm(9, 0, 1, trio.CapacityLimiter(1))
 
 
 async def test_a_source_shows_the_whole_segment_and_outlives_it(store: SegmentStore, rng: random.Random) -> None:

@@ -21,6 +21,8 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, EngineFull, EngineReadOnly, MediumError
+from kvfuse.native.filesums import sum_file
+from kvfuse.native.rowreceiver import ENDED
 from kvfuse.remote import libc
 from kvfuse.remote.mapguard import GuardedMap
 from kvfuse.remote.segments.file import direct
@@ -261,6 +263,17 @@ def read_runs(runs: Sequence[Run]) -> None:
                 if byte_count == 0:
                     raise EOFError
                 run.advance(byte_count)
+
+
+def warm(file: SegmentFile, offset: int, length: int) -> bytes:
+    """Checksums of the granules of a range of the file, which is in the page cache afterwards."""
+    with translated(file.path, offset):
+        sums, error = sum_file(file.fd, offset, length)
+        if error == ENDED:
+            raise EOFError
+        if error:
+            raise OSError(error, os.strerror(error))
+        return sums
 
 
 def write_runs(runs: Sequence[Run]) -> None:

@@ -221,6 +221,21 @@ class FileSegments(SegmentStore):
                 other.drop_mapped_pages()
         return view
 
+    async def warm(self, segment: int, offset: int, length: int, threads: trio.CapacityLimiter) -> bytes:
+        if not self.limits.mappable or not length:
+            return b""
+        with self._checked(segment, offset, length) as file:
+            self.counters.reads += 1
+            self.counters.read_bytes += length
+            self.counters.thread_reads += 1
+            try:
+                call = partial(fileio.warm, file, file.start + offset, length)
+                return await trio.to_thread.run_sync(call, limiter=threads)
+            except EngineError as error:
+                self.counters.failed_reads += 1
+                log.error("%s", error)
+                raise
+
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         file = self._checked(segment, 0, 0)
         return file.source() if self._places.are_mappable and not self._direct else None

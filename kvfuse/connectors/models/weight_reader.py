@@ -1,0 +1,213 @@
+"""Reads large files of a mount through a ring, in pieces side by side: see `WeightReader`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfuse.sizes import MIB
+from kvfuse.usrbio.client import Client, Disconnected, File, GpuIov, Iov, connect
+from kvfuse.usrbio.client.iov import bytes_of
+
+Bytes = npt.NDArray[np.uint8]
+
+PIECE = 4 * MIB
+"""Bytes of one read: a chunk of a file, where nothing else was chosen for its folder."""
+PIECES_MAX = 8
+"""Pieces under way. The daemon reads ahead, so more bring nothing."""
+PATIENCE_S = 60.0
+"""for a daemon that comes back"""
+RETRY_S = 0.05
+
+
+class WeightReader:
+    """Reads files of one mount. Safe to use from any thread; one call is under way at a time.
+
+    Memory that `memory` made, or that lies in shared memory and was registered with the client, is filled by the daemon
+    itself. Other memory of this process is filled from `buffer_size` bytes of such memory, and a GPU's as docs/gpu.md
+    says. A daemon that ends meanwhile is waited for.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, buffer_size: int = PIECE * PIECES_MAX) -> None:
+        """``path``: in the mount. FileNotFoundError where there is no mount, Disconnected where nobody answers."""
+        if buffer_size < PIECE:
+            raise ValueError(f"buffer_size {buffer_size}: at least {PIECE} bytes are needed")
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+        self._files: dict[str, File] = {}
+        self.client: Client = self._stack.enter_context(connect(path))
+        try:
+            self._ring = self._stack.enter_context(self.client.ring(2 * PIECES_MAX))
+        except BaseException:
+            self._stack.close()
+            raise
+        self._buffer_size = buffer_size
+        self._buffer: Iov | None = None
+
+    def memory(self, size: int) -> Bytes:
+        """New memory of ``size`` bytes that the daemon fills in place, zeroed. It lives until `close`, its views on."""
+        return self._stack.enter_context(self.client.iov(size)).array
+
+    def read_chunked(self, path: str, dev_ptr: int, file_offset: int, total_length: int, chunk_size: int = 0) -> int:
+        """Bytes at ``file_offset`` of the file to the address ``dev_ptr``, of the host or a GPU; how many.
+
+        Fewer than ``total_length`` at the end of the file. ``chunk_size``: bytes of one read, at most; 0: as many as
+        suit. What fastsafetensors asks of its readers. OSError of the file; ValueError of the address; DeviceError.
+        """
+        if is_writable(dev_ptr, total_length):
+            memory = memoryview((ctypes.c_uint8 * total_length).from_address(dev_ptr)).cast("B")
+            return self.read_into(path, file_offset, memory, piece_size=chunk_size)
+        with self._lock, self.client.iov_from_gpu(_GpuBytes(dev_ptr, total_length)) as gpu:
+            return self._read(path, file_offset, total_length, chunk_size, gpu, 0)
+
+    def read_into(self, path: str, file_offset: int, target: object, *, piece_size: int = 0) -> int:
+        """As `read_chunked`, into a writable buffer, an array or a tensor in memory of the host."""
+        array = bytes_of(target)
+        if not array.flags.writeable:
+            raise ValueError("the target is read-only")
+        with self._lock:
+            place = self.client.locate(array) if len(array) else None
+            if place is not None:
+                return self._read(path, file_offset, len(array), piece_size, *place)
+            return self._read_by_buffer(path, file_offset, array, piece_size)
+
+    def close(self) -> None:
+        """The daemon touches no memory of this reader any more."""
+        with self._lock:
+            self._files.clear()
+            self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- one call ------------------------------------------------------------------------------------
+
+    def _read_by_buffer(self, path: str, file_offset: int, target: Bytes, piece_size: int) -> int:
+        """Through shared memory, from which this process copies."""
+        if self._buffer is None:
+            self._buffer = self._stack.enter_context(self.client.iov(self._buffer_size))
+        count = min(PIECES_MAX, self._buffer_size // PIECE)
+        done = 0
+        for piece in self._in_order(path, file_offset, len(target), _size_of(piece_size), self._buffer, count):
+            target[done : done + piece.length] = self._buffer.array[piece.place : piece.place + piece.length]
+            done += piece.length
+        return done
+
+    def _read(self, path: str, file_offset: int, length: int, piece_size: int, memory: Iov | GpuIov, place: int) -> int:
+        """Straight into registered memory."""
+        pieces = self._in_order(path, file_offset, length, _size_of(piece_size), memory, PIECES_MAX, place)
+        return sum(piece.length for piece in pieces)
+
+    def _in_order(
+        self, path: str, file_offset: int, length: int, piece_size: int, memory: Iov | GpuIov, count: int,
+        place: int | None = None,
+    ) -> Iterator[_FilledPiece]:  # fmt: skip
+        """Pieces as they were read, ``count`` under way. ``place``: of all in ``memory``; None: they take turns there.
+
+        Ends with the file. A piece's place may be used again once the next one is asked for.
+        """
+        asked = given = 0
+        results: dict[int, int] = {}
+        while given * piece_size < length:
+            try:
+                while asked < given + count and asked * piece_size < length:
+                    self._ask(path, file_offset, length, piece_size, memory, asked, count, place)
+                    asked += 1
+                while given not in results:
+                    results |= {int(row["user_data"]): int(row["result"]) for row in self._ring.wait(1)}
+            except Disconnected:
+                self._come_back()
+                asked = given
+                results.clear()
+                continue
+            result = results.pop(given)
+            wanted = min(piece_size, length - given * piece_size)
+            if result < 0:
+                self._drain()
+                raise OSError(-result, os.strerror(-result), path)
+            yield _FilledPiece(given % count * piece_size if place is None else place + given * piece_size, result)
+            given += 1
+            if result < wanted:
+                self._drain()
+                return
+
+    def _ask(
+        self, path: str, file_offset: int, length: int, piece_size: int, memory: Iov | GpuIov, number: int, count: int,
+        place: int | None,
+    ) -> None:  # fmt: skip
+        start = number * piece_size
+        at = number % count * piece_size if place is None else place + start
+        size = min(piece_size, length - start)
+        self._ring.prep_read(memory, at, self._file(path), file_offset + start, size, user_data=number)
+        self._ring.submit()
+
+    def _file(self, path: str) -> File:
+        file = self._files.get(path)
+        if file is None or not file.handle:  # what took its place since is another file
+            file = self._files[path] = self._stack.enter_context(self.client.file(path))
+        return file
+
+    def _drain(self) -> None:
+        """Nothing is under way any more."""
+        while self._ring.in_flight:
+            self._ring.wait(self._ring.in_flight)
+
+    def _come_back(self) -> None:
+        """Connect to the daemon after this one. Disconnected: there is none within PATIENCE_S."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self.client.reconnect()
+            except Disconnected:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_S)
+            else:
+                return
+
+
+class _FilledPiece(NamedTuple):
+    """What was read."""
+
+    place: int
+    """in the memory that was read into"""
+    length: int
+
+
+class _GpuBytes:
+    """Memory of a GPU, as `Client.iov_from_gpu` takes it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        """ValueError: that is no memory."""
+        if not address or size <= 0:
+            raise ValueError(f"{size} bytes at address {address:#x} are no memory")
+        data = {"data": (address, False), "shape": (size,), "typestr": "|u1", "strides": None, "version": 3}
+        self.__cuda_array_interface__ = data
+
+
+def _size_of(piece_size: int) -> int:
+    """Bytes of one read, for what a caller asks; a larger one would come in one go, and so later."""
+    return min(piece_size, PIECE) if piece_size > 0 else PIECE
+
+
+def is_writable(address: int, size: int) -> bool:
+    """All of these bytes are memory of this process that it may write; a GPU's are not."""
+    end = address + size
+    for row in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+        span, flags = row.split(maxsplit=2)[:2]
+        low, high = (int(bound, 16) for bound in span.split("-"))
+        if low <= address < high and flags.startswith("rw"):
+            address = min(end, high)  # the next row may go on
+    return size > 0 and address == end
