@@ -559,7 +559,8 @@ class Tree:
                 at[0].look_failed(at[1], name)
             raise errors.NotFound(name)
         lookups.count_lookup(node)
-        await lookups.wait_for_places()
+        if core.exported:
+            await lookups.wait_for_places()
         return node
 
     def look_up_at_once(self, parent: int, name: bytes) -> Attributes | Literal[False] | None:

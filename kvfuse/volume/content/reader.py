@@ -19,7 +19,7 @@ from kvfuse.errors import Corrupt
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.content.chunks import Chunks
 from kvfuse.volume.content.read_ahead import Fetcher
-from kvfuse.volume.content.slot_checks import LoadChunk, SlotChecks, needed_of
+from kvfuse.volume.content.slot_checks import READ_ON_MIN, LoadChunk, SlotChecks, needed_of
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
@@ -173,7 +173,8 @@ class OwnExtents(Extents):
     ) -> bytes | bytearray | memoryview | None:
         core = self.core
         checksums = extent.checksums
-        if target is None and checksums and self.checks is not None and not extent.packing:
+        is_large = target is None and length >= READ_ON_MIN
+        if is_large and checksums and self.checks is not None and not extent.packing:
             self.checks.expect(node, offset // node.chunk_size, extent, start, length)
             has_waited = needed_of(extent, start, length) and await self.checks.wait(extent)
             if has_waited and not (is_current(node, offset, extent) and extent.checksums is checksums):

@@ -216,7 +216,7 @@ class Lookup(ABC):
     def count_lookup(self, node: Node) -> Node:
         """Raise the kernel's lookup count of the inode. Returns the node."""
         self.core.places.add(node.ino, node.parent, node.name)
-        if self.lacks_place(node):
+        if self.core.exported and self.lacks_place(node):
             node.flags |= schema.FLAG_PLACED
             self.journal.pending.touch(node)
             self._placed_count += 1
