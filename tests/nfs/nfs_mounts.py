@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ from pathlib import Path
 import pytest
 from mounting import KvfuseMount, temporary_mount
 from nfs_lab import PSEUDO, Ganesha, KernelServer, client, load_modules
+from places import ROOT
 
+DIFFERENT = "exchange", "noreplace", "over_an_open_file"
+"""POSIX tests of what NFS does in another way: renames have no flags, and an open file that is removed keeps a name"""
 WORDS = ("export", "allow_other", "capacity=256MiB")
 SIZE_MAX = 600_000
 
@@ -146,6 +150,17 @@ def test_programs_side_by_side_leave_what_they_made(served: Served, folder: Path
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+def test_names_do_as_posix_says(served: Served, folder: Path) -> None:
+    """By the tests of the mount itself."""
+    for place in (served.mount.point, folder):
+        place.chmod(0o777)
+    files = [f"tests/posix/{name}.py" for name in ("test_create", "test_rename")]
+    words = ["-k", " and ".join(f"not {name}" for name in DIFFERENT), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *files, *words, "--timeout=0", "-q", "--folder", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_locks_hold_among_clients_of_the_server(folder: Path) -> None:
