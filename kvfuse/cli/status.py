@@ -127,7 +127,7 @@ def status(target: Path | None, as_json: bool) -> None:
     TARGET, a mount point or a volume, narrows it to one. Exit status 1 when a mount is not well - its daemon does not
     answer, or it is degraded: what is new cannot be stored at present -, or TARGET is not mounted. With --json those
     are "problem" and "degraded", a list of rows with reason, what, why, since (seconds since the epoch), failures and
-    remedy. For root also the hosts that a mount reads from, how reads from them ended (docs/peers.md), and the
+    remedy. For root also the hosts that a mount reads from, how reads from them ended (docs/peers.md), and its
     cold tier.
 
     \b

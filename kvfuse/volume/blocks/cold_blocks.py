@@ -278,9 +278,15 @@ class ColdBlocks:
                 self.counters["demoted_bytes"] += (size := int(heads["length"][here].sum()))
         except errors.EngineError as error:
             log.warning("blocks cannot be read for the cold tier: %s", error)
+        except Exception:  # the policy does not offer them again
+            self._let_all_go(some)
+            raise
+        self._let_all_go(some)
+        return size
+
+    def _let_all_go(self, some: list[LeavingRows]) -> None:
         while some:
             self._let_go(some.pop())
-        return size
 
     def _are_here(self, some: Sequence[LeavingRows]) -> Mask:
         """Which blocks the volume has still."""
