@@ -101,25 +101,40 @@ class Peers:
     def statistics(self) -> dict[str, Any]:
         hosts = [neighbour.statistics() for neighbour in self.neighbours.values()]
         asked = {**asdict(self.counters), "hedged": self.hedged, "overtaken": self.overtaken}
-        found = {"asked": asked, "served": self.listener.statistics(), "hosts": hosts}
+        fed = self._neighbourhood.feeding.given
+        found = {"asked": asked, "served": self.listener.statistics(), "hosts": hosts, "fed_bytes": fed}
         return found if self.rdma is None else {**found, "rdma": self.rdma.statistics()}
 
     # -- reading -------------------------------------------------------------------------------------
 
-    def may_have(self, addr: int) -> bool:
-        neighbour = self.neighbours.get(self._neighbourhood.holder(addr))
+    def may_have(self, addr: int, base: int = 0) -> bool:
+        neighbour = self._first_asked(addr, base)
         return neighbour is not None and neighbour.is_ready
+
+    def feeds(self, addr: int, base: int) -> bool:
+        neighbourhood = self._neighbourhood
+        return base > 0 and bool(neighbourhood.places) and neighbourhood.feeder(addr) == neighbourhood.client
+
+    async def feed(self, addr: int, generation: int, low: int, high: int) -> memoryview:
+        return await self._neighbourhood.feeding.read((addr, generation, low, high))
+
+    def _first_asked(self, addr: int, base: int) -> Neighbour | None:
+        """Of an extent behind a file's start, who reads it for all; where that is this host, and of all others, who
+        holds the slab. None: this host does, or one that does not answer."""
+        neighbourhood = self._neighbourhood
+        feeder = neighbourhood.feeder(addr) if base > 0 else neighbourhood.client
+        return self.neighbours.get(feeder if feeder != neighbourhood.client else neighbourhood.holder(addr))
 
     def expect(self, wanted: Sequence[Wanted]) -> float:
         sizes = Counter[Neighbour]()
         for one in wanted:
-            if (holder := self.neighbours.get(self._neighbourhood.holder(one.addr))) is not None:
+            if (holder := self._first_asked(one.addr, one.base)) is not None:
                 sizes[holder] += one.high - one.low
         return max([holder.speed.expect(size) for holder, size in sizes.items()], default=0.0)
 
     async def read(self, wanted: Sequence[Wanted], targets: Sequence[memoryview], patience: float = inf) -> list[bool]:
         reads = [Read(*pair) for pair in zip(wanted, targets, strict=True)]
-        holders = [self.neighbours.get(self._neighbourhood.holder(read.wanted.addr)) for read in reads]
+        holders = [self._first_asked(read.wanted.addr, read.wanted.base) for read in reads]
         asked = [(read, holder) for read, holder in zip(reads, holders, strict=True) if holder is not None]
         late_from = trio.current_time() + HEDGE_MIN
         try:
@@ -142,7 +157,8 @@ class Peers:
         return True
 
     def _patience(self, asked: Sequence[tuple[Read, Neighbour]]) -> float:
-        return self._limit(max([neighbour.speed.expect(read.size) for read, neighbour in asked], default=0))
+        limit = self._limit(max([neighbour.speed.expect(read.size) for read, neighbour in asked], default=0))
+        return self.options.deadline if any(read.wanted.base > 0 for read, _ in asked) else limit
 
     def _limit(self, expected: float) -> float:
         return min(max(LATE_FACTOR * expected, LATE_MIN), self.options.deadline)
@@ -226,7 +242,7 @@ class Peers:
         await self._ask(asked)
         last = []
         for read in reads:
-            holder = self.neighbours.get(self._neighbourhood.holder(read.wanted.addr))
+            holder = self._first_asked(read.wanted.addr, read.wanted.base)
             if not read.is_right and holder is not None:
                 read.flags = FINAL
                 last.append((read, holder))

@@ -40,8 +40,14 @@ class Host:
     reads: list[int] = field(default_factory=list)
     """how many were asked for together"""
 
-    def may_have(self, addr: int) -> bool:
+    def may_have(self, addr: int, base: int = 0) -> bool:
         return not self.is_shunned
+
+    def feeds(self, addr: int, base: int) -> bool:
+        return False
+
+    async def feed(self, addr: int, generation: int, low: int, high: int) -> memoryview:
+        raise AssertionError("it feeds nobody")
 
     def expect(self, wanted: Sequence[Wanted]) -> float:
         return self.usual

@@ -15,7 +15,7 @@ from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 from kvfuse.volume.views import neighbours as views
-from kvfuse.volume.views.neighbours import NO_BASE, Answer, Neighbours, Wanted
+from kvfuse.volume.views.neighbours import FED_PATIENCE, NO_BASE, Answer, Neighbours, Wanted
 
 LEFT_BYTES_MAX = 4 << 20
 """that are looked at here in one go"""
@@ -72,15 +72,16 @@ class Nearby:
         view = block.buffer[start:end].data
         return view if granule_checksums(view) == wanted.checksums else None
 
-    def is_with_others(self, stretch: GranuleRun) -> bool:
-        """Another host can be asked, which most likely has it."""
+    def is_with_others(self, stretch: GranuleRun, base: int) -> bool:
+        """Another host can be asked, which most likely has it, or reads it for all."""
         neighbours = self.core.reads.neighbours
-        return neighbours is not None and neighbours.may_have(stretch.addr)
+        return neighbours is not None and neighbours.may_have(stretch.addr, base)
 
     def patience(self, neighbours: Neighbours, wanted: Sequence[Wanted]) -> float:
         """Seconds after which these reads, of other hosts, are late: the engine is asked for what has not come."""
         engine: float = self.core.reads.speeds.remote.expect(sum([one.high - one.low for one in wanted]))
-        return views.patience(neighbours.expect(wanted), engine)
+        late = views.patience(neighbours.expect(wanted), engine)
+        return max(late, FED_PATIENCE) if any(one.base > 0 for one in wanted) else late
 
     async def read(
         self, node: Node, base: int, stretch: GranuleRun, engine: Engine, target: memoryview | None = None,
@@ -97,7 +98,7 @@ class Nearby:
             return view
         if disk is not None and (data := await disk.read(stretch)) is not None:
             return data
-        if not self.is_with_others(stretch):
+        if not self.is_with_others(stretch, base):
             return await engine(is_beside=False)
         if target is None:
             target, lasts = np.empty(stretch.high - stretch.low, np.uint8).data, True

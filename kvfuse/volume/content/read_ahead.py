@@ -240,7 +240,11 @@ class Fetcher:
         async def engine(*, is_beside: bool) -> memoryview | None:
             began = trio.current_time()
             data = np.empty(len(target), np.uint8).data if is_beside else target
-            await self._read(extent, start, data)
+            neighbours = self.core.reads.neighbours
+            if neighbours is not None and neighbours.feeds(extent.addr, window.base):
+                data[:] = await neighbours.feed(extent.addr, extent.generation, start, start + len(target))
+            else:
+                await self._read(extent, start, data)
             if not window.is_intact(index, data):
                 return None
             self.nearby.offer(window.node, stretch, data, trio.current_time() - began)

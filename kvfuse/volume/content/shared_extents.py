@@ -50,7 +50,7 @@ class SharedExtents(Extents):
         base = base_of(extent, offset - start)
         stretch = _whole_granules(extent, start, length) if target is not None else None
         data = None
-        if stretch is None or not self.nearby.is_with_others(stretch):
+        if stretch is None or not self.nearby.is_with_others(stretch, base):
             target, data = None, await self.fetcher.read(node, base, extent, start, length)
         if data is None and is_same():
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import trio
@@ -16,6 +17,7 @@ import trio
 from kvfuse.errors import EngineError
 from kvfuse.remote.records.api import ABSENT, Change
 from kvfuse.volume.content.nearby import Nearby
+from kvfuse.volume.hosts.feeding import Feeding, feeder_of
 from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
@@ -26,6 +28,8 @@ from kvfuse.volume.store.sealed import ScanPages
 from kvfuse.volume.views.neighbours import BLOCK, Answer, Uses, Wanted
 
 RETRY_SECONDS = 0.5
+FEEDERS_MAX = 4096
+"""Slots whose feeders are remembered."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,10 @@ class Neighbourhood:
     def __post_init__(self) -> None:
         self.changed = trio.Event()
         """set, and made anew, when ``places`` change"""
+        self.feeding = Feeding(self.core)
+        self._is_announced = False
+        self._feeders: dict[int, int] = {}
+        """address -> `feeder`, while ``places`` are as they are: to find one costs as many steps as there are hosts"""
 
     @property
     def client(self) -> int:
@@ -62,6 +70,16 @@ class Neighbourhood:
 
     def slab_holder(self, slab: int) -> int:
         return self.view.seen(slab).holder.client
+
+    def feeder(self, addr: int) -> int:
+        """The client that reads a slot of a large file for all hosts; this one, where no other answers."""
+        if (known := self._feeders.get(addr)) is not None:
+            return known
+        clients = [*self.places, self.client] if self._is_announced else list(self.places)
+        if len(self._feeders) >= FEEDERS_MAX:
+            self._feeders.clear()
+        found = self._feeders[addr] = feeder_of(addr, clients) if clients else self.client
+        return found
 
     async def follow(self) -> None:
         """Know where others answer, until this membership is over."""
@@ -91,6 +109,7 @@ class Neighbourhood:
                 self.places[client] = peer_records.decode(change.value)
         except schema.Malformed as error:
             log.warning("nobody knows where client %x answers: %s", client, error)
+        self._feeders.clear()
         self.changed.set()
         self.changed = trio.Event()
 
@@ -98,6 +117,8 @@ class Neighbourhood:
         """Tell the others where this host answers, as long as it has its lease. EngineError."""
         key, value = peer_records.key_of(self.client), peer_records.encode(place)
         await self.core.records.commit({key: value}, lease=self.member.lease)
+        self._is_announced = True
+        self._feeders.clear()
 
     async def secret(self) -> bytes:
         """The secret of the volume; made where there is none yet. EngineError."""
@@ -130,10 +151,14 @@ class Neighbourhood:
         self.reports.hear_uses(uses)
 
     async def stored(self, wanted: Wanted) -> memoryview | None:
-        """From the disk tier, verified by what it knows of its copies."""
+        """From the disk tier, verified by what it knows of its copies; else what this host feeds others with."""
         disk, blocks = self.core.disk, self.core.blocks
         if wanted.ino == BLOCK:
             view = await blocks.kept_at(wanted.addr, wanted.generation) if blocks is not None else None
             return view if view is not None and (wanted.low, wanted.high) == (0, len(view)) else None
         stretch = disk.held(wanted.addr, wanted.generation, wanted.low, wanted.high) if disk is not None else None
-        return await disk.read(stretch) if disk is not None and stretch is not None else None
+        view = await disk.read(stretch) if disk is not None and stretch is not None else None
+        if view is None and wanted.base > 0 and self.feeder(wanted.addr) == self.client:
+            with suppress(EngineError, ValueError):  # who asked reads it
+                return await self.feeding.read((wanted.addr, wanted.generation, wanted.low, wanted.high))
+        return view

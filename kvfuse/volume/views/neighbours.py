@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 HEDGE_MIN = 0.05
 """Seconds: no read that took less is late, however fast its host usually is."""
+FED_PATIENCE = 1.0
+"""Seconds, likewise, of bytes that the host which is asked may have to read from the segments."""
 HEDGE_FACTOR = 4.0
 """Reads from other hosts that take so many times as long as they usually do, or as the engine would, are late."""
 BLOCK = (1 << 63) + 1
@@ -97,8 +99,15 @@ class Neighbours(Protocol):
     overtaken: int
     """of these, where the engine had the bytes first"""
 
-    def may_have(self, addr: int) -> bool:
-        """A host that can be asked holds the slab, and most likely wrote what is there."""
+    def may_have(self, addr: int, base: int = 0) -> bool:
+        """A host can be asked: it holds the slab, and most likely wrote what is there. ``base``: as of `Wanted`; of an
+        extent behind a file's start it is the host that reads such extents for all."""
+
+    def feeds(self, addr: int, base: int) -> bool:
+        """This host reads the extent for all others."""
+
+    async def feed(self, addr: int, generation: int, low: int, high: int) -> memoryview:
+        """Bytes of an extent that this host `feeds` others with, as the segments have them. EngineError, ValueError."""
 
     def expect(self, wanted: Sequence[Wanted]) -> float:
         """Seconds in which reads that begin now usually are over, if all of these are asked for together."""
