@@ -250,6 +250,8 @@ class Reader:
             if extent is not None and not extent.packing and start + length <= extent.length:
                 data = await self.extents.read(node, offset, extent, start, length)
                 if data is not None:
+                    if not offset and node.size > node.chunk_size and self.extents.checks is not None:
+                        self.extents.checks.begin(node, data)
                     return data
         result = bytearray(length)
         await self.read_into(node, offset, memoryview(result))

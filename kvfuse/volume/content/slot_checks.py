@@ -5,8 +5,10 @@ slot without the interpreter, in pieces of a granule through one small buffer, w
 Nothing but pages of the kernel's cache is kept, so what was fetched in vain costs no memory of the daemon, and the
 kernel drops it when it needs room.
 
-A reader reads on where its request is as large as the kernel's read-ahead, and follows a granule that is verified; or
-where it is so large that the rest of the slot must follow. A small read at random is left to the reader itself.
+A file that begins as weights of a model do (safetensors) is read from its begin to its end, whatever the size of the
+first requests, which are for its header. A reader of others reads on where its request is as large as the kernel's
+read-ahead, and follows a granule that is verified; or where it is so large that the rest of the slot must follow. A
+small read at random is left to the reader itself.
 
 A granule counts as verified for an extent whose checksums are those that the thread compared with: a slot that was
 given up, or written in place meanwhile, has others. What does not match is left to the read, which says so.
@@ -25,6 +27,7 @@ from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
 
+Buffer = bytes | bytearray | memoryview
 log = logging.getLogger(__name__)
 
 READ_ON_MIN = GRANULE_SIZE // 2
@@ -35,6 +38,9 @@ AHEAD_MAX = 16 << 20
 """Bytes of slots that are under way at a time, of all files; one slot may always be."""
 THREADS_MAX = 3
 """A disk has enough to do with as many slots."""
+
+WEIGHTS_HEADER_MAX = 100_000_000
+"""Bytes of the header of a file of weights, as its readers have it"""
 
 LoadChunk = Callable[[Node, int], Awaitable[Chunk | None]]
 
@@ -68,6 +74,11 @@ class SlotChecks:
             return False
         await done.wait()
         return True
+
+    def begin(self, node: Node, data: Buffer) -> None:
+        """A reader got the first bytes of a file: check all that follows, if it is one of weights."""
+        if self._nursery is not None and are_weights(data, node.size):
+            self._go_on(node, 0)
 
     def expect(self, node: Node, index: int, extent: Extent, start: int, length: int) -> None:
         """A reader asks for ``length`` bytes from ``start`` of an extent, chunk ``index``: check what it needs next."""
@@ -140,6 +151,13 @@ class SlotChecks:
         finally:
             self.size_under_way -= extent.length
             self._under_way.pop(extent).set()
+
+
+def are_weights(data: Buffer, size: int) -> bool:
+    """Whether a file of this size that begins with ``data`` is one of safetensors: the size of a header, and JSON."""
+    start = bytes(data[:9])
+    header_size = int.from_bytes(start[:8], "little")
+    return start[8:] == b"{" and 1 < header_size <= min(WEIGHTS_HEADER_MAX, size - 8)
 
 
 def _equal(sums: bytes, expected: bytes) -> int:

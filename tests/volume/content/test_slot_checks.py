@@ -65,9 +65,11 @@ class Case:
 
 
 @asynccontextmanager
-async def found_file(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
+async def found_file(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, beginning: bytes = b""
+) -> AsyncIterator[Case]:
     options = lab_options(capacity=48 * MIB)
-    disk, data = Disk.format(options), rng.randbytes(CHUNKS * MIB)
+    disk, data = Disk.format(options), beginning + rng.randbytes(CHUNKS * MIB - len(beginning))
     async with opened(disk, options) as volume:
         handle, _ = await volume.tree.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
         await volume.files.write(handle, 0, data)
@@ -108,6 +110,30 @@ async def test_a_reader_finds_what_follows_verified(rng: random.Random, monkeypa
             await case.get(offset, GRANULE)
         assert not case.read
         assert len(case.warmed) == CHUNKS
+
+
+HEADER = b'{"weight": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
+
+
+async def test_weights_of_a_model_are_read_on_from_their_header(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with found_file(rng, monkeypatch, len(HEADER).to_bytes(8, "little") + HEADER) as case:
+        case.gate.set()
+        await case.get(0, 4096)
+        await case.idle()
+        assert len(case.warmed) == CHUNKS
+
+
+@pytest.mark.parametrize("beginning", [b"", HEADER, (1 << 40).to_bytes(8, "little") + HEADER, b"\2" + bytes(7) + b"[]"])
+async def test_a_small_read_of_other_files_is_left_alone(
+    beginning: bytes, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with found_file(rng, monkeypatch, beginning) as case:
+        case.gate.set()
+        await case.get(0, 4096)
+        await case.idle()
+        assert not case.warmed
 
 
 async def test_no_more_is_under_way_than_may_be(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
