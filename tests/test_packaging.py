@@ -41,7 +41,8 @@ test ! -e /opt/kvfuse/bin/kvfuse
 def copy(tmp_path: Path) -> Path:
     """A tree with the files that name the version."""
     tree = tmp_path / "tree"
-    for name in (*VERSIONED, "compat/hf3fs-fuse/pyproject.toml", "scripts/version"):
+    beside = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("compat/*/pyproject.toml")]
+    for name in (*VERSIONED, *beside, "scripts/version"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
     return tree

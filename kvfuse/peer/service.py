@@ -101,8 +101,8 @@ class Peers:
     def statistics(self) -> dict[str, Any]:
         hosts = [neighbour.statistics() for neighbour in self.neighbours.values()]
         asked = {**asdict(self.counters), "hedged": self.hedged, "overtaken": self.overtaken}
-        fed = self._neighbourhood.feeding.given
-        found = {"asked": asked, "served": self.listener.statistics(), "hosts": hosts, "fed_bytes": fed}
+        found: dict[str, Any] = {"asked": asked, "served": self.listener.statistics(), "hosts": hosts}
+        found["fed_bytes"] = self._neighbourhood.fed_bytes
         return found if self.rdma is None else {**found, "rdma": self.rdma.statistics()}
 
     # -- reading -------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class Hood:
     slabs_of: int = 0
     """the client that holds all slabs"""
     has_disk: bool = False
+    fed_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.changed = trio.Event()
@@ -67,6 +68,10 @@ class Hood:
 
     def slab_holder(self, slab: int) -> int:
         return self.slabs_of
+
+    def feeder(self, addr: int) -> int:
+        """Who holds a slot has it in memory: nobody reads one for all."""
+        return self.client
 
     def lender(self) -> object | None:
         return self.lent.lender if self.lent is not None else None

@@ -68,6 +68,11 @@ class Neighbourhood:
         """The client that holds the slab of an address, as far as is known here; `schema.NOBODY`."""
         return self.slab_holder(self.core.geometry.slab_of(addr))
 
+    @property
+    def fed_bytes(self) -> int:
+        """Bytes that this host has read once and given again."""
+        return self.feeding.given
+
     def slab_holder(self, slab: int) -> int:
         return self.view.seen(slab).holder.client
 
