@@ -312,6 +312,7 @@ class Peers:
                 while self._neighbourhood is neighbourhood:
                     changed = neighbourhood.changed
                     self.listener.renew()
+                    neighbourhood.feeding.make_room()
                     if self.options.reads:
                         await self._meet(neighbourhood, nursery)
                     with trio.move_on_after(RETRY_SECONDS):

@@ -18,6 +18,7 @@ from mounting import KvfuseMount, temporary_mount
 from kvfuse.connectors.models import WeightReader
 from kvfuse.connectors.models.weight_reader import PIECE, PIECES_MAX, is_writable
 from kvfuse.errors import DeviceError
+from kvfuse.usrbio.client import Ring
 
 pytestmark = pytest.mark.engines("lmdb+file")
 
@@ -80,6 +81,44 @@ def test_threads_share_a_reader(stored: tuple[Path, bytes]) -> None:
     assert all(one == data for one in found)
 
 
+def test_a_path_is_the_file_that_has_it_now(mount: KvfuseMount) -> None:
+    path = mount.point / "model"
+    path.write_bytes(b"the first one")
+    target = np.zeros(100, np.uint8)
+    with WeightReader(path) as reader:
+        assert reader.read_into(str(path), 0, target) == 13
+        (mount.point / "new").write_bytes(b"another")
+        (mount.point / "new").rename(path)
+        assert reader.read_into(str(path), 0, target) == 7
+        assert target[:7].tobytes() == b"another"
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            reader.read_into(str(path), 0, target)
+
+
+class Interrupted(Exception):
+    """As a signal raises it in the middle of a call."""
+
+
+@pytest.mark.parametrize("place", [in_place, elsewhere])
+def test_an_interrupted_read_leaves_nothing(
+    stored: tuple[Path, bytes], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = stored
+
+    def interrupted(*_: object) -> None:
+        raise Interrupted
+
+    with WeightReader(path) as reader:
+        target = place(reader, SIZE)
+        for _ in range(3):
+            with monkeypatch.context() as changed, pytest.raises(Interrupted):
+                changed.setattr(Ring, "wait", interrupted)
+                reader.read_into(str(path), 0, target)
+            assert reader.read_into(str(path), 5, target) == SIZE - 5
+            assert target[:-5].tobytes() == data[5:]
+
+
 def test_what_cannot_be_read_is_refused(stored: tuple[Path, bytes], tmp_path: Path) -> None:
     path, data = stored
     with pytest.raises(FileNotFoundError):
@@ -96,12 +135,15 @@ def test_what_cannot_be_read_is_refused(stored: tuple[Path, bytes], tmp_path: Pa
             reader.read_chunked(str(path), 0, 0, 100)
         with pytest.raises(DeviceError):  # neither memory of this process nor of a GPU
             reader.read_chunked(str(path), 1 << 20, 0, 100)
+        assert reader.read_chunked(str(path), target.ctypes.data, 0, 0) == 0
         assert reader.read_into(str(path), 0, target) == 100
         assert target.tobytes() == data[:100]
 
 
-def test_writable_memory_is_told_from_other() -> None:
-    with mmap.mmap(-1, 3 * mmap.PAGESIZE) as memory:
+def test_writable_memory_is_told_from_other(tmp_path: Path) -> None:
+    odd = tmp_path / "a form feed \f and a line separator \u2028"
+    odd.write_bytes(b"mapped, too")
+    with odd.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), mmap.mmap(-1, 3 * mmap.PAGESIZE) as memory:
         array = np.frombuffer(memory, np.uint8)
         address = array.ctypes.data
         assert is_writable(address, len(array))

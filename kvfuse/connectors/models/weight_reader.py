@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from errno import ENOENT
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfuse.sizes import MIB
-from kvfuse.usrbio.client import Client, Disconnected, File, GpuIov, Iov, connect
+from kvfuse.usrbio.client import Client, Disconnected, File, GpuIov, Iov, Ring, connect
 from kvfuse.usrbio.client.iov import bytes_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -45,11 +46,7 @@ class WeightReader:
         self._lock = threading.Lock()
         self._files: dict[str, File] = {}
         self.client: Client = self._stack.enter_context(connect(path))
-        try:
-            self._ring = self._stack.enter_context(self.client.ring(2 * PIECES_MAX))
-        except BaseException:
-            self._stack.close()
-            raise
+        self._ring: Ring | None = None
         self._buffer_size = buffer_size
         self._buffer: Iov | None = None
 
@@ -63,10 +60,12 @@ class WeightReader:
         Fewer than ``total_length`` at the end of the file. ``chunk_size``: bytes of one read, at most; 0: as many as
         suit. What fastsafetensors asks of its readers. OSError of the file; ValueError of the address; DeviceError.
         """
+        if not total_length:
+            return 0
         if is_writable(dev_ptr, total_length):
             memory = memoryview((ctypes.c_uint8 * total_length).from_address(dev_ptr)).cast("B")
             return self.read_into(path, file_offset, memory, piece_size=chunk_size)
-        with self._lock, self.client.iov_from_gpu(_GpuBytes(dev_ptr, total_length)) as gpu:
+        with self._lock, self.client.iov_from_gpu(_GpuBytes(dev_ptr, total_length)) as gpu, self._ending():
             return self._read(path, file_offset, total_length, chunk_size, gpu, 0)
 
     def read_into(self, path: str, file_offset: int, target: object, *, piece_size: int = 0) -> int:
@@ -74,7 +73,7 @@ class WeightReader:
         array = bytes_of(target)
         if not array.flags.writeable:
             raise ValueError("the target is read-only")
-        with self._lock:
+        with self._lock, self._ending():
             place = self.client.locate(array) if len(array) else None
             if place is not None:
                 return self._read(path, file_offset, len(array), piece_size, *place)
@@ -118,6 +117,7 @@ class WeightReader:
 
         Ends with the file. A piece's place may be used again once the next one is asked for.
         """
+        self._forget_replaced(path)
         asked = given = 0
         results: dict[int, int] = {}
         while given * piece_size < length:
@@ -126,7 +126,7 @@ class WeightReader:
                     self._ask(path, file_offset, length, piece_size, memory, asked, count, place)
                     asked += 1
                 while given not in results:
-                    results |= {int(row["user_data"]): int(row["result"]) for row in self._ring.wait(1)}
+                    results |= {int(row["user_data"]): int(row["result"]) for row in self._own_ring().wait(1)}
             except Disconnected:
                 self._come_back()
                 asked = given
@@ -135,12 +135,10 @@ class WeightReader:
             result = results.pop(given)
             wanted = min(piece_size, length - given * piece_size)
             if result < 0:
-                self._drain()
                 raise OSError(-result, os.strerror(-result), path)
             yield _FilledPiece(given % count * piece_size if place is None else place + given * piece_size, result)
             given += 1
             if result < wanted:
-                self._drain()
                 return
 
     def _ask(
@@ -150,8 +148,14 @@ class WeightReader:
         start = number * piece_size
         at = number % count * piece_size if place is None else place + start
         size = min(piece_size, length - start)
-        self._ring.prep_read(memory, at, self._file(path), file_offset + start, size, user_data=number)
-        self._ring.submit()
+        ring = self._own_ring()
+        ring.prep_read(memory, at, self._file(path), file_offset + start, size, user_data=number)
+        ring.submit()
+
+    def _own_ring(self) -> Ring:
+        if self._ring is None:
+            self._ring = self._stack.enter_context(self.client.ring(2 * PIECES_MAX))
+        return self._ring
 
     def _file(self, path: str) -> File:
         file = self._files.get(path)
@@ -159,10 +163,26 @@ class WeightReader:
             file = self._files[path] = self._stack.enter_context(self.client.file(path))
         return file
 
-    def _drain(self) -> None:
-        """Nothing is under way any more."""
-        while self._ring.in_flight:
-            self._ring.wait(self._ring.in_flight)
+    def _forget_replaced(self, path: str) -> None:
+        """What has the file's path now is what is wanted. While there is no daemon, it is the same file."""
+        if (file := self._files.get(path)) is None:
+            return
+        try:
+            is_same = os.stat(path).st_ino == file.inode
+        except OSError as error:
+            is_same = error.errno != ENOENT
+        if not is_same:
+            self._files.pop(path).close()
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Nothing of the body is under way behind it, also where it was interrupted: its memory is the caller's."""
+        try:
+            yield
+        finally:
+            if self._ring is not None and self._ring.in_flight:
+                ring, self._ring = self._ring, None
+                ring.close()
 
     def _come_back(self) -> None:
         """Connect to the daemon after this one. Disconnected: there is none within PATIENCE_S."""
@@ -205,7 +225,7 @@ def _size_of(piece_size: int) -> int:
 def is_writable(address: int, size: int) -> bool:
     """All of these bytes are memory of this process that it may write; a GPU's are not."""
     end = address + size
-    for row in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+    for row in Path("/proc/self/maps").read_text(errors="surrogateescape").rstrip("\n").split("\n"):
         span, flags = row.split(maxsplit=2)[:2]
         low, high = (int(bound, 16) for bound in span.split("-"))
         if low <= address < high and flags.startswith("rw"):

@@ -130,6 +130,8 @@ class Pending:
         self.times: dict[Node, None] = {}
         """directories with changed times"""
         self.ties = Ties()
+        self.put_off: set[Node] = set()
+        """that the next commit leaves out: changes of two hosts wait for room"""
         self.left_out: set[int] = set()
         """directories whose new files the next commit leaves out, see `Conflicts`"""
         self.serial = 0
@@ -342,6 +344,9 @@ class Pending:
         staged = {
             node for node in self.dirty if node.nlink and node.staged_count and (node not in flushed or node.named)
         }
+        if self.put_off:
+            staged |= self.put_off & self.dirty.keys()
+            self.put_off.clear()
         if self.left_out:
             staged |= {node for node in self.dirty if node.parent in self.left_out and not node.version}
             self.left_out.clear()

@@ -178,6 +178,12 @@ class Refusals:
             self.drop_changes(node)
 
     async def merge(self, node: Node, record: schema.InodeRecord, version: int) -> None:
-        """Merge another host's stored changes into a changed inode. EngineError: try again."""
-        self.pending.counters.merged += 1
+        """Merge another host's stored changes into a changed inode. EngineError: try again.
+
+        Where that waits for room, every other commit goes on without the inode: nobody else waits for it.
+        """
         await self.merger(node, record, version)
+        if node.version < version and node.nlink:
+            self.pending.put_off.add(node)
+        else:
+            self.pending.counters.merged += 1

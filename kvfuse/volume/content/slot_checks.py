@@ -132,24 +132,24 @@ class SlotChecks:
         assert self._nursery is not None
         self._under_way[extent] = trio.Event()
         self.size_under_way += extent.length
-        self._nursery.start_soon(self._check, extent)
+        self._nursery.start_soon(self._check, extent, extent.length)
 
-    async def _check(self, extent: Extent) -> None:
-        """Have what is not verified yet of a slot in the page cache, and verified."""
+    async def _check(self, extent: Extent, size: int) -> None:
+        """Have what is not verified yet of a slot in the page cache, and verified. ``size``: of it when this began."""
         checksums = extent.checksums
         first = (~extent.verified & (extent.verified + 1)).bit_length() - 1
         low = first * GRANULE_SIZE
         try:
             segment, place = self.core.locate(extent.addr)
-            length = extent.length - low
+            length = max(0, extent.length - low)  # a small read may have verified all meanwhile
             with self.core.reads.reading(), self.core.reads.speeds.remote.reading(length):
                 sums = await self.core.segments.warm(segment, place + low, length, self._threads)
             if extent.checksums is checksums:
                 extent.verified |= _equal(sums, checksums[first * CHECKSUM_SIZE :]) << first
-        except EngineError as error:
+        except (EngineError, ValueError) as error:  # ValueError: a record names a place that is in no segment
             log.info("a slot is not read ahead: %s", error)  # whoever reads it hears why
         finally:
-            self.size_under_way -= extent.length
+            self.size_under_way -= size  # it may have been cut
             self._under_way.pop(extent).set()
 
 

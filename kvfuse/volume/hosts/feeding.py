@@ -43,10 +43,16 @@ class Feeding:
         self.core = core
         self.size = 0
         """bytes that are kept, or under way"""
+        self.under_way = 0
+        """bytes, of these"""
         self.given = 0
         """bytes that were read once and given again"""
         self._feeds: dict[Key, _Feed] = {}
         """the oldest first"""
+
+    def may_read(self, key: Key) -> bool:
+        """For another host: the bytes are here, or there is room for them."""
+        return key in self._feeds or self.under_way + key[3] - key[2] <= MEMORY_MAX
 
     async def read(self, key: Key) -> memoryview:
         """Bytes of a slot as the segments have them, verified by nobody. EngineError; ValueError: no such segment."""
@@ -64,31 +70,31 @@ class Feeding:
         self._drop(key)
         feed = self._feeds[key] = _Feed(np.empty(high - low, np.uint8).data, trio.current_time() + KEPT_SECONDS)
         self.size += high - low
-        self._make_room()
+        self.under_way += high - low
+        self.make_room()
         try:
             with trio.CancelScope(shield=True):  # others may wait for it; the engine has a deadline
                 reads = self.core.reads
                 with reads.reading(), reads.speeds.remote.reading(high - low):
                     await self.core.segments.read([Transfer(*self.core.locate(addr + low), feed.data)])
-        except EngineError as error:
-            feed.error = error
-            raise
-        except ValueError as error:
-            feed.error = EngineError(str(error))
+        except Exception as error:
+            feed.error = error if isinstance(error, EngineError) else EngineError(str(error))
             raise
         finally:
+            self.under_way -= high - low
             feed.done.set()
             if feed.error is not None and self._feeds.get(key) is feed:
                 self._drop(key)
         return feed.data
 
-    def _make_room(self) -> None:
-        """Give up the oldest, and those whose time is over."""
+    def make_room(self) -> None:
+        """Give up the oldest, and those whose time is over. What is under way stays."""
         now = trio.current_time()
         for key, feed in list(self._feeds.items()):
-            if (self.size <= MEMORY_MAX and now < feed.until) or not feed.done.is_set():
+            if self.size <= MEMORY_MAX and now < feed.until:
                 break
-            self._drop(key)
+            if feed.done.is_set():
+                self._drop(key)
 
     def _drop(self, key: Key) -> None:
         if (feed := self._feeds.pop(key, None)) is not None:

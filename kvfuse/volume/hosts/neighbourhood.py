@@ -164,6 +164,7 @@ class Neighbourhood:
         stretch = disk.held(wanted.addr, wanted.generation, wanted.low, wanted.high) if disk is not None else None
         view = await disk.read(stretch) if disk is not None and stretch is not None else None
         if view is None and wanted.base > 0 and self.feeder(wanted.addr) == self.client:
+            key = (wanted.addr, wanted.generation, wanted.low, wanted.high)
             with suppress(EngineError, ValueError):  # who asked reads it
-                return await self.feeding.read((wanted.addr, wanted.generation, wanted.low, wanted.high))
+                return await self.feeding.read(key) if self.feeding.may_read(key) else None
         return view

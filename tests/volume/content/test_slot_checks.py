@@ -15,8 +15,8 @@ import trio.testing
 from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
 
 from kvfuse.errors import Corrupt, EngineError
-from kvfuse.remote.segments.api import Transfer
-from kvfuse.volume.api import ROOT_INODE
+from kvfuse.remote.segments.api import NoSegment, Transfer
+from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content import slot_checks
 from kvfuse.volume.content.reader import OwnExtents
 from kvfuse.volume.content.slot_checks import SlotChecks
@@ -66,10 +66,17 @@ class Case:
 
 @asynccontextmanager
 async def found_file(
+<<<<<<< HEAD
     rng: random.Random, monkeypatch: pytest.MonkeyPatch, beginning: bytes = b""
 ) -> AsyncIterator[Case]:
     options = lab_options(capacity=48 * MIB)
     disk, data = Disk.format(options), beginning + rng.randbytes(CHUNKS * MIB - len(beginning))
+=======
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: int = CHUNKS * MIB
+) -> AsyncIterator[Case]:
+    options = lab_options(capacity=48 * MIB)
+    disk, data = Disk.format(options), rng.randbytes(size)
+>>>>>>> b1
     async with opened(disk, options) as volume:
         handle, _ = await volume.tree.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
         await volume.files.write(handle, 0, data)
@@ -182,6 +189,38 @@ async def test_a_slot_that_changes_meanwhile_is_not_verified(
         await case.idle()
         assert not extent.verified
         await case.get(MIB, MIB)
+
+
+async def test_what_others_verify_meanwhile_is_not_checked(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with found_file(rng, monkeypatch, size=GRANULE - 1) as case:
+        await case.volume.files.show(case.handle, 0, 0)
+        extent = case.extents[0]
+        case.checks.expect(case.handle.node, 0, extent, 0, GRANULE - 1)
+        extent.verified = 1  # by a small read, which does not wait for the check
+        case.gate.set()
+        await case.idle()
+        await case.get(0, GRANULE - 1)
+
+
+async def test_a_slot_that_is_cut_meanwhile_leaves_room(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with found_file(rng, monkeypatch) as case:
+        case.checks.expect(case.handle.node, CHUNKS - 1, case.extents[-1], 0, MIB)
+        await trio.testing.wait_all_tasks_blocked()
+        case.data = case.data[: -MIB + 1000]
+        await case.volume.inodes.set_attributes(case.handle.node.ino, Changes(size=len(case.data)), CALLER)
+        await case.idle()
+        await case.get((CHUNKS - 1) * MIB, MIB)
+
+
+async def test_a_slot_in_no_segment_is_left_to_the_read(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with found_file(rng, monkeypatch) as case:
+        case.gate.set()
+        extent = case.extents[0]
+        addr, extent.addr = extent.addr, 1 << 44
+        with pytest.raises(NoSegment):
+            await case.volume.files.read(case.handle, 0, MIB)
+        extent.addr = addr
+        await case.get(0, MIB)
 
 
 async def test_a_failing_check_is_left_to_the_read(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:

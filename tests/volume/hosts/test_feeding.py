@@ -37,7 +37,7 @@ class Reads:
 
     def __init__(self, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.gate, self.fails = 0, trio.Event(), False
-        self._read = inside.segments(volume).read
+        self.read_at_once = inside.segments(volume).read
         monkeypatch.setattr(inside.segments(volume), "read", self.read)
 
     async def read(self, batch: Sequence[Transfer]) -> None:
@@ -45,7 +45,7 @@ class Reads:
         await self.gate.wait()
         if self.fails:
             raise EngineError("injected: a read")
-        await self._read(batch)
+        await self.read_at_once(batch)
 
 
 Stored = tuple[Volume, feeding.Key, bytes]
@@ -137,3 +137,27 @@ async def test_memory_is_bounded(stored: Stored, monkeypatch: pytest.MonkeyPatch
         await feed.read((addr, generation + number, 0, MIB))
         assert feed.size <= 3 * MIB
     assert reads.count == 6
+
+
+async def test_memory_is_bounded_beside_slow_reads(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume, (addr, generation, _, _), _ = stored
+    monkeypatch.setattr(feeding, "MEMORY_MAX", 2 * MIB)
+    monkeypatch.setattr(feeding, "KEPT_SECONDS", 0.5)
+    slow, feed = Reads(volume, monkeypatch), Feeding(inside.core(volume))
+    keys = [(addr, generation + number, 0, MIB) for number in range(6)]
+    sizes: list[int] = []
+    async with trio.open_nursery() as nursery:
+        for key in keys[:2]:
+            nursery.start_soon(feed.read, key)
+        await trio.testing.wait_all_tasks_blocked()
+        may_read = [feed.may_read(key) for key in keys[1:3]]
+        monkeypatch.setattr(inside.segments(volume), "read", slow.read_at_once)
+        for key in keys[2:]:
+            await feed.read(key)
+            sizes.append(feed.size)
+        slow.gate.set()
+    assert max(sizes) <= 3 * MIB
+    assert may_read == [True, False]
+    await trio.sleep(0.6)
+    feed.make_room()
+    assert feed.size == feed.under_way == 0

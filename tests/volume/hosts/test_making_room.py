@@ -16,6 +16,7 @@ from volume_lab import CALLER, MIB, Chaos, Disk, MemoryRecords, check, lab_optio
 
 from kvfuse.errors import NoSpace
 from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.slots import space
 from kvfuse.volume.slots.heads import identity_of
 from kvfuse.volume.store import schema
@@ -383,3 +384,42 @@ async def test_all_who_have_no_room_look_together_at_what_others_free(
                     nursery.start_soon(write, two, b"%08d" % (10_000 + number))
         assert 5 <= counters.scans - before < 100
         await quiet(one, two)
+
+
+async def test_changes_of_two_that_wait_for_room_hold_up_nobody_else(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """And they are not lost: another commit stores the removal that makes room for them."""
+    async with hosts(rng, 2, [Chaos(rng), Chaos(rng)], capacity=48 * MIB) as (one, two):
+        await write(one, b"shared")
+        other, _ = await one.tree.create(ROOT_INODE, b"other", 0o644, CALLER, os.O_WRONLY)
+        await one.files.write(other, 0, b"x")
+        for name in (b"of two 0", b"of two 1"):
+            await write(two, name)
+        await quiet(one, two)
+        found = [(volume, await volume.tree.lookup(ROOT_INODE, b"shared")) for volume in (one, two)]
+        handles = [await volume.files.open(node.ino, os.O_RDWR, CALLER) for volume, node in found]
+        names = await fill(one)
+        await fill(two, start=1000)
+        await two.tree.unlink(ROOT_INODE, b"of two 0")
+        await one.tree.unlink(ROOT_INODE, names[0])
+        for volume, handle, offset in zip((one, two), handles, (1, MIB // 2), strict=True):
+            await volume.files.write(handle, offset, b"written")
+        await two.files.fsync(handles[1])
+        await one.files.write(other, 0, b"y")
+        began, ends = trio.current_time(), dict[bytes, float]()
+
+        async def sync(name: bytes, handle: FileHandle) -> None:
+            await one.files.fsync(handle)
+            ends[name] = trio.current_time() - began
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sync, b"shared", handles[0])
+            nursery.start_soon(sync, b"other", other)
+        assert ends[b"other"] < 1 < ends[b"shared"]
+        for volume, handle in ((one, handles[0]), (one, other), (two, handles[1])):
+            await volume.files.release(handle)
+        await quiet(one, two)
+        for volume in (one, two):
+            data = await read(volume, b"shared")
+            assert (data[1:8], data[MIB // 2 :][:7]) == (b"written", b"written")
