@@ -66,17 +66,10 @@ class Case:
 
 @asynccontextmanager
 async def found_file(
-<<<<<<< HEAD
-    rng: random.Random, monkeypatch: pytest.MonkeyPatch, beginning: bytes = b""
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, beginning: bytes = b"", size: int = CHUNKS * MIB
 ) -> AsyncIterator[Case]:
     options = lab_options(capacity=48 * MIB)
-    disk, data = Disk.format(options), beginning + rng.randbytes(CHUNKS * MIB - len(beginning))
-=======
-    rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: int = CHUNKS * MIB
-) -> AsyncIterator[Case]:
-    options = lab_options(capacity=48 * MIB)
-    disk, data = Disk.format(options), rng.randbytes(size)
->>>>>>> b1
+    disk, data = Disk.format(options), beginning + rng.randbytes(size - len(beginning))
     async with opened(disk, options) as volume:
         handle, _ = await volume.tree.create(ROOT_INODE, b"file", 0o644, CALLER, os.O_RDWR)
         await volume.files.write(handle, 0, data)
