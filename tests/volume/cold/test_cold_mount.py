@@ -55,6 +55,12 @@ def check_all(beside: Beside, start: int, end: int) -> int:
     return hits
 
 
+def check_lost(beside: Beside, hits: int, put: int) -> None:
+    """No block is lost that is not counted. A bucket that is busy may be too slow for some."""
+    figures = cold_figures(beside.mount)
+    assert put - figures["surrendered"] <= hits <= put, figures
+
+
 def test_blocks_that_left_come_back(seaweed: SeaweedServer, rng: random.Random) -> None:
     with cold_mount(seaweed) as mount:
         beside = Beside(mount, "ns", rng)
@@ -85,7 +91,7 @@ def test_blocks_come_back_after_a_restart(seaweed: SeaweedServer, rng: random.Ra
         assert settle(mount)["blocks"] >= count, "what is above the water mark waits until objects are known"
         beside.store = BlockStore(mount.point, "ns")
         assert sum(beside.store.exists(keys(0, 600))) == 600, "each was asked for before it is read"
-        assert check_all(beside, 0, 600) == 600
+        check_lost(beside, check_all(beside, 0, 600), 600)
         beside.store.close()
 
 
@@ -95,11 +101,11 @@ def test_a_block_that_was_brought_back_is_not_stored_twice(seaweed: SeaweedServe
         fill(beside, 0, 400)
         before = settle(mount)
         assert beside.check(keys(0, 60)) == 60  # they are hot, and others leave
-        assert check_all(beside, 60, 250) == 190, cold_figures(mount)
+        check_lost(beside, check_all(beside, 60, 250), 190)
         after = settle(mount)
         assert after["promoted"] > 150
         assert before["demoted"] < after["demoted"] <= 400, "blocks that came back were stored again"
-        assert check_all(beside, 0, 400) == 400
+        check_lost(beside, check_all(beside, 0, 400), 400)
         beside.store.close()
 
 
