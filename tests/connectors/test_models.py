@@ -143,7 +143,11 @@ def test_what_cannot_be_read_is_refused(stored: tuple[Path, bytes], tmp_path: Pa
 def test_writable_memory_is_told_from_other(tmp_path: Path) -> None:
     odd = tmp_path / "a form feed \f and a line separator \u2028"
     odd.write_bytes(b"mapped, too")
-    with odd.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), mmap.mmap(-1, 3 * mmap.PAGESIZE) as memory:
+    with (
+        odd.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+        mmap.mmap(-1, 3 * mmap.PAGESIZE) as memory,
+    ):
         array = np.frombuffer(memory, np.uint8)
         address = array.ctypes.data
         assert is_writable(address, len(array))
