@@ -18,7 +18,8 @@ from mounting import KvfuseMount, temporary_mount
 from kvfuse.connectors.models import WeightReader
 from kvfuse.connectors.models.weight_reader import PIECE, PIECES_MAX, is_writable
 from kvfuse.errors import DeviceError
-from kvfuse.usrbio.client import Ring
+from kvfuse.usrbio.client import Disconnected, Ring
+from kvfuse.usrbio.protocol.queues import Entries
 
 pytestmark = pytest.mark.engines("lmdb+file")
 
@@ -119,6 +120,25 @@ def test_an_interrupted_read_leaves_nothing(
             assert target[:-5].tobytes() == data[5:]
 
 
+def test_a_ring_that_ends_before_its_connection_is_made_anew(
+    stored: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = stored
+    ends, wait = [True] * 3, Ring.wait
+
+    def ended(ring: Ring, count: int) -> Entries:
+        if ends:
+            ends.pop()
+            raise Disconnected("as a daemon that is ending, whose connection stands yet")
+        return wait(ring, count)
+
+    monkeypatch.setattr(Ring, "wait", ended)
+    with WeightReader(path) as reader:
+        target = bytearray(SIZE)
+        assert reader.read_into(str(path), 0, target) == SIZE
+    assert target == data
+
+
 def test_what_cannot_be_read_is_refused(stored: tuple[Path, bytes], tmp_path: Path) -> None:
     path, data = stored
     with pytest.raises(FileNotFoundError):
@@ -138,12 +158,18 @@ def test_what_cannot_be_read_is_refused(stored: tuple[Path, bytes], tmp_path: Pa
         assert reader.read_chunked(str(path), target.ctypes.data, 0, 0) == 0
         assert reader.read_into(str(path), 0, target) == 100
         assert target.tobytes() == data[:100]
+    with pytest.raises(ValueError, match="closed"):
+        reader.read_into(str(path), 0, target)
 
 
 def test_writable_memory_is_told_from_other(tmp_path: Path) -> None:
     odd = tmp_path / "a form feed \f and a line separator \u2028"
     odd.write_bytes(b"mapped, too")
-    with odd.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), mmap.mmap(-1, 3 * mmap.PAGESIZE) as memory:
+    with (
+        odd.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+        mmap.mmap(-1, 3 * mmap.PAGESIZE) as memory,
+    ):
         array = np.frombuffer(memory, np.uint8)
         address = array.ctypes.data
         assert is_writable(address, len(array))

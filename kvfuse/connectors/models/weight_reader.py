@@ -49,6 +49,7 @@ class WeightReader:
         self._ring: Ring | None = None
         self._buffer_size = buffer_size
         self._buffer: Iov | None = None
+        self._is_closed = False
 
     def memory(self, size: int) -> Bytes:
         """New memory of ``size`` bytes that the daemon fills in place, zeroed. It lives until `close`, its views on."""
@@ -82,6 +83,7 @@ class WeightReader:
     def close(self) -> None:
         """The daemon touches no memory of this reader any more."""
         with self._lock:
+            self._is_closed = True
             self._files.clear()
             self._stack.close()
 
@@ -95,8 +97,11 @@ class WeightReader:
 
     def _read_by_buffer(self, path: str, file_offset: int, target: Bytes, piece_size: int) -> int:
         """Through shared memory, from which this process copies."""
-        if self._buffer is None:
-            self._buffer = self._stack.enter_context(self.client.iov(self._buffer_size))
+        while self._buffer is None:
+            try:
+                self._buffer = self._stack.enter_context(self.client.iov(self._buffer_size))
+            except Disconnected:
+                self._come_back()
         count = min(PIECES_MAX, self._buffer_size // PIECE)
         done = 0
         for piece in self._in_order(path, file_offset, len(target), _size_of(piece_size), self._buffer, count):
@@ -128,6 +133,7 @@ class WeightReader:
                 while given not in results:
                     results |= {int(row["user_data"]): int(row["result"]) for row in self._own_ring().wait(1)}
             except Disconnected:
+                self._end_ring()  # the connection may stand yet, and with it what is under way
                 self._come_back()
                 asked = given
                 results.clear()
@@ -177,12 +183,19 @@ class WeightReader:
     @contextmanager
     def _ending(self) -> Iterator[None]:
         """Nothing of the body is under way behind it, also where it was interrupted: its memory is the caller's."""
+        if self._is_closed:
+            raise ValueError("the reader is closed")
         try:
             yield
         finally:
             if self._ring is not None and self._ring.in_flight:
-                ring, self._ring = self._ring, None
-                ring.close()
+                self._end_ring()
+
+    def _end_ring(self) -> None:
+        """The next piece makes another one."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
     def _come_back(self) -> None:
         """Connect to the daemon after this one. Disconnected: there is none within PATIENCE_S."""
