@@ -91,7 +91,7 @@ def is_running(pid: int) -> bool:
     """The process exists and is no zombie that nobody has reaped yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
