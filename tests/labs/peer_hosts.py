@@ -19,6 +19,8 @@ from kvfuse.peer.greeting import HostIdentity
 from kvfuse.peer.peer_listener import Listener
 from kvfuse.peer.rdma import Rdma, open_rdma
 from kvfuse.peer.service import Peers
+from kvfuse.volume.hosts.feeding import Feeding
+from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.store.peer_records import PeerRecord
 from kvfuse.volume.views.neighbours import Answer, Wanted
 
@@ -47,6 +49,7 @@ class Hood:
 
     def __post_init__(self) -> None:
         self.changed = trio.Event()
+        self.feeding = Feeding(cast(Core, None))  # it reads nothing: see `feeder`
 
     @property
     def identity(self) -> HostIdentity:
