@@ -16,6 +16,7 @@ import mmap
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ def check_of(data: Bytes) -> int:
     return int((pages * np.arange(1, 2 * len(pages), 2, dtype=np.uint64)).sum())
 
 
-class Load:
+class Load(ABC):
     """Loads files into memory."""
 
     modules: tuple[str, ...] = ()
@@ -71,9 +72,9 @@ class Load:
     def memory(self, size: int) -> Bytes:
         return np.full(size, 0xFF, np.uint8)
 
+    @abstractmethod
     def run(self) -> None:
         """Fill the memory with the tensors of each file."""
-        raise NotImplementedError
 
     def tensors(self, number: int) -> dict[str, Any]:
         """Tensors of bytes over the memory of a file."""

@@ -206,7 +206,7 @@ class WeightReader:
             except Disconnected:
                 if time.monotonic() > until:
                     raise
-                time.sleep(RETRY_S)
+                time.sleep(RETRY_S)  # its socket is there when it answers, and nothing tells of that
             else:
                 return
 
