@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import trio
 
-from kvfuse.errors import InvalidArgument
+from kvfuse.errors import InvalidArgument, VolumeError
 from kvfuse.kept.log import KeptLog
 from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import RecordStore
@@ -256,21 +256,35 @@ class Core:
 
     # -- places in the segments ----------------------------------------------------------------------
 
-    async def make_segments(self, segments: set[int]) -> None:
+    async def make_segments(self, segments: set[int], *, is_again: bool = False) -> None:
         """Make those of these segments that do not exist yet, preallocated. EngineError.
 
+        ``is_again``: write their headers, whatever a read says: it may come from a cache.
         Their headers are durable before any record can say that a segment has something: else a loss of power may
         leave a volume that cannot be mounted.
         """
         new = sorted(segments - self.made_segments)
         for segment in new:
             await self.segments.create(segment, self.geometry.segment_size(segment))
-            header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
-            await self.segments.write([Transfer(segment, 0, header)])
+            if is_again or not await self._has_header(segment):
+                header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
+                await self.segments.write([Transfer(segment, 0, header)])
         if new and not self.segments.limits.durable:
             with self.doubt.syncing():
                 await self.segments.sync()
         self.made_segments.update(new)
+
+    async def _has_header(self, segment: int) -> bool:
+        """Another host has made the segment. Its header is left as it is: the features of the volume may be others by
+        now, and who is killed amid a write of another header leaves a segment with none. EngineError.
+        """
+        image = bytearray(layout.SUPERBLOCK_SIZE)
+        try:
+            await self.segments.read([Transfer(segment, 0, image)])
+            found = layout.parse_superblock(image)
+        except (VolumeError, ValueError):  # not there yet, or removed since it was made
+            return False
+        return (found.volume_id, found.segment) == (self.superblock.volume_id, segment)
 
     async def add_feature(self, feature: int) -> None:
         """Say in the superblock, durably, that programs which do not know a feature cannot use the volume. EngineError.

@@ -166,14 +166,14 @@ async def test_read_ahead_gives_way_to_a_store_that_is_waited_for(
         await quiet(one, two)
         segments, reads = inside.segments(two), HeldReads(two, monkeypatch)
         reads.gate.set()
-        write = segments.write
+        write_some = segments.servers.write_some
 
-        async def held_write(batch: Sequence[Transfer]) -> None:
+        async def held_write(batch: Sequence[Transfer]) -> set[int]:
             writes.set()
             await gate.wait()
-            await write(batch)
+            return await write_some(batch)
 
-        monkeypatch.setattr(segments, "write", held_write)
+        monkeypatch.setattr(segments.servers, "write_some", held_write)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(put, two, b"stored", data)
             await writes.wait()

@@ -14,6 +14,7 @@ from shared_lab import get, hosts, names_in, put, quiet, volumes, write_at
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
+from kvfuse.slab.layout import FEATURE_SHRINKS, SUPERBLOCK_SIZE
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.commit.batch import Draft
 from kvfuse.volume.commit.planner import Planner
@@ -127,6 +128,21 @@ async def test_an_open_sees_what_another_host_closed_beside_bytes_that_nobody_cl
         assert await get(one, b"file") == found
         await two.files.release(handle)
         two.tree.forget(handle.node.ino, 1)
+
+
+async def test_a_segment_that_another_host_made_keeps_its_header(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Who is killed amid another one, of a volume with other features by now, would leave a segment with none."""
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, other):
+        await put(one, b"one", b"x" * MIB)
+        header = bytes(disk.segments[0][:SUPERBLOCK_SIZE])
+        await inside.core(other).add_feature(FEATURE_SHRINKS)
+        await put(other, b"two", b"y" * MIB)
+        assert inside.core(other).made_segments == {0}
+        assert bytes(disk.segments[0][:SUPERBLOCK_SIZE]) == header
 
 
 async def test_slots_behind_the_stored_size_stay_in_the_record(
