@@ -370,8 +370,12 @@ class Journal:
 
         Most bytes are written and synced before the commit: nobody waits for that, and those who wait for a commit do
         not wait for a long sync either.
+
+        A file that is renamed, or replaced, while its bytes are written is left out of a commit. It is in one more, or
+        a loss of power would take what the interval has made durable.
         """
-        await self.flusher.flush([node for node in self.pending.dirty if node.staged_count and not node.writers])
+        begun, last = [node for node in self.pending.dirty if not node.writers], self.pending.serial
+        await self.flusher.flush([node for node in begun if node.staged_count])
         await self._sync_segments()
         changed = [*self.pending.dirty, *self.pending.aside.nodes]
         opened = {node for node in changed if node.writers}
@@ -380,6 +384,15 @@ class Journal:
         if opened:
             self._changed.set()
         await self.commit(durable=True)
+        if behind := [node for node in begun if self._is_left_behind(node, last)]:
+            await self.commit(*behind, durable=True)
+
+    def _is_left_behind(self, node: Node, last: int) -> bool:
+        """It changed before the change ``last`` and is not stored since, or what took its name is not."""
+        if node.forgotten:
+            return False
+        changes = [(one, self.pending.dirty[one]) for one in settlers(node) if one in self.pending.dirty]
+        return any(not one.writers and (one is not node or serial <= last) for one, serial in changes)
 
     async def _commit_batch(self) -> None:
         """Write bytes, build, commit, settle. Other tasks change memory at each await; `_build_batch` has none."""

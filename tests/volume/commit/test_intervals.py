@@ -329,6 +329,36 @@ async def test_a_loss_of_power_after_kills_takes_no_more(
         await history.check(instant.cut(rng, mode), OPTIONS, time)
 
 
+async def test_a_file_that_is_replaced_while_it_is_made_durable_is_durable(
+    keeper: MemoryKeeper, rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The interval's commit leaves out what took the name meanwhile: the store had neither version for one more."""
+    medium, history = Medium(Disk.format(OPTIONS)), History([b"f"])
+    count = 0
+
+    def replace() -> None:
+        """Before each write of bytes: as an engine that publishes a file again just then."""
+        nonlocal count
+        if began + INTERVAL <= trio.current_time() and count < 4:
+            count += 1
+            nursery.start_soon(publish_again)
+
+    async def publish_again() -> None:
+        data = rng.randbytes(100 * KIB)
+        await publish(volume, b"f", data)
+        history.note(b"f", data)
+
+    async with opened_on(medium, OPTIONS, rng, keeper) as volume, trio.open_nursery() as nursery:
+        await volume.sync()
+        await publish_again()
+        began, medium.on_event = trio.current_time(), replace
+        await trio.sleep(INTERVAL + 0.4)
+        assert count == 4
+        medium.on_event = None
+        instant, time = medium.freeze(), trio.current_time() + 0.2
+        await history.check(instant.cut(rng, "none"), OPTIONS, time)
+
+
 async def test_the_next_daemon_makes_durable_what_was_only_committed(
     keeper: MemoryKeeper, rng: random.Random, autojump_clock: trio.testing.MockClock
 ) -> None:
