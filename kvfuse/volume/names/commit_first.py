@@ -210,9 +210,9 @@ class CommitFirst:
             ends.append(End(directory, place.name, await self._find_name(place.parent, place.name, is_fresh)))
         if len(ends) == 1:
             return ends
+        await self._commit_pending(*[end.found.node for end in ends if end.found.node is not None])
         for end in ends:
             draft.expect_name(end)
-        await self._commit_pending(*[end.found.node for end in ends if end.found.node is not None])
         for number, coming in enumerate(reversed([end.found.node for end in ends])):
             if places[number].is_entered and coming is not None and coming.is_directory:
                 ends[number].above = await self._expect_above(directories[number], draft, is_fresh)

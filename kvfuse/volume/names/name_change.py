@@ -100,8 +100,11 @@ class PlanDraft:
         self._expect_key(key, node.version)
 
     def expect_name(self, end: End) -> None:
-        """Expect the name's record as it was read."""
-        self._expect_key(schema.entry_key(end.directory.ino, end.name), end.found.version)
+        """Expect the name's record as it was read, or as this host has stored the inode in it since."""
+        node, place, version = end.found.node, (end.directory.ino, end.name), end.found.version
+        if node is not None and node.nlink and not node.own_record and (node.parent, node.name) == place:
+            version = node.version or version
+        self._expect_key(schema.entry_key(*place), version)
 
     def change_inode(self, node: Node) -> InodeChange:
         """Have the inode's record put. Returns the change, for the caller to fill."""

@@ -21,6 +21,7 @@ from shared_lab import (
     names_in,
     put,
     quiet,
+    until,
     volumes,
     write_at,
 )
@@ -30,6 +31,7 @@ from kvfuse import errors
 from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
 from kvfuse.volume.commit.conflicts import Conflicts
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names import commit_first
 from kvfuse.volume.store import schema, search
 from kvfuse.volume.volume import Volume
 
@@ -305,3 +307,30 @@ async def test_a_folder_that_was_renamed_before_it_had_names_is_not_found(
         assert [type(failure) for failure in failures] == [errors.NotFound]
         chaos[0].end()
         assert await names_in(one) == [b"other"]
+
+
+async def test_a_file_that_is_written_all_the_time_can_be_renamed(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt stores what was written by then, which changes the record of the name."""
+    monkeypatch.setattr(commit_first, "ATTEMPTS_MAX", 10)
+    async with hosts(rng, 2, strict=True) as (one, two):
+        await put(one, b"log", b"bytes" * 1000)
+        await put(two, b"log.1", b"before")
+        node = await look(one, b"log")
+        handle = await one.files.open(node.ino, os.O_RDWR, CALLER)
+        async with trio.open_nursery() as nursery:
+
+            async def write_always() -> None:
+                while True:
+                    await one.files.write(handle, 0, b"written")
+                    await trio.sleep(0.0003)
+
+            nursery.start_soon(write_always)
+            await until(lambda: node.changed)
+            await one.tree.rename(ROOT_INODE, b"log", ROOT_INODE, b"log.1", 0)
+            nursery.cancel_scope.cancel()
+        await one.files.release(handle)
+        for volume in (one, two):
+            assert await names_in(volume) == [b"log.1"]
+            assert (await look(volume, b"log.1")).ino == node.ino
