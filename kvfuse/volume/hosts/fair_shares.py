@@ -35,8 +35,8 @@ class Shares:
     """slabs that this client gave to such others lately"""
 
     def _share(self) -> int:
-        """An equal part, in bytes, of what is free in the whole volume."""
-        free = self.core.geometry.data_size - self.view.used_bytes
+        """An equal part, in bytes, of what is free in the whole volume, without slabs that are given up."""
+        free = self.view.kept_end * self.core.geometry.slab_size - self.view.used_bytes
         return max(free, 0) // max(len(self.view.members), 1)
 
     @property

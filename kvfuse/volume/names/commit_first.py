@@ -13,6 +13,11 @@ The first attempt plans from memory, which a watch keeps current: mostly the com
 refused one, or instead of one that would fail, the executor reads the store: every error that a caller gets was read
 there.
 
+Nothing checks an answer without a commit: an error, or the success of a rename between two names of one inode, which
+does nothing. Several reads that follow each other may show what never was at one moment: if another host renames the
+source between the reads of both names, both mean one inode. So before such an answer the executor reads the versions
+of these names at one moment: if they are those that it used, the answer is right at that moment.
+
 A commit that adds a name to a directory expects the directory's record. A host that removes a directory first puts a
 mark into that record, checks that the directory is empty, and deletes the record, expecting the marked version. So the
 check sees a name that was added before the mark, and a later one has to clear the mark, so the removal conflicts. A
@@ -30,6 +35,7 @@ from functools import partial
 import trio
 
 from kvfuse import errors
+from kvfuse.remote.records.api import ABSENT
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.commit.journal import Journal
 from kvfuse.volume.inodes.core import Core
@@ -140,26 +146,43 @@ class CommitFirst:
     async def _retry_until_committed(self, places: Sequence[NamePlace], planning: Planning, node: Node | None) -> Plan:
         """Plan a change and commit it, until the store accepts it. EngineError after `ATTEMPTS_MAX`."""
         for attempt in range(ATTEMPTS_MAX):
+            draft = self._begin_draft()
             try:
-                plan, draft = await self._draft_plan(places, planning, node, is_fresh=attempt > 0)
+                plan = await self._draft_plan(draft, places, planning, node, is_fresh=attempt > 0)
             except (errors.EngineError, Moved):
                 raise
-            except errors.OperationError:
-                if attempt:
+            except errors.OperationError as error:  # one name that does not exist decides alone
+                if attempt and (isinstance(error, errors.NotFound) or await self._is_current(draft)):
                     raise
                 continue
             if plan.means:
                 tell_decision(plan)
-            if draft.is_empty or (not draft.is_stale and await self._commit(plan, draft)):
+            if draft.is_empty:
+                is_done = await self._is_current(draft)
+            else:
+                is_done = not draft.is_stale and await self._commit(plan, draft)
+            if is_done:
                 return plan
             await trio.sleep(random.random() * PAUSE_SECONDS * min(1 + attempt, 16))
         raise errors.EngineError(f"{places[0].name!r}: others changed the same names {ATTEMPTS_MAX} times in a row")
 
+    async def _is_current(self, draft: PlanDraft) -> bool:
+        """The store has the versions that the draft expects so far. EngineError."""
+        keys = list(draft.expected)
+        rows = await self.core.records.get(keys) if keys else []
+        versions = [row.version if row is not None else ABSENT for row in rows]
+        return not draft.is_stale and versions == list(draft.expected.values())
+
     async def _draft_plan(
-        self, places: Sequence[NamePlace], planning: Planning, node: Node | None, *, is_fresh: bool
-    ) -> tuple[Plan, PlanDraft]:
+        self,
+        draft: PlanDraft,
+        places: Sequence[NamePlace],
+        planning: Planning,
+        node: Node | None,
+        *,
+        is_fresh: bool,
+    ) -> Plan:
         """Draft a change. ``is_fresh``: read all that it depends on from the store."""
-        draft = self._begin_draft()
         if node is not None:
             await self._commit_pending(node)
             if is_fresh:
@@ -169,13 +192,14 @@ class CommitFirst:
         gone = plan.unlinked
         if gone is not None and (is_fresh or gone.committing):  # its removal takes its other changes along
             await self._commit_pending(gone)
-        if plan.means and any(end.found.node is not None for end in ends):
+        if any(end.found.node is not None for end in ends):
             for directory in dict.fromkeys([end.directory.ino for end in ends]):
                 draft.expect_all(await self.lookup.find_path_versions(directory, is_fresh))
         if plan.removed is not None:
+            draft.expect_name(ends[-1])
             await self.mark_empty(plan.removed)  # no await after it: news of a name in it would pass for the mark
         draft.add(plan, clock.now())
-        return plan, draft
+        return plan
 
     async def _look_up(self, places: Sequence[NamePlace], draft: PlanDraft, is_fresh: bool) -> list[End]:
         """Look up the places. Expects the directories above the target of a moved directory, so that none moves."""
@@ -187,6 +211,8 @@ class CommitFirst:
         if len(ends) == 1:
             return ends
         await self._commit_pending(*[end.found.node for end in ends if end.found.node is not None])
+        for end in ends:
+            draft.expect_name(end)
         for number, coming in enumerate(reversed([end.found.node for end in ends])):
             if places[number].is_entered and coming is not None and coming.is_directory:
                 ends[number].above = await self._expect_above(directories[number], draft, is_fresh)

@@ -78,14 +78,15 @@ class PlanDraft:
         """(directory, name, its new inode)"""
         self.made: list[Node] = []
         self.removed: list[Node] = []
-        self._expect: dict[bytes, int] = {}
+        self.expected: dict[bytes, int] = {}
+        """versions by key, as they were read"""
         self._puts: dict[bytes, bytes] = {}
         self._deletes: set[bytes] = set()
         self.is_stale = False
         """another host has changed a record from which it is built"""
 
     def _expect_key(self, key: bytes, version: int) -> None:
-        if self._expect.setdefault(key, version) != version:
+        if self.expected.setdefault(key, version) != version:
             self.is_stale = True
 
     def expect_all(self, versions: Mapping[bytes, int]) -> None:
@@ -97,6 +98,13 @@ class PlanDraft:
         """Expect the inode's record as it is known here."""
         key = schema.inode_key(node.ino) if node.own_record else schema.entry_key(node.parent, node.name)
         self._expect_key(key, node.version)
+
+    def expect_name(self, end: End) -> None:
+        """Expect the name's record as it was read, or as this host has stored the inode in it since."""
+        node, place, version = end.found.node, (end.directory.ino, end.name), end.found.version
+        if node is not None and node.nlink and not node.own_record and (node.parent, node.name) == place:
+            version = node.version or version
+        self._expect_key(schema.entry_key(*place), version)
 
     def change_inode(self, node: Node) -> InodeChange:
         """Have the inode's record put. Returns the change, for the caller to fill."""
@@ -176,7 +184,7 @@ class PlanDraft:
         """Change the inode of a name (None: remove it), expecting its record as it was read."""
         parent, name = end.directory.ino, end.name
         key = schema.entry_key(parent, name)
-        self._expect_key(key, end.found.version)
+        self.expect_name(end)
         if node is None:
             self._deletes.add(key)
             self.names.append((parent, name, None))
@@ -221,7 +229,7 @@ class PlanDraft:
 
         files, deletes = len(self.made) - len(self.removed), self._deletes - puts.keys()
         size = growth(puts, deletes, self._weigh_before())
-        return Transaction(self._expect, puts, deletes, apply, files, size, self._count_uses())
+        return Transaction(self.expected, puts, deletes, apply, files, size, self._count_uses())
 
     def _count_uses(self) -> dict[int, schema.Counts]:
         counts = Counter([node.namespace for node in self.made if node.is_file and node.namespace])
@@ -230,7 +238,7 @@ class PlanDraft:
 
     def _weigh_before(self) -> dict[bytes, int]:
         """Weights, by key, of stored records that may be replaced: names, inodes, times of removed directories."""
-        names = {key for key, version in self._expect.items() if key[:1] == b"d" and version != ABSENT}
+        names = {key for key, version in self.expected.items() if key[:1] == b"d" and version != ABSENT}
         before = {key: weight(len(key), schema.REFERENCE_SIZE) for key in names}
         before |= {key: TIMES_WEIGHT for key in self._deletes if key[:1] == b"t"}
         for change in self.inodes.values():

@@ -17,18 +17,21 @@ from shared_lab import (
     get,
     hosts,
     look,
+    make,
     names_in,
     put,
     quiet,
+    until,
     volumes,
     write_at,
 )
-from volume_lab import CALLER, Chaos, Disk, lab_options
+from volume_lab import CALLER, Chaos, Delay, Disk, lab_options
 
 from kvfuse import errors
-from kvfuse.volume.api import ROOT_INODE, Changes
+from kvfuse.volume.api import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Changes
 from kvfuse.volume.commit.conflicts import Conflicts
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.names import commit_first
 from kvfuse.volume.store import schema, search
 from kvfuse.volume.volume import Volume
 
@@ -227,3 +230,107 @@ async def test_a_directory_that_was_only_listed_is_where_another_host_moves_it(
         await two.inodes.set_attributes(inner, Changes(mode=0o700), CALLER)
         await quiet(two, one)
         assert schema.decode_inode(disk.records[schema.inode_key(inner)].value).parent == outer
+
+
+@pytest.mark.parametrize("flags", [0, RENAME_NOREPLACE, RENAME_EXCHANGE])
+async def test_of_two_hosts_that_rename_one_name_to_one_target_one_does(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, flags: int
+) -> None:
+    """The other host renames between the reads of both names, which then mean one inode."""
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with hosts(rng, 2, chaos, strict=True) as (one, two):
+        chaos[0].deaf = trio.Event()
+        ino = await make(two, b"source")
+        late = chaos[0].late = Delay(schema.entry_key(ROOT_INODE, b"source"))
+        refused: list[bytes] = []
+
+        async def rename() -> None:
+            try:
+                await one.tree.rename(ROOT_INODE, b"source", ROOT_INODE, b"target", flags)
+            except errors.NotFound:
+                refused.append(b"source")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rename)
+            await late.given.wait()
+            await two.tree.rename(ROOT_INODE, b"source", ROOT_INODE, b"target", 0)
+            late.arrives.set()
+        assert refused == [b"source"]
+        chaos[0].end()
+        for volume in (one, two):
+            assert await names_in(volume) == [b"target"]
+            assert (await look(volume, b"target")).ino == ino
+
+
+async def test_a_rename_between_two_names_of_a_file_knows_that_one_was_removed(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """While it exists, the rename does nothing."""
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with hosts(rng, 2, chaos, strict=True) as (one, two):
+        ino = await make(one, b"name")
+        await one.tree.link(ino, ROOT_INODE, b"link")
+        await one.tree.rename(ROOT_INODE, b"link", ROOT_INODE, b"name", 0)
+        assert await names_in(two) == [b"link", b"name"]
+        await quiet(one, two)
+        chaos[0].deaf = trio.Event()
+        await two.tree.unlink(ROOT_INODE, b"link")
+        with pytest.raises(errors.NotFound):
+            await one.tree.rename(ROOT_INODE, b"link", ROOT_INODE, b"name", 0)
+        chaos[0].end()
+        assert await names_in(one) == [b"name"]
+
+
+async def test_a_folder_that_was_renamed_before_it_had_names_is_not_found(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Under its former name it never had any, so its removal must not say that it has."""
+    chaos = [Chaos(random.Random(number)) for number in range(2)]
+    async with hosts(rng, 2, chaos, strict=True) as (one, two):
+        chaos[0].deaf = trio.Event()
+        folder = (await two.tree.make_directory(ROOT_INODE, b"folder", 0o755, CALLER)).ino
+        late = chaos[0].late = Delay(schema.inode_key(folder))
+        failures: list[errors.OperationError] = []
+
+        async def remove() -> None:
+            try:
+                await one.tree.remove_directory(ROOT_INODE, b"folder")
+            except errors.OperationError as error:
+                failures.append(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(remove)
+            await late.given.wait()
+            await two.tree.rename(ROOT_INODE, b"folder", ROOT_INODE, b"other", 0)
+            await make(two, b"file", folder)
+            late.arrives.set()
+        assert [type(failure) for failure in failures] == [errors.NotFound]
+        chaos[0].end()
+        assert await names_in(one) == [b"other"]
+
+
+async def test_a_file_that_is_written_all_the_time_can_be_renamed(
+    rng: random.Random, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt stores what was written by then, which changes the record of the name."""
+    monkeypatch.setattr(commit_first, "ATTEMPTS_MAX", 10)
+    async with hosts(rng, 2, strict=True) as (one, two):
+        await put(one, b"log", b"bytes" * 1000)
+        await put(two, b"log.1", b"before")
+        node = await look(one, b"log")
+        handle = await one.files.open(node.ino, os.O_RDWR, CALLER)
+        async with trio.open_nursery() as nursery:
+
+            async def write_always() -> None:
+                while True:
+                    await one.files.write(handle, 0, b"written")
+                    await trio.sleep(0.0003)
+
+            nursery.start_soon(write_always)
+            await until(lambda: node.changed)
+            await one.tree.rename(ROOT_INODE, b"log", ROOT_INODE, b"log.1", 0)
+            nursery.cancel_scope.cancel()
+        await one.files.release(handle)
+        for volume in (one, two):
+            assert await names_in(volume) == [b"log.1"]
+            assert (await look(volume, b"log.1")).ino == node.ino

@@ -410,3 +410,36 @@ async def test_who_has_not_heard_reads_what_moved(rng: random.Random, autojump_c
         assert inside.core(deaf).counters.checksum_failures > failures, "no byte had moved"
         chaos[1].deaf.set()
         await shrunk(disk, deaf)
+
+
+async def test_a_host_gives_what_it_has_too_much_to_one_that_has_no_room_meanwhile(
+    rng: random.Random, autojump_clock: trio.testing.MockClock
+) -> None:
+    """What goes is no room: the host that has much free in its slabs has more than its part of what stays."""
+    size, options = 150_000, options_of()
+    disk, files = disk_of(options), Files()
+    async with volumes(disk, options, 2, rng) as (rich, poor):
+        for number in range(240):
+            await put(rich, b"small-%d" % number, rng.randbytes(size))
+        await quiet(rich, poor)
+        for number in range(240):
+            if number % 3:
+                await rich.tree.unlink(ROOT_INODE, b"small-%d" % number)
+        await quiet(rich, poor)
+        await grow(rich, SMALL)
+        view = inside.leases(poor).view
+        await until(lambda: view.kept_end < 60)
+        kept = view.kept_end * MIB
+        with pytest.raises(NoSpace):
+            for number in range(kept // size):
+                data = rng.randbytes(size)
+                await put(poor, b"more-%d" % number, data)
+                await poor.sync()
+                files.contents[b"more-%d" % number] = data
+        used = (80 + len(files.contents)) * size
+        assert used > 0.8 * kept
+        assert inside.core(rich).slabs.free_bytes < 0.1 * kept
+        await files.verify(rich)
+        for name in files.contents:
+            await rich.tree.unlink(ROOT_INODE, name)
+        await shrunk(disk, rich, poor)
