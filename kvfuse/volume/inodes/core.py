@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -256,35 +256,35 @@ class Core:
 
     # -- places in the segments ----------------------------------------------------------------------
 
-    async def make_segments(self, segments: set[int], *, is_again: bool = False) -> None:
+    async def make_segments(self, segments: set[int]) -> None:
         """Make those of these segments that do not exist yet, preallocated. EngineError.
 
-        ``is_again``: write their headers, whatever a read says: it may come from a cache.
         Their headers are durable before any record can say that a segment has something: else a loss of power may
         leave a volume that cannot be mounted.
         """
         new = sorted(segments - self.made_segments)
         for segment in new:
             await self.segments.create(segment, self.geometry.segment_size(segment))
-            if is_again or not await self._has_header(segment):
-                header = layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
-                await self.segments.write([Transfer(segment, 0, header)])
+            header = await self._find_header(segment)
+            await self.segments.write([Transfer(segment, 0, header)])
         if new and not self.segments.limits.durable:
             with self.doubt.syncing():
                 await self.segments.sync()
         self.made_segments.update(new)
 
-    async def _has_header(self, segment: int) -> bool:
-        """Another host has made the segment. Its header is left as it is: the features of the volume may be others by
-        now, and who is killed amid a write of another header leaves a segment with none. EngineError.
+    async def _find_header(self, segment: int) -> bytes | bytearray:
+        """The header that a segment has, else a new one. EngineError.
+
+        Who made the segment may not have synced its header, so it is written again; but never as another one: the
+        volume may have other features by now, and who is killed amid that write leaves half of each.
         """
         image = bytearray(layout.SUPERBLOCK_SIZE)
-        try:
+        with suppress(VolumeError, ValueError):  # not there yet, or removed since it was made
             await self.segments.read([Transfer(segment, 0, image)])
             found = layout.parse_superblock(image)
-        except (VolumeError, ValueError):  # not there yet, or removed since it was made
-            return False
-        return (found.volume_id, found.segment) == (self.superblock.volume_id, segment)
+            if (found.volume_id, found.segment) == (self.superblock.volume_id, segment):
+                return image
+        return layout.pack_superblock(dataclasses.replace(self.superblock, segment=segment))
 
     async def add_feature(self, feature: int) -> None:
         """Say in the superblock, durably, that programs which do not know a feature cannot use the volume. EngineError.

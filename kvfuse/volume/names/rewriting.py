@@ -183,7 +183,7 @@ class Rewriter:
         """Rewrite headers of segments that may have been made since the last good sync: a mount needs them."""
         made = {info.segment for info in await self.core.segments.list()} & set(range(self.core.geometry.segment_count))
         self.core.made_segments -= made
-        await self.core.make_segments(made, is_again=True)
+        await self.core.make_segments(made)
 
     async def _find_names(
         self, is_wanted: Callable[[schema.InodeRecord], bool]
