@@ -117,6 +117,11 @@ class Measures:
         self.reading += size
         self.readers[self] = perf_counter()
 
+    def end_reading(self, size: int) -> None:
+        """It is over, however it ended: another one may begin."""
+        self.reading -= size
+        self.line.call_first()
+
     def share_of_reads(self) -> float:
         """Its part beside all namespaces that read now or did just now, by weight. 1: no other one. Event loop only."""
         since = perf_counter() - JUST_NOW_SECONDS

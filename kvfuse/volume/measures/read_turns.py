@@ -5,7 +5,9 @@ time each namespace has its share of WINDOW, and one read at least; further read
 Of the bytes that the event loop hands to the kernel, mostly views of the page cache, each has its share of
 LOOP_BANDWIDTH. A namespace that reads alone waits for neither.
 
-Whoever waits holds no turn: so turns cannot wait for each other.
+Whoever waits holds no turn: so turns cannot wait for each other. No more reads of a namespace
+wait than WAITING_MAX for the segments, and KERNEL_WAITING_MAX for the event loop: they hold the tasks that answer the
+kernel, which others need, too. Further ones go on.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from math import inf
 
 import trio
 
-from kvfuse.volume.measures.limiter import Rate
+from kvfuse.volume.measures.limiter import KERNEL_WAITING_MAX, Rate
 from kvfuse.volume.measures.measures import Measures
 
 WINDOW = 16 << 20
 """bytes of reads that are under way at the segments, of all namespaces that read together"""
 PIECE = 1 << 20
 """bytes that work ahead of need reads in one turn, where its namespace has a share that is less than it wants"""
+WAITING_MAX = KERNEL_WAITING_MAX // 2
 LOOP_BANDWIDTH = 4 << 30
 """Bytes a second that the event loop hands to the kernel, of all namespaces: more than it can on most machines, so that
 equal weights slow nobody down. What one copy of memory takes was measured at 0.7 and 2.7 GB/s on one busy machine."""
@@ -40,13 +43,12 @@ class ReadTurn:
 
     async def __aenter__(self) -> None:
         of = self._of
-        if of.reading and len(of.readers) > 1:
+        if of.reading and len(of.readers) > 1 and len(of.line.places) < WAITING_MAX:
             await self._wait()
         of.begin_reading(self._size)
 
     async def __aexit__(self, *_: object) -> None:
-        self._of.reading -= self._size
-        self._of.line.call_first()
+        self._of.end_reading(self._size)
 
     async def _wait(self) -> None:
         of = self._of
@@ -66,7 +68,10 @@ def window_of(of: Measures) -> float:
 
 
 async def wait_for_loop(of: Measures, size: int) -> None:
-    """Return when the event loop may hand ``size`` bytes of a namespace to the kernel. Cancelled, they do not count."""
+    """Return when the event loop may hand ``size`` bytes of a namespace to the kernel, or where too many requests wait.
+
+    Cancelled, these bytes do not count.
+    """
     share = of.share_of_reads()
     if share == 1:
         return
@@ -74,9 +79,13 @@ async def wait_for_loop(of: Measures, size: int) -> None:
         of.pace = Rate(LOOP_BANDWIDTH, WINDOW)
     now = trio.current_time()
     starts = of.pace.enter(size / share, now)
-    if starts > now:
-        try:
-            await trio.sleep_until(starts)
-        except trio.Cancelled:
-            of.pace.leave(size / share)
-            raise
+    if starts <= now or of.kernel_waiting >= KERNEL_WAITING_MAX:
+        return
+    of.kernel_waiting += 1
+    try:
+        await trio.sleep_until(starts)
+    except trio.Cancelled:
+        of.pace.leave(size / share)
+        raise
+    finally:
+        of.kernel_waiting -= 1

@@ -19,8 +19,9 @@ from volume_lab import CALLER, MIB, Disk, check, lab_options, opened
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.inodes.handle import FileHandle
 from kvfuse.volume.measures import read_turns
+from kvfuse.volume.measures.limiter import KERNEL_WAITING_MAX
 from kvfuse.volume.measures.measures import JUST_NOW_SECONDS, Measures
-from kvfuse.volume.measures.read_turns import LOOP_BANDWIDTH, WINDOW, ReadTurn, wait_for_loop
+from kvfuse.volume.measures.read_turns import LOOP_BANDWIDTH, WAITING_MAX, WINDOW, ReadTurn, wait_for_loop
 from kvfuse.volume.volume import Volume
 
 PIECE = 256 << 10
@@ -188,6 +189,31 @@ async def test_one_that_gives_up_took_nothing_of_the_event_loop(autojump_clock: 
     began = trio.current_time()
     await wait_for_loop(one, MIB)
     assert trio.current_time() - began < 0.1
+
+
+async def test_few_requests_wait_so_that_the_mount_answers_others(autojump_clock: trio.testing.MockClock) -> None:
+    one, _ = two_measures(0.01)
+    began, passed, end = trio.current_time(), 0, trio.Event()
+
+    async def read() -> None:
+        nonlocal passed
+        async with ReadTurn(one, WINDOW):
+            passed += 1
+            await end.wait()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(WAITING_MAX + 11):
+            nursery.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        assert passed == 11
+        end.set()
+    async with trio.open_nursery() as nursery:
+        for _ in range(KERNEL_WAITING_MAX + 10):
+            nursery.start_soon(wait_for_loop, one, MIB)
+        await trio.testing.wait_all_tasks_blocked()
+        assert one.kernel_waiting == KERNEL_WAITING_MAX
+        assert len(nursery.child_tasks) == KERNEL_WAITING_MAX
+    assert trio.current_time() - began == pytest.approx(101 * (KERNEL_WAITING_MAX + 9) * MIB / LOOP_BANDWIDTH, rel=0.1)
 
 
 async def test_the_event_loop_hands_bytes_to_a_lone_namespace_at_once() -> None:
