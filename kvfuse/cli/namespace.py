@@ -40,7 +40,7 @@ MEANINGS = {
     "bandwidth": "bytes a second that its callers read and write, together",
     "iops": "reads and writes a second, likewise",
     "burst": "bytes that may be ahead of bandwidth",
-    "weight": "its share where namespaces wait for memory for their writes",
+    "weight": "its share of what is moved where several namespaces wait for the same",
     "soft_pin": "its blocks go only where other caches have no more to give",
     "tiers": "where hosts may keep copies of its blocks: all, dram, disk; or remote: nowhere",
     "compression": "zstd: what is stored from now on is compressed where that takes a smaller slot; none",

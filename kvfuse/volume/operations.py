@@ -32,6 +32,7 @@ from kvfuse.volume.inodes.handle import FileHandle, check_content
 from kvfuse.volume.inodes.node import Node, check_remembered
 from kvfuse.volume.measures.gates import Gate
 from kvfuse.volume.measures.measures import Measures
+from kvfuse.volume.measures.read_turns import LARGE_READ, wait_for_loop
 from kvfuse.volume.names.listing import Listing
 from kvfuse.volume.names.lookup import DOTS
 from kvfuse.volume.names.opened import make_opened
@@ -295,6 +296,8 @@ class Files:
         node = await self._find_current(handle)
         if (measures := self._core.namespaces.measures[node.namespace]).limiters:
             await measures.throttle_kernel(max(0, min(size, node.size - offset)))
+        if size >= LARGE_READ and len(measures.readers) > 1:
+            await wait_for_loop(measures, size)
         try:
             data = await self._reader.read(node, offset, size)
         except errors.EngineError as error:

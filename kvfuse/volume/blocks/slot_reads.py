@@ -21,6 +21,7 @@ from kvfuse.native._blocks import Batch
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.measures.read_turns import ReadTurn
 from kvfuse.volume.store.codec import Codec
 
 READS_AT_ONCE = 32
@@ -107,14 +108,15 @@ class SlotReads:
         reads, size = self.core.reads, sum([len(one.target) for one in wanted])
         batch = [Transfer(*self.core.locate(one.address), one.target) for one in wanted]
         began = trio.current_time()
-        reads.demand.calls += 1
-        try:
-            with reads.speeds.remote.reading(size):
-                await self.core.segments.read(batch)
-        finally:
-            reads.demand.calls -= 1
-            if reads.demand.behind:
-                reads.demand.ended()
+        async with ReadTurn(self.core.namespaces.measures[wanted[0].namespace], size):
+            reads.demand.calls += 1
+            try:
+                with reads.speeds.remote.reading(size):
+                    await self.core.segments.read(batch)
+            finally:
+                reads.demand.calls -= 1
+                if reads.demand.behind:
+                    reads.demand.ended()
         if self.core.disk is not None:
             self.core.disk.note_engine(size, trio.current_time() - began)
 

@@ -27,6 +27,7 @@ from kvfuse.volume.disk.copies import GranuleRun
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.measures.read_turns import ReadTurn
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class Fetcher:
                 if self.nearby.is_there:
                     part.is_whole = await self._read_nearest(extent, window, index, part)
                 else:
-                    await self._read(extent, start, target)
+                    await self._read(window.node, extent, start, target)
                     part.is_whole = window.is_intact(index, target)
         except KvfuseError as error:
             part.error = error
@@ -224,17 +225,18 @@ class Fetcher:
         finally:
             part.done.set()
 
-    async def _read(self, extent: Extent, start: int, target: memoryview) -> None:
+    async def _read(self, node: Node, extent: Extent, start: int, target: memoryview) -> None:
         """From the engine. EngineError."""
-        with self.core.reads.reading(), self.core.reads.speeds.remote.reading(len(target)):
-            await self.core.segments.read([Transfer(*self.core.locate(extent.addr + start), target)])
+        async with ReadTurn(self.core.namespaces.measures[node.namespace], len(target)):
+            with self.core.reads.reading(), self.core.reads.speeds.remote.reading(len(target)):
+                await self.core.segments.read([Transfer(*self.core.locate(extent.addr + start), target)])
 
     async def _read_nearest(self, extent: Extent, window: _Window, index: int, part: _Part) -> bool:
         """From what is nearer than the engine, if that has the bytes. Whether they are right. EngineError."""
         start, target = window.low + index * PART_SIZE, window.bytes[index * PART_SIZE : (index + 1) * PART_SIZE]
         stretch = GranuleRun.around(extent, start, start + len(target))
         if stretch.checksums != window.checksums:
-            await self._read(extent, start, target)
+            await self._read(window.node, extent, start, target)
             return window.is_intact(index, target)
 
         async def engine(*, is_beside: bool) -> memoryview | None:
@@ -242,9 +244,10 @@ class Fetcher:
             data = np.empty(len(target), np.uint8).data if is_beside else target
             neighbours = self.core.reads.neighbours
             if neighbours is not None and neighbours.feeds(extent.addr, window.base):
-                data[:] = await neighbours.feed(extent.addr, extent.generation, start, start + len(target))
+                async with ReadTurn(self.core.namespaces.measures[window.node.namespace], len(target)):
+                    data[:] = await neighbours.feed(extent.addr, extent.generation, start, start + len(target))
             else:
-                await self._read(extent, start, data)
+                await self._read(window.node, extent, start, data)
             if not window.is_intact(index, data):
                 return None
             self.nearby.offer(window.node, stretch, data, trio.current_time() - began)

@@ -23,6 +23,7 @@ from kvfuse.volume.content.slot_checks import READ_ON_MIN, LoadChunk, SlotChecks
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.measures.read_turns import ReadTurn
 from kvfuse.volume.store import codec, schema
 from kvfuse.volume.store.extents import find_frames
 from kvfuse.volume.views.content_map import MappedSource, MapRow
@@ -90,7 +91,9 @@ class Extents(ABC):
         for read in reads:
             await read()
 
-    async def read_slot(self, extent: Extent, low: int, high: int, target: memoryview | None = None) -> memoryview:
+    async def read_slot(
+        self, node: Node, extent: Extent, low: int, high: int, target: memoryview | None = None
+    ) -> memoryview:
         """What the engine has there of the extent's slot, in memory that nobody else gets meanwhile.
 
         ``target``: that memory, if it is as long.
@@ -100,14 +103,15 @@ class Extents(ABC):
         if buffer is None or len(buffer) != high - low:
             buffer = np.empty(high - low, np.uint8).data
         demand = self.core.reads.demand
-        demand.calls += 1
-        try:
-            with self.core.reads.reading(), self.core.reads.speeds.remote.reading(high - low):
-                await self.core.segments.read([Transfer(segment, place + low, buffer)])
-        finally:
-            demand.calls -= 1
-            if demand.behind:
-                demand.ended()
+        async with ReadTurn(self.core.namespaces.measures[node.namespace], high - low):
+            demand.calls += 1
+            try:
+                with self.core.reads.reading(), self.core.reads.speeds.remote.reading(high - low):
+                    await self.core.segments.read([Transfer(segment, place + low, buffer)])
+            finally:
+                demand.calls -= 1
+                if demand.behind:
+                    demand.ended()
         return buffer
 
     async def read_verified(
@@ -116,7 +120,7 @@ class Extents(ABC):
         """Bytes of an extent, from the engine. None where it is no longer the same. Corrupt where they are wrong."""
         low = start // GRANULE_SIZE * GRANULE_SIZE
         high = min(-(-(start + length) // GRANULE_SIZE) * GRANULE_SIZE, extent.length)
-        buffer = await self.read_slot(extent, low, high)
+        buffer = await self.read_slot(node, extent, low, high)
         if not is_same():
             return None
         extent.verified = 0
@@ -193,7 +197,9 @@ class OwnExtents(Extents):
         view = core.segments.view(segment, place + low, high - low) if target is None and not needed else None
         if view is not None:
             return view
-        buffer = await self.read_slot(extent, low, high, target)  # meanwhile it may be unsealed, replaced or shortened
+        buffer = await self.read_slot(
+            node, extent, low, high, target
+        )  # meanwhile it may be unsealed, replaced or shortened
         if not is_current(node, offset, extent) or extent.checksums is not checksums:
             return None
         if needed:

@@ -26,6 +26,8 @@ from kvfuse.errors import EngineError
 from kvfuse.volume.inodes.chunk import Chunk, Extent
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.inodes.node import Node
+from kvfuse.volume.measures.measures import Measures
+from kvfuse.volume.measures.read_turns import PIECE, ReadTurn, window_of
 
 Buffer = bytes | bytearray | memoryview
 log = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class SlotChecks:
         if not is_verified(extent, start, length):
             if extent in self._under_way or not _reads_on(node, index, extent, start, length):
                 return
-            self._begin(extent)
+            self._begin(node, extent)
         elif not is_over or length < READ_ON_MIN:
             return
         self._go_on(node, index + 1)
@@ -105,7 +107,7 @@ class SlotChecks:
             expected += node.chunk_size
             extent = chunk.extents[0] if chunk.staged is None and len(chunk.extents) == 1 else None
             if extent is not None and self._can_check(extent) and not is_verified(extent, 0, extent.length):
-                self._begin(extent)
+                self._begin(node, extent)
             index += 1
 
     def _can_check(self, extent: Extent) -> bool:
@@ -128,29 +130,37 @@ class SlotChecks:
         if chunk is not None and node.handles:
             self._go_on(node, index)
 
-    def _begin(self, extent: Extent) -> None:
+    def _begin(self, node: Node, extent: Extent) -> None:
         assert self._nursery is not None
         self._under_way[extent] = trio.Event()
         self.size_under_way += extent.length
-        self._nursery.start_soon(self._check, extent, extent.length)
+        self._nursery.start_soon(self._check, node, extent, extent.length)
 
-    async def _check(self, extent: Extent, size: int) -> None:
+    async def _check(self, node: Node, extent: Extent, size: int) -> None:
         """Have what is not verified yet of a slot in the page cache, and verified. ``size``: of it when this began."""
-        checksums = extent.checksums
-        first = (~extent.verified & (extent.verified + 1)).bit_length() - 1
-        low = first * GRANULE_SIZE
+        of, checksums = self.core.namespaces.measures[node.namespace], extent.checksums
+        low = ((~extent.verified & (extent.verified + 1)).bit_length() - 1) * GRANULE_SIZE
         try:
-            segment, place = self.core.locate(extent.addr)
-            length = max(0, extent.length - low)  # a small read may have verified all meanwhile
-            with self.core.reads.reading(), self.core.reads.speeds.remote.reading(length):
-                sums = await self.core.segments.warm(segment, place + low, length, self._threads)
-            if extent.checksums is checksums:
-                extent.verified |= _equal(sums, checksums[first * CHECKSUM_SIZE :]) << first
+            while low < extent.length and extent.checksums is checksums:  # a small read may verify all meanwhile
+                left, is_cut = extent.length - low, extent.length > window_of(of)
+                await self._check_piece(of, extent, low, min(left, PIECE) if is_cut else left)
+                low += PIECE if is_cut else left
         except (EngineError, ValueError) as error:  # ValueError: a record names a place that is in no segment
             log.info("a slot is not read ahead: %s", error)  # whoever reads it hears why
         finally:
             self.size_under_way -= size  # it may have been cut
             self._under_way.pop(extent).set()
+
+    async def _check_piece(self, of: Measures, extent: Extent, low: int, length: int) -> None:
+        """Whole granules of a slot, from ``low`` on, in a turn of the namespace. EngineError, ValueError."""
+        checksums, first = extent.checksums, low // GRANULE_SIZE
+        async with ReadTurn(of, length):
+            segment, place = self.core.locate(extent.addr)
+            with self.core.reads.reading(), self.core.reads.speeds.remote.reading(length):
+                sums = await self.core.segments.warm(segment, place + low, length, self._threads)
+        if extent.checksums is checksums:
+            expected = checksums[first * CHECKSUM_SIZE : -(-(low + length) // GRANULE_SIZE) * CHECKSUM_SIZE]
+            extent.verified |= _equal(sums, expected) << first
 
 
 def are_weights(data: Buffer, size: int) -> bool:

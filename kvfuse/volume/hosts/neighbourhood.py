@@ -21,6 +21,8 @@ from kvfuse.volume.hosts.feeding import Feeding, feeder_of
 from kvfuse.volume.hosts.reports import Reports
 from kvfuse.volume.hosts.slab_view import SlabView
 from kvfuse.volume.inodes.core import Core
+from kvfuse.volume.measures.read_turns import ReadTurn
+from kvfuse.volume.namespaces.settings import ROOT
 from kvfuse.volume.store import peer_records, schema
 from kvfuse.volume.store.member import Member
 from kvfuse.volume.store.peer_records import PeerRecord
@@ -165,6 +167,11 @@ class Neighbourhood:
         view = await disk.read(stretch) if disk is not None and stretch is not None else None
         if view is None and wanted.base > 0 and self.feeder(wanted.addr) == self.client:
             key = (wanted.addr, wanted.generation, wanted.low, wanted.high)
+            node = self.core.nodes.peek(wanted.ino)
+            of = self.core.namespaces.measures[node.namespace if node is not None else ROOT]
             with suppress(EngineError, ValueError):  # who asked reads it
-                return await self.feeding.read(key) if self.feeding.may_read(key) else None
+                if self.feeding.may_read(key):
+                    async with ReadTurn(of, wanted.high - wanted.low):
+                        return await self.feeding.read(key)
+            return None
         return view

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import trio
 
 from kvfuse import errors
-from kvfuse.volume.measures.limiter import KERNEL_WAITING_MAX, Limiter, wait_for_limits
+from kvfuse.volume.measures.fair_line import FairLine, WaitKind
+from kvfuse.volume.measures.limiter import KERNEL_WAITING_MAX, Limiter, Rate, wait_for_limits
 
 REQUEST_BOUNDS = tuple(float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 3))
 """seconds that requests take: 10 microseconds to 3 s"""
@@ -32,6 +33,8 @@ SegmentsTier = Literal["disk", "remote"]
 OPERATIONS = "read", "write", "get", "put", "exists"
 """of files, and of blocks by key"""
 LATELY_SECONDS = 0.25
+JUST_NOW_SECONDS = 0.05
+"""for which a namespace that read has a share of what reads wait for"""
 FAILURES: dict[str, tuple[type[Exception], ...]] = {
     "deadline": (errors.EngineTimeout, TimeoutError),
     "corrupt": (errors.Corrupt,),
@@ -73,7 +76,7 @@ class Measures:
     """What callers did in one namespace, through whichever door."""
 
     __slots__ = (
-        "failures", "kernel_waiting", "limiters", "read_bytes", "readers",
+        "failures", "kernel_waiting", "limiters", "line", "pace", "read_bytes", "readers", "reading",
         "seconds", "throttled_seconds", "unread", "weight", "written_bytes",
     )  # fmt: skip
 
@@ -81,6 +84,12 @@ class Measures:
         """``readers``: what all namespaces of a volume share; None: there are no others."""
         self.readers = {} if readers is None else readers
         """namespace -> when one of its callers last read in the event loop (time.perf_counter)"""
+        self.reading = 0
+        """bytes of reads that are under way at the segments"""
+        self.line = FairLine(WaitKind.READ)
+        """reads that wait for others of the namespace, see `read_turns`"""
+        self.pace: Rate | None = None
+        """of bytes that the event loop hands to the kernel; None: it never shared it"""
         self.read_bytes = 0
         self.written_bytes = 0
         self.seconds = {operation: Histogram(REQUEST_BOUNDS) for operation in OPERATIONS}
@@ -102,6 +111,22 @@ class Measures:
         """Callers of another namespace read lately: work for this one is done in smaller pieces. Event loop only."""
         since = perf_counter() - LATELY_SECONDS
         return any(at > since and other is not self for other, at in self.readers.items())
+
+    def begin_reading(self, size: int) -> None:
+        """A read of ``size`` bytes begins at the segments. Event loop only."""
+        self.reading += size
+        self.readers[self] = perf_counter()
+
+    def end_reading(self, size: int) -> None:
+        """It is over, however it ended: another one may begin."""
+        self.reading -= size
+        self.line.call_first()
+
+    def share_of_reads(self) -> float:
+        """Its part beside all namespaces that read now or did just now, by weight. 1: no other one. Event loop only."""
+        since = perf_counter() - JUST_NOW_SECONDS
+        others = [one.weight for one, at in self.readers.items() if (at > since or one.reading) and one is not self]
+        return self.weight / (self.weight + sum(others))
 
     async def throttle(self, size: int) -> None:
         """Wait for the limits, which there are: an operation of ``size`` bytes is about to begin. Event loop only."""

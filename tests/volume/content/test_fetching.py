@@ -24,6 +24,7 @@ from kvfuse.volume.content import read_ahead
 from kvfuse.volume.content.read_ahead import Fetcher
 from kvfuse.volume.content.shared_extents import SharedExtents
 from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.measures import read_turns
 from kvfuse.volume.volume import Volume
 
 KIB = 1 << 10
@@ -141,6 +142,20 @@ async def test_a_file_is_fetched_as_it_is_opened_and_read_once(
         assert sum(size for _, size in file.reads.begun) == len(file.data)
         assert len(file.reads.begun) == 3
         assert fetcher_of(file.two).memory_size == 0  # all of it was given
+
+
+async def test_parts_share_the_engine_by_weight_beside_another_namespace(
+    open_file: OpenFile, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_turns, "WINDOW", 4 * PART)
+    async with open_file(CHUNK) as file:
+        other = inside.core(file.two).namespaces.measures[1 << 40]
+        other.begin_reading(1)
+        async with file.being_read() as got:
+            assert len(file.reads.begun) == 2  # half of the window
+            file.reads.gate.set()
+        assert got == [file.data]
+        other.reading = 0
 
 
 async def test_parts_of_a_large_extent_are_fetched_side_by_side(

@@ -19,9 +19,10 @@ from kvfuse.remote.segments.api import NoSegment, Transfer
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.content import slot_checks
 from kvfuse.volume.content.reader import OwnExtents
-from kvfuse.volume.content.slot_checks import SlotChecks
+from kvfuse.volume.content.slot_checks import SlotChecks, is_verified
 from kvfuse.volume.inodes.chunk import Extent
 from kvfuse.volume.inodes.handle import FileHandle
+from kvfuse.volume.measures import read_turns
 from kvfuse.volume.volume import Volume
 
 CHUNKS = 6
@@ -144,6 +145,22 @@ async def test_no_more_is_under_way_than_may_be(rng: random.Random, monkeypatch:
         assert len(case.warmed) == 2
         assert case.checks.size_under_way == 2 * MIB
         case.gate.set()
+
+
+async def test_slots_are_checked_in_pieces_beside_another_namespace(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much at once as the namespace's share, so that the other one's reads need not wait for a whole slot."""
+    monkeypatch.setattr(read_turns, "WINDOW", MIB)
+    monkeypatch.setattr(slot_checks, "PIECE", GRANULE)
+    async with found_file(rng, monkeypatch) as case, trio.open_nursery() as nursery:
+        inside.core(case.volume).namespaces.measures[1 << 40].begin_reading(1)
+        nursery.start_soon(case.get, 0, MIB)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(case.warmed) == MIB // 2 // GRANULE
+        await case.idle()
+        assert len(case.warmed) == CHUNKS * MIB // GRANULE
+        assert all(is_verified(extent, 0, extent.length) for extent in case.extents)
 
 
 @pytest.mark.parametrize(("offset", "length"), [(3 * MIB + 4096, 4096), (2 * MIB + GRANULE, GRANULE)])
