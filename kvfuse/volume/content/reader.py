@@ -197,9 +197,8 @@ class OwnExtents(Extents):
         view = core.segments.view(segment, place + low, high - low) if target is None and not needed else None
         if view is not None:
             return view
-        buffer = await self.read_slot(
-            node, extent, low, high, target
-        )  # meanwhile it may be unsealed, replaced or shortened
+        buffer = await self.read_slot(node, extent, low, high, target)
+        # Meanwhile it may be unsealed, replaced or shortened.
         if not is_current(node, offset, extent) or extent.checksums is not checksums:
             return None
         if needed:
