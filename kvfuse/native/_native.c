@@ -166,24 +166,66 @@ static PyObject *receive_rows(PyObject *self, PyObject *args)
 
 /* -- what a file has, by its checksums ------------------------------------------------------------------------------ */
 
+/* Read at least `length` and at most `room` bytes. 0, an errno, or ENDED: the file is shorter. */
+static int read_all(int descriptor, uint8_t *target, int64_t offset, int64_t length, int64_t room)
+{
+    int64_t done = 0;
+    while (done < length) {
+        ssize_t found = pread(descriptor, target + done, (size_t)(room - done), offset + done);
+        if (found < 0 && errno == EINTR)
+            continue;
+        if (found <= 0)
+            return found ? errno : ENDED;
+        done += found;
+    }
+    return 0;
+}
+
+static int64_t granule_at(int64_t start, int64_t length) { return length - start < GRANULE ? length - start : GRANULE; }
+
 /* Sum each granule of a range, which is in the page cache afterwards. 0, an errno, or ENDED: the file is shorter. */
 static int sum_all(int descriptor, int64_t offset, int64_t length, uint32_t *sums)
 {
     uint8_t piece[GRANULE];
     posix_fadvise(descriptor, offset, length, POSIX_FADV_WILLNEED);
     for (int64_t start = 0; start < length; start += GRANULE) {
-        int64_t part = length - start < GRANULE ? length - start : GRANULE, done = 0;
-        while (done < part) {
-            ssize_t found = pread(descriptor, piece + done, (size_t)(part - done), offset + start + done);
-            if (found < 0 && errno == EINTR)
-                continue;
-            if (found <= 0)
-                return found ? errno : ENDED;
-            done += found;
-        }
+        int64_t part = granule_at(start, length);
+        int error = read_all(descriptor, piece, offset + start, part, part);
+        if (error)
+            return error;
         *sums++ = checksum_of(0, piece, part);
     }
     return 0;
+}
+
+/* Fill memory with a range, and sum each granule of what is there then. As `sum_all`. */
+static int fill_all(int descriptor, uint8_t *target, int64_t offset, int64_t length, int64_t room, uint32_t *sums)
+{
+    int error = read_all(descriptor, target, offset, length, room);
+    for (int64_t start = 0; !error && start < length; start += GRANULE)
+        *sums++ = checksum_of(0, target + start, granule_at(start, length));
+    return error;
+}
+
+static PyObject *new_sums(int64_t length) { return PyBytes_FromStringAndSize(NULL, (Py_ssize_t)((length + GRANULE - 1) / GRANULE * 4)); }
+
+static PyObject *fill_and_sum(PyObject *self, PyObject *args)
+{
+    Py_buffer target;
+    int descriptor, error;
+    long long offset, length;
+    if (!PyArg_ParseTuple(args, "iw*LL", &descriptor, &target, &offset, &length))
+        return NULL;
+    PyObject *sums = NULL;
+    if (length < 0 || length > target.len)
+        PyErr_SetString(PyExc_ValueError, "the target has fewer bytes");
+    else if ((sums = new_sums(length))) {
+        Py_BEGIN_ALLOW_THREADS
+        error = fill_all(descriptor, target.buf, offset, length, target.len, (uint32_t *)PyBytes_AS_STRING(sums));
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&target);
+    return sums ? Py_BuildValue("Ni", sums, error) : NULL;
 }
 
 static PyObject *sum_file(PyObject *self, PyObject *args)
@@ -192,7 +234,7 @@ static PyObject *sum_file(PyObject *self, PyObject *args)
     long long offset, length;
     if (!PyArg_ParseTuple(args, "iLL", &descriptor, &offset, &length))
         return NULL;
-    PyObject *sums = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)((length + GRANULE - 1) / GRANULE * 4));
+    PyObject *sums = new_sums(length);
     if (!sums)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -264,6 +306,7 @@ static PyMethodDef methods[] = {
     {"write_rows", write_rows, METH_VARARGS, "write_rows(rows) -> (rows that were written, errno of the next)"},
     {"receive_rows", receive_rows, METH_VARARGS, "receive_rows(descriptor, rows, first, budget), where CHECKSUMS"},
     {"sum_file", sum_file, METH_VARARGS, "sum_file(descriptor, offset, length) -> (checksums, error), where CHECKSUMS"},
+    {"fill_and_sum", fill_and_sum, METH_VARARGS, "fill_and_sum(descriptor, target, offset, length), as sum_file"},
     {NULL, NULL, 0, NULL},
 };
 

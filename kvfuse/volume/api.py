@@ -273,6 +273,12 @@ class FileApi(Protocol[H]):
     async def read_into(self, handle: H, offset: int, target: memoryview) -> int:
         """Fill ``target`` (of bytes) from ``offset`` on. Returns the number of bytes, fewer at the end of the file."""
 
+    async def read_once(self, handle: H, offset: int, length: int, target: memoryview) -> memoryview | None:
+        """``length`` bytes at ``offset``, before the end of the file, past the page cache of the disk: in ``target``.
+
+        ``target``: whole pages with room for two granules more. None: another way has to read them.
+        """
+
     def content_map(self, handle: H) -> ContentMap:
         """Places of the file's bytes, for threads other than the event loop's; valid while the handle is open."""
 

@@ -313,6 +313,19 @@ class Files:
         self._count_read(handle, node, length, began)
         return length
 
+    async def read_once(
+        self, handle: FileHandle | Node, offset: int, length: int, target: memoryview
+    ) -> memoryview | None:
+        began = perf_counter()
+        node = await self._find_current(handle)
+        past_cache = self._parts.past_cache
+        if past_cache is None or self._core.tier.find(node.ino) is not None:
+            return None
+        data = await past_cache.read(node, offset, length, target)
+        if data is not None:
+            self._count_read(handle, node, length, began)
+        return data
+
     def _count_read(self, handle: FileHandle | Node, node: Node, byte_count: int, began: float) -> None:
         self._measure_read(node.namespace, byte_count, began)
         self._access.read_by(handle, node)

@@ -37,6 +37,7 @@ from kvfuse.volume.content.in_place import InPlaceWriter
 from kvfuse.volume.content.kernel_news import KernelNews
 from kvfuse.volume.content.mapper import Mapper
 from kvfuse.volume.content.merge import Merger
+from kvfuse.volume.content.past_cache import PastCache
 from kvfuse.volume.content.reader import OwnExtents, Reader
 from kvfuse.volume.content.refresh import Refresher
 from kvfuse.volume.content.shared_extents import SharedExtents
@@ -160,6 +161,8 @@ class Parts:
         mount = options.mount
         access = AccessTimes(core, self.journal, mount.access_times, directories=mount.diratime)
         self.mapper = Mapper(core, chunks, access, extents)
+        self.past_cache = PastCache(core, chunks) if extents.checks is not None else None
+        """None: the engine has no page cache to go past, or others free slots, too"""
         in_place = InPlaceWriter(core, self.journal, headers)
         self.writer = Writer(core, self.journal, flusher, self.space, self.reader, staging, in_place)
         self.cutter = Cutter(core, chunks, self.reader, self.writer)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import mmap
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from errno import EINVAL, EIO
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +20,13 @@ from interruptions import run_beside
 from mounting import KvfuseMount, temporary_mount
 
 from kvfuse.connectors.models import WeightReader
-from kvfuse.connectors.models.weight_reader import PIECE, PIECES_MAX, is_writable
+from kvfuse.connectors.models.weight_reader import ONCE_PIECE, PIECE, PIECES_MAX, is_writable
 from kvfuse.errors import DeviceError
+from kvfuse.remote import libc
 from kvfuse.usrbio.client import Disconnected, Ring
+from kvfuse.usrbio.client.session import Session
 from kvfuse.usrbio.protocol.queues import Entries
+from kvfuse.usrbio.protocol.wire import Access, Request
 
 pytestmark = pytest.mark.engines("lmdb+file")
 
@@ -55,10 +62,14 @@ def stored(mount: KvfuseMount) -> tuple[Path, bytes]:
     return mount.point / "weights", data
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("place", [in_place, elsewhere])
-def test_any_range_comes_whole(stored: tuple[Path, bytes], place: Place, rng: random.Random) -> None:
+def test_any_range_comes_whole(
+    mount: KvfuseMount, stored: tuple[Path, bytes], place: Place, rng: random.Random, once: bool
+) -> None:
     path, data = stored
-    with WeightReader(path) as reader:
+    drop_cache(mount)
+    with WeightReader(path, once=once) as reader:
         for number in range(12):
             offset = rng.choice([0, 1, 4096, rng.randrange(SIZE)])
             length = rng.choice([1, 4097, PIECE, 3 * PIECE + 5, SIZE]) if number else SIZE
@@ -68,6 +79,96 @@ def test_any_range_comes_whole(stored: tuple[Path, bytes], place: Place, rng: ra
             assert count == min(length, SIZE - offset)
             assert target[:count].tobytes() == data[offset : offset + count]
             assert reader.read_into(str(path), offset, target) == count
+
+
+def drop_cache(mount: KvfuseMount) -> None:
+    """Nothing of the volume's segments is in the page cache."""
+    mount.unmount()
+    for path in segments_of(mount):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mount.mount()
+
+
+def segments_of(mount: KvfuseMount) -> list[Path]:
+    return list(mount.volume.rglob("*.seg"))
+
+
+def count_resident(mount: KvfuseMount) -> int:
+    """Bytes of the volume's segments that the page cache has, in pieces of 64 KiB."""
+    size, piece = 0, 65_536
+    for path in segments_of(mount):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            array = np.frombuffer(memory, np.uint8)
+            starts = range(0, len(array), piece)
+            size += piece * sum(libc.is_resident(array.ctypes.data + start, piece) for start in starts)
+            del array
+    return size
+
+
+def test_what_is_read_once_stays_out_of_the_page_cache(mount: KvfuseMount, stored: tuple[Path, bytes]) -> None:
+    path, data = stored
+    for once in (True, False):
+        drop_cache(mount)
+        before = count_resident(mount)
+        with WeightReader(path, once=once) as reader:
+            target = reader.memory(SIZE)
+            assert reader.read_into(str(path), 0, target) == SIZE
+            assert target.tobytes() == data
+        assert (count_resident(mount) - before > SIZE // 2) != once
+
+
+def test_damage_is_no_bytes_of_a_file_that_is_read_once(rng: random.Random) -> None:
+    data = rng.randbytes(2 * ONCE_PIECE + 100)
+    with temporary_mount(["capacity=128MiB"]) as mount:
+        path = mount.point / "weights"
+        path.write_bytes(data)
+        mount.unmount()
+        place = data[ONCE_PIECE + 5 : ONCE_PIECE + 105]
+        segment, offset = next(
+            (one, found) for one in segments_of(mount) if (found := one.read_bytes().find(place)) >= 0
+        )
+        change(segment, offset, bytes(100))
+        mount.mount()
+        drop_cache(mount)
+        with WeightReader(path, once=True) as reader:
+            target = reader.memory(len(data))
+            with pytest.raises(OSError, match=os.strerror(EIO)):
+                reader.read_into(str(path), 0, target)
+            assert reader.read_into(str(path), 0, target[:ONCE_PIECE]) == ONCE_PIECE
+            assert target[:ONCE_PIECE].tobytes() == data[:ONCE_PIECE]
+        assert json.loads((mount.point / ".kvfuse/stats").read_text())["counters"]["checksum_failures"]
+        mount.unmount()
+        change(segment, offset, place)
+        mount.fsck(verify=True)
+
+
+def change(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def test_a_daemon_that_knows_no_reads_past_its_cache_serves_them(
+    stored: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = stored
+    request, asked = Session.request, list[int]()
+
+    def as_before(session: Session, kind: Request, *values: int, **options: Any) -> Any:
+        if kind == Request.ADD_FILE:
+            asked.append(values[0])
+            if values[0] > Access.READ | Access.WRITE:
+                raise OSError(EINVAL, "access 5")
+        return request(session, kind, *values, **options)
+
+    monkeypatch.setattr(Session, "request", as_before)
+    with WeightReader(path, once=True) as reader:
+        target = bytearray(SIZE)
+        assert reader.read_into(str(path), 0, target) == SIZE
+    assert target == data
+    assert asked == [Access.READ | Access.ONCE, Access.READ]
 
 
 def test_threads_share_a_reader(stored: tuple[Path, bytes]) -> None:
@@ -185,7 +286,7 @@ def test_a_killed_daemon_is_waited_for(rng: random.Random) -> None:
         path.write_bytes(data)
 
         def load(place: Place, chance: random.Random) -> None:
-            with WeightReader(path) as reader:
+            with WeightReader(path, once=chance.random() < 0.5) as reader:
                 for _ in range(10):
                     offset = chance.randrange(SIZE)
                     target = place(reader, SIZE - offset)

@@ -46,7 +46,7 @@ from kvfuse.remote.records.api import (
 )
 from kvfuse.remote.records.lmdb.local import LocalFollowing
 from kvfuse.remote.records.lmdb.store import LIMITS
-from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Transfer
+from kvfuse.remote.segments.api import Fetch, NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Transfer
 from kvfuse.slab.layout import FEATURE_PACKED, PAGE_SIZE, Geometry, Superblock, pack_superblock
 from kvfuse.volume.api import Caller
 from kvfuse.volume.check.evidence import CheckReport, Evidence
@@ -553,6 +553,15 @@ class MemorySegments(SegmentStore):
         async with threads:
             await MemorySegments.read(self, [Transfer(segment, offset, buffer)])  # not what a test put in its place
         return granule_checksums(buffer)
+
+    async def fetch(self, batch: Sequence[Fetch], threads: trio.CapacityLimiter) -> Sequence[bytes]:
+        if not self.limits.mappable:
+            return []
+        async with threads:
+            await MemorySegments.read(
+                self, [Transfer(one.segment, one.offset, one.target[: one.length]) for one in batch]
+            )
+        return [granule_checksums(one.target[: one.length]) for one in batch]
 
     def view(self, segment: int, offset: int, length: int) -> memoryview | None:
         if not self.limits.mappable or self.chaos.random.random() < self.chaos.delay:

@@ -201,8 +201,10 @@ class FastsafetensorsRings(Fastsafetensors):
 class Rings(Load):
     """kvfuse's own reader, into memory that the daemon fills."""
 
+    once = False
+
     def __init__(self, paths: Sequence[str]) -> None:
-        self._reader = importlib.import_module("kvfuse.connectors.models").WeightReader(paths[0])
+        self._reader = importlib.import_module("kvfuse.connectors.models").WeightReader(paths[0], once=self.once)
         super().__init__(paths)
 
     def memory(self, size: int) -> Bytes:
@@ -215,6 +217,12 @@ class Rings(Load):
                 raise EOFError(f"{shard.path} is shorter than its header says")
 
 
+class RingsOnce(Rings):
+    """The same, past the page cache of the disk."""
+
+    once = True
+
+
 LOADERS: dict[str, Callable[[Sequence[str]], Load]] = {
     "safetensors": Safetensors,
     "mmap": Mapping,
@@ -223,9 +231,10 @@ LOADERS: dict[str, Callable[[Sequence[str]], Load]] = {
     "fastsafetensors 3fs": FastsafetensorsRings,
     "preads": Preads,
     "ring": Rings,
+    "ring once": RingsOnce,
     "memcpy": Memcpy,
 }
-ON_RINGS = "fastsafetensors 3fs", "ring"
+ON_RINGS = "fastsafetensors 3fs", "ring", "ring once"
 """those that need a kvfuse mount"""
 
 

@@ -23,6 +23,8 @@ Bytes = npt.NDArray[np.uint8]
 
 PIECE = 4 * MIB
 """Bytes of one read: a chunk of a file, where nothing else was chosen for its folder."""
+ONCE_PIECE = 8 * MIB
+"""Bytes of one that is read past the page cache: the daemon reads as many at a time."""
 PIECES_MAX = 8
 """Pieces under way. The daemon reads ahead, so more bring nothing."""
 PATIENCE_S = 60.0
@@ -38,8 +40,14 @@ class WeightReader:
     says. A daemon that ends meanwhile is waited for.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, buffer_size: int = PIECE * PIECES_MAX) -> None:
-        """``path``: in the mount. FileNotFoundError where there is no mount, Disconnected where nobody answers."""
+    def __init__(
+        self, path: str | os.PathLike[str], *, buffer_size: int = PIECE * PIECES_MAX, once: bool = False
+    ) -> None:
+        """``path``: in the mount. FileNotFoundError where there is no mount, Disconnected where nobody answers.
+
+        ``once``: this host does not load the same files again soon. They are read past the page cache of the disk, with
+        less of the processor, and leave it to others; what it has already is used.
+        """
         if buffer_size < PIECE:
             raise ValueError(f"buffer_size {buffer_size}: at least {PIECE} bytes are needed")
         self._stack = ExitStack()
@@ -49,6 +57,7 @@ class WeightReader:
         self._ring: Ring | None = None
         self._buffer_size = buffer_size
         self._buffer: Iov | None = None
+        self._once = once
         self._is_closed = False
 
     def memory(self, size: int) -> Bytes:
@@ -102,16 +111,17 @@ class WeightReader:
                 self._buffer = self._stack.enter_context(self.client.iov(self._buffer_size))
             except Disconnected:
                 self._come_back()
-        count = min(PIECES_MAX, self._buffer_size // PIECE)
+        size = self._size_of(piece_size)
+        count = min(PIECES_MAX, self._buffer_size // size)
         done = 0
-        for piece in self._in_order(path, file_offset, len(target), _size_of(piece_size), self._buffer, count):
+        for piece in self._in_order(path, file_offset, len(target), size, self._buffer, count):
             target[done : done + piece.length] = self._buffer.array[piece.place : piece.place + piece.length]
             done += piece.length
         return done
 
     def _read(self, path: str, file_offset: int, length: int, piece_size: int, memory: Iov | GpuIov, place: int) -> int:
         """Straight into registered memory."""
-        pieces = self._in_order(path, file_offset, length, _size_of(piece_size), memory, PIECES_MAX, place)
+        pieces = self._in_order(path, file_offset, length, self._size_of(piece_size), memory, PIECES_MAX, place)
         return sum(piece.length for piece in pieces)
 
     def _in_order(
@@ -125,10 +135,11 @@ class WeightReader:
         self._forget_replaced(path)
         asked = given = 0
         results: dict[int, int] = {}
-        while given * piece_size < length:
+        pieces = _Pieces(file_offset, length, piece_size)
+        while given < pieces.piece_count:
             try:
-                while asked < given + count and asked * piece_size < length:
-                    self._ask(path, file_offset, length, piece_size, memory, asked, count, place)
+                while asked < given + count and asked < pieces.piece_count:
+                    self._ask(path, pieces, memory, asked, count, place)
                     asked += 1
                 while given not in results:
                     results |= {int(row["user_data"]): int(row["result"]) for row in self._own_ring().wait(1)}
@@ -139,24 +150,27 @@ class WeightReader:
                 results.clear()
                 continue
             result = results.pop(given)
-            wanted = min(piece_size, length - given * piece_size)
+            start, wanted = pieces.span(given)
             if result < 0:
                 raise OSError(-result, os.strerror(-result), path)
-            yield _FilledPiece(given % count * piece_size if place is None else place + given * piece_size, result)
+            yield _FilledPiece(given % count * piece_size if place is None else place + start, result)
             given += 1
             if result < wanted:
                 return
 
     def _ask(
-        self, path: str, file_offset: int, length: int, piece_size: int, memory: Iov | GpuIov, number: int, count: int,
-        place: int | None,
-    ) -> None:  # fmt: skip
-        start = number * piece_size
-        at = number % count * piece_size if place is None else place + start
-        size = min(piece_size, length - start)
+        self, path: str, pieces: _Pieces, memory: Iov | GpuIov, number: int, count: int, place: int | None
+    ) -> None:
+        start, size = pieces.span(number)
+        at = number % count * pieces.size if place is None else place + start
         ring = self._own_ring()
-        ring.prep_read(memory, at, self._file(path), file_offset + start, size, user_data=number)
+        ring.prep_read(memory, at, self._file(path), pieces.offset + start, size, user_data=number)
         ring.submit()
+
+    def _size_of(self, piece_size: int) -> int:
+        """Bytes of one read, for what a caller asks; a larger one would come in one go, and so later."""
+        size_max = min(ONCE_PIECE, self._buffer_size) if self._once else PIECE
+        return min(piece_size, size_max) if piece_size > 0 else size_max
 
     def _own_ring(self) -> Ring:
         if self._ring is None:
@@ -166,7 +180,7 @@ class WeightReader:
     def _file(self, path: str) -> File:
         file = self._files.get(path)
         if file is None or not file.handle:  # what took its place since is another file
-            file = self._files[path] = self._stack.enter_context(self.client.file(path))
+            file = self._files[path] = self._stack.enter_context(self.client.file(path, once=self._once))
         return file
 
     def _forget_replaced(self, path: str) -> None:
@@ -211,6 +225,25 @@ class WeightReader:
                 return
 
 
+class _Pieces(NamedTuple):
+    """Where reads of a range begin and end: at multiples of ``size`` in the file, so that none is of two chunks."""
+
+    offset: int
+    """of the range in the file"""
+    length: int
+    size: int
+
+    @property
+    def piece_count(self) -> int:
+        return (self.offset % self.size + self.length + self.size - 1) // self.size
+
+    def span(self, number: int) -> tuple[int, int]:
+        """(Start in the range, bytes) of a piece."""
+        before = self.offset % self.size
+        start = max(0, number * self.size - before)
+        return start, min((number + 1) * self.size - before, self.length) - start
+
+
 class _FilledPiece(NamedTuple):
     """What was read."""
 
@@ -228,11 +261,6 @@ class _GpuBytes:
             raise ValueError(f"{size} bytes at address {address:#x} are no memory")
         data = {"data": (address, False), "shape": (size,), "typestr": "|u1", "strides": None, "version": 3}
         self.__cuda_array_interface__ = data
-
-
-def _size_of(piece_size: int) -> int:
-    """Bytes of one read, for what a caller asks; a larger one would come in one go, and so later."""
-    return min(piece_size, PIECE) if piece_size > 0 else PIECE
 
 
 def is_writable(address: int, size: int) -> bool:

@@ -49,6 +49,18 @@ class Transfer(NamedTuple):
     buffer: Buffer
 
 
+class Fetch(NamedTuple):
+    """``length`` bytes at ``offset`` of ``segment``, for whole pages of this process's own memory with room for them.
+
+    What is behind them in ``target`` may become any.
+    """
+
+    segment: int
+    offset: int
+    length: int
+    target: memoryview
+
+
 class Target(Protocol):
     """Where another thread writes bytes of a segment by itself, as long as `SegmentStore.writing` keeps it."""
 
@@ -262,6 +274,13 @@ class SegmentStore(ABC):
         One of ``threads`` reads them. A store that is not mappable does nothing, and answers b"". EngineError.
         """
         return b""
+
+    async def fetch(self, batch: Sequence[Fetch], threads: trio.CapacityLimiter) -> Sequence[bytes]:
+        """Fill each target, past the page cache where the engine can; the checksums of the granules of each, as `warm`.
+
+        One of ``threads`` reads them. A store that is not mappable does nothing, and answers []. EngineError.
+        """
+        return []
 
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         """(descriptor, read-only bytes, guard) of a whole segment, for other threads, which may wait for its pages.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.remote.mapguard import GuardedMap
-from kvfuse.remote.segments.api import SegmentInfo, SegmentStore, Transfer
+from kvfuse.remote.segments.api import Fetch, SegmentInfo, SegmentStore, Transfer
 
 
 class SegmentDecorator(SegmentStore):
@@ -57,6 +57,9 @@ class SegmentDecorator(SegmentStore):
 
     async def warm(self, segment: int, offset: int, length: int, threads: trio.CapacityLimiter) -> bytes:
         return await self.inner.warm(segment, offset, length, threads)
+
+    async def fetch(self, batch: Sequence[Fetch], threads: trio.CapacityLimiter) -> Sequence[bytes]:
+        return await self.inner.fetch(batch, threads)
 
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         return self.inner.source(segment)

@@ -148,13 +148,15 @@ class Client(AbstractContextManager["Client"]):
 
     # -- what entries name, and rings ----------------------------------------------------------------
 
-    def file(self, target: int | str | os.PathLike[str], mode: str = "r") -> File:
+    def file(self, target: int | str | os.PathLike[str], mode: str = "r", *, once: bool = False) -> File:
         """Register a file of the mount: a descriptor open for ``mode`` ("r", "w" or "rw"), or a path.
 
         A path is created where ``mode`` writes, never truncated. Both stay the caller's; the daemon has its own.
         PermissionError where the descriptor is not open for the mode.
+        ``once``: its bytes need not stay in the page cache of the disk, as with O_DIRECT. The daemon reads past that,
+        with less of the processor; it uses what is there already.
         """
-        file = File(target, mode, self._forget_named)
+        file = File(target, mode, self._forget_named, once=once)
         self._add_named(file, target if isinstance(target, int) else None)
         return file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from errno import EEXIST, ENOENT, ENOTEMPTY, ESTALE
+from errno import EEXIST, EINVAL, ENOENT, ENOTEMPTY, ESTALE
 from pathlib import Path
 from typing import Self
 
@@ -87,7 +87,10 @@ class File(Registered):
 
     ADD, DROP = Request.ADD_FILE, Request.DROP_FILE
 
-    def __init__(self, target: int | str | os.PathLike[str], mode: str, forget: Callable[[Registered], None]) -> None:
+    def __init__(
+        self, target: int | str | os.PathLike[str], mode: str, forget: Callable[[Registered], None], *,
+        once: bool = False,
+    ) -> None:  # fmt: skip
         """Not registered yet. A path is opened for the mode, created where it may be written, and never truncated."""
         if mode not in MODES:
             raise ValueError(f"mode {mode!r}: it must be one of {', '.join(MODES)}")
@@ -97,7 +100,17 @@ class File(Registered):
         else:
             path = os.path.abspath(target)
             flags |= os.O_CREAT if Access.WRITE in access else 0
-        super().__init__(path, flags, access, forget)
+        super().__init__(path, flags, access | Access.ONCE if once else access, forget)
+
+    def register(self, session: Session, descriptor: int | None = None) -> None:
+        """As `Registered.register`."""
+        try:
+            super().register(session, descriptor)
+        except OSError as error:
+            if error.errno != EINVAL or not self._argument & Access.ONCE:
+                raise
+            self._argument &= ~Access.ONCE  # an older daemon knows one way to read
+            super().register(session, descriptor)
 
 
 class Namespace(Registered):

@@ -245,9 +245,12 @@ class Connection:
         return (VERSION, pid, ENTRIES_MAX, abilities, epoch, namespace), []
 
     async def _add_file(self, values: tuple[int, ...]) -> Answer:
-        if not 0 < values[0] <= Access.READ | Access.WRITE:
-            raise errors.InvalidArgument(f"access {values[0]}: it must be 1 (read), 2 (write) or 3 (both)")
-        access = Access(values[0])
+        reads_once, wanted = bool(values[0] & Access.ONCE), values[0] & ~int(Access.ONCE)
+        if not 0 < wanted <= Access.READ | Access.WRITE:
+            raise errors.InvalidArgument(
+                f"access {values[0]}: it must be 1 (read), 2 (write) or 3 (both), plus 4 (once)"
+            )
+        access = Access(wanted)
         flags = {Access.READ: os.O_RDONLY, Access.WRITE: os.O_WRONLY}.get(access, os.O_RDWR)
         files = self.registered.files
         with files.taking():
@@ -263,7 +266,9 @@ class Connection:
                     await self._limits.volume.files.release(opened)
                 raise
         ino = opened.number or ino  # a block is another inode, a file's, by now
-        file = OpenFile(opened, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown)
+        file = OpenFile(
+            opened, ino, bool(access & Access.READ), bool(access & Access.WRITE), shown, reads_once=reads_once
+        )
         file.measures = self._limits.volume.inodes.measures(ino)
         return (files.add(file), ino, opened.size), []
 

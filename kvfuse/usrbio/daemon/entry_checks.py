@@ -26,6 +26,7 @@ from kvfuse.usrbio.daemon.columns import OFFSET_MAX
 from kvfuse.usrbio.daemon.device_calls import check_range, find_block
 from kvfuse.usrbio.daemon.device_iovs import DeviceIov
 from kvfuse.usrbio.daemon.lines import Lines
+from kvfuse.usrbio.daemon.once_buffers import SIZE as ONCE_SIZE
 from kvfuse.usrbio.protocol.wire import HINT_BITS, KEYS_MAX, LENGTH_MAX, Flag, unpack_keys
 from kvfuse.volume.measures.measures import Histogram
 from kvfuse.volume.views.content_map import ContentMap
@@ -100,7 +101,7 @@ class EntryChecks:
             times = file.measures.seconds["read"]
             self.served[times] = self.served.get(times, 0) + 1
             return answer
-        self._reserve(call, min(entry.length, PIECE))
+        self._reserve(call, min(entry.length, ONCE_SIZE if file.reads_once else PIECE))
         return call
 
     def check_write(self, entry: Entry, deadline: float) -> Call:

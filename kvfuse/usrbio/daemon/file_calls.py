@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import trio
 from kvfuse import errors
 from kvfuse.usrbio.daemon.call import PIECE, Call, Done, ServedRing
 from kvfuse.usrbio.daemon.client_memory import MappedIov
+from kvfuse.usrbio.daemon.once_buffers import ONCE_PIECE, OnceBuffers
 from kvfuse.usrbio.daemon.registered_things import OpenFile
 from kvfuse.volume.api import RingApi
 
@@ -31,6 +32,7 @@ class FileCalls:
     finish: Callable[[Done], None]
     drop_content: Callable[[ServedRing, int], None]
     read_to_device: Callable[[Call, Any, int, int], Awaitable[None]]
+    buffers: OnceBuffers = field(default_factory=OnceBuffers)
 
     async def read(self, call: Call) -> None:
         """Have the ring's thread read once the content map shows the range; otherwise read here."""
@@ -41,10 +43,29 @@ class FileCalls:
                 await file.measures.throttle(max(0, end - offset))
             if end > offset:
                 chunk_size = file.map.chunk_size
-                await self.volume.files.verify_ahead(file.handle, offset, end)
+                if not file.reads_once:
+                    await self.volume.files.verify_ahead(file.handle, offset, end)
+                elif call.device is None and await self._read_once(call, file.handle, offset, end - offset):
+                    return
                 await self.volume.files.show(file.handle, offset // chunk_size, (end - 1) // chunk_size)
             if not await call.try_again():
                 await self.read_here(call, file.handle, offset, length)
+
+    async def _read_once(self, call: Call, handle: Any, offset: int, length: int) -> bool:
+        """Read past the page cache. False: another way has to, for all of it."""
+        iov, iov_offset, done = call.iov, call.entry.iov_offset, 0
+        assert iov is not None
+        while done < length:
+            async with self.buffers.lend() as buffer:
+                part = min(length - done, ONCE_PIECE)
+                data = await self.volume.files.read_once(handle, offset + done, part, buffer)
+                if data is None:
+                    return False
+                if await call.attempt(partial(_copy, iov, iov_offset + done, data)):
+                    return True
+                done += len(data)
+        call.ring.completions.complete(call, done)
+        return True
 
     async def read_here(self, call: Call, handle: Any, offset: int, length: int) -> None:
         """Read into memory of the daemon, from which the ring's thread copies."""

@@ -39,6 +39,8 @@ class OpenFile:
     map: ContentMap
     measures: Measures = field(default_factory=Measures)
     """measures of its namespace"""
+    reads_once: bool = False
+    """what is read of it need not stay in the page cache; the next daemon does not know that"""
     use_count: int = 0
     """operations on the event loop that need the handle"""
     dropped: bool = False

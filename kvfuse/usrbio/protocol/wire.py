@@ -360,6 +360,8 @@ class Access(IntFlag):
 
     READ = 1
     WRITE = 2
+    ONCE = 4
+    """with READ: its bytes are read once, and need not stay in the page cache of the disk. Older daemons refuse it"""
 
 
 MESSAGE = struct.Struct("<IIq6Q")

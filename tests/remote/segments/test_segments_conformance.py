@@ -21,7 +21,7 @@ from segment_engines import DEVICES, ENGINES, IN_MACHINE, MIB, SIZE, Opener, ope
 
 from kvfuse.checksum import granule_checksums
 from kvfuse.errors import EngineError
-from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentStore, Transfer
+from kvfuse.remote.segments.api import Fetch, NoSegment, SegmentInfo, SegmentStore, Transfer
 
 STEPS = 100 if IN_MACHINE else 400
 
@@ -336,6 +336,23 @@ async def test_warm_bytes_are_viewed_and_summed(store: SegmentStore, rng: random
     assert store.view(1, 4_000, len(data)) == data
     with pytest.raises(ValueError, match="segment"):
         await store.warm(9, 0, 1, trio.CapacityLimiter(1))
+
+
+async def test_fetched_bytes_are_in_memory_and_summed(store: SegmentStore, rng: random.Random) -> None:
+    data = rng.randbytes(300_000)
+    await write(store, 8_192, data)
+    targets = [memoryview(mmap.mmap(-1, 303_104)) for _ in range(2)]
+    batch = [Fetch(1, 8_192, len(data), targets[0]), Fetch(1, 12_288, 5, targets[1])]
+    sums = await store.fetch(batch, trio.CapacityLimiter(1))
+    if not store.limits.mappable:
+        assert sums == []
+        return
+    assert sums == [granule_checksums(data), granule_checksums(data[4_096:4_101])]
+    assert targets[0][: len(data)] == data
+    assert targets[1][:5] == data[4_096:4_101]
+    assert await store.fetch([], trio.CapacityLimiter(1)) == []
+    with pytest.raises(ValueError, match="segment"):
+        await store.fetch([Fetch(9, 0, 1, targets[0])], trio.CapacityLimiter(1))
 
 
 async def test_a_source_shows_the_whole_segment_and_outlives_it(store: SegmentStore, rng: random.Random) -> None:

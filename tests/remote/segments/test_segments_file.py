@@ -20,8 +20,9 @@ import pytest
 import trio
 
 import kvfuse
-from kvfuse.errors import EngineError, EngineFull, EngineReadOnly, ReadOnly
-from kvfuse.remote.segments.api import SegmentInfo, Transfer
+from kvfuse.checksum import granule_checksums
+from kvfuse.errors import EngineError, EngineFull, EngineReadOnly, MediumError, ReadOnly
+from kvfuse.remote.segments.api import Fetch, SegmentInfo, Transfer
 from kvfuse.remote.segments.file import direct, fileio
 from kvfuse.remote.segments.file.store import NOWAIT_BYTES_MAX, VIEW_BYTES_MAX, FileSegments
 
@@ -106,6 +107,73 @@ async def read(store: FileSegments, offset: int, length: int, segment: int = 1) 
     buffer = bytearray(length)
     await store.read([Transfer(segment, offset, buffer)])
     return bytes(buffer)
+
+
+# -- past the page cache ------------------------------------------------------------------------------
+
+
+@contextmanager
+def has_no_direct_reads(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
+    """As on a file system that refuses O_DIRECT (EINVAL), or the blocks of a read by it (0)."""
+    with monkeypatch.context() as changed:
+        if number:
+            opens = os.open
+
+            def refuse(path: Any, flags: int, *rest: Any) -> int:
+                if flags & os.O_DIRECT:
+                    raise OSError(number, os.strerror(number))
+                return opens(path, flags, *rest)
+
+            changed.setattr(os, "open", refuse)
+        else:
+            fill = fileio.fill_and_sum
+            changed.setattr(
+                fileio,
+                "fill_and_sum",
+                lambda fd, *rest: (
+                    (b"", errno.EINVAL) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else fill(fd, *rest)
+                ),
+            )
+        yield
+
+
+async def test_fetched_bytes_stay_out_of_the_page_cache(store: FileSegments, rng: random.Random) -> None:
+    data = rng.randbytes(2 * MIB + 5)
+    await store.write([Transfer(1, MIB, data)])
+    await store.sync()
+    evict(store, 0, SIZE)
+    target, threads = memoryview(mmap.mmap(-1, 3 * MIB)), trio.CapacityLimiter(1)
+    assert await store.fetch([Fetch(1, MIB, len(data), target)], threads) == [granule_checksums(data)]
+    assert target[: len(data)] == data
+    assert store.view(1, MIB, 4096) is None
+    assert await store.warm(1, MIB, len(data), threads) == granule_checksums(data)
+    assert store.view(1, MIB, len(data)) == data
+    await store.write([Transfer(1, MIB, b"new")])  # not on the disk yet
+    await store.fetch([Fetch(1, MIB, len(data), target)], threads)
+    assert target[: len(data)] == b"new" + data[3:]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EMFILE, 0])
+async def test_without_direct_reads_bytes_are_fetched_through_the_page_cache(
+    store: FileSegments, rng: random.Random, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    data = rng.randbytes(MIB + 5)
+    await store.write([Transfer(1, MIB, data)])
+    target = memoryview(mmap.mmap(-1, 2 * MIB))
+    with has_no_direct_reads(monkeypatch, number):
+        assert await store.fetch([Fetch(1, MIB, len(data), target)], trio.CapacityLimiter(1)) == [
+            granule_checksums(data)
+        ]
+    assert target[: len(data)] == data
+
+
+async def test_a_file_that_is_too_short_fails_a_fetch(store: FileSegments) -> None:
+    os.truncate(segment_path(store), MIB)
+    target, threads = memoryview(mmap.mmap(-1, MIB)), trio.CapacityLimiter(1)
+    with pytest.raises(MediumError, match="shorter"):
+        await store.fetch([Fetch(1, MIB // 2, MIB, target)], threads)
+    assert store.counters.failed_reads == 1
+    assert await store.fetch([Fetch(1, MIB // 2, 100, target)], threads) == [granule_checksums(bytes(100))]
 
 
 # -- sources ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import trio
 
 from kvfuse.errors import EngineError, EngineFull, EngineReadOnly, MediumError
-from kvfuse.native.filesums import sum_file
+from kvfuse.native.filesums import fill_and_sum, sum_file
 from kvfuse.native.rowreceiver import ENDED
 from kvfuse.remote import libc
 from kvfuse.remote.mapguard import GuardedMap
@@ -60,6 +60,8 @@ class SegmentFile:
         self.retired = False
         self.closed = trio.Event()
         self._use_count = 0
+        self._direct_reader: int | None = None
+        """a descriptor with O_DIRECT; below 0: the file system has none"""
         self._mapping: mmap.mmap | None = None
         self._mapping_address = 0
         self._written: tuple[mmap.mmap | None, int] | None = None
@@ -106,7 +108,22 @@ class SegmentFile:
             os.close(self.fd)
             if self.past_cache is not None:
                 os.close(self.past_cache)
+            if self._direct_reader is not None and self._direct_reader >= 0:
+                os.close(self._direct_reader)
             self.closed.set()
+
+    def direct_reader(self) -> int | None:
+        """A descriptor to read past the page cache by, in whole blocks. None where the file system has none.
+
+        In a thread that uses the file.
+        """
+        with self.block_lock:
+            if self._direct_reader is None:
+                try:
+                    self._direct_reader = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                except OSError:  # or no descriptor is left; the page cache does as well
+                    self._direct_reader = -1
+        return self._direct_reader if self._direct_reader >= 0 else None
 
     def distrust_cache(self) -> None:
         """Write past the page cache from now on, where the file system can; reads still find what it has.
@@ -268,12 +285,30 @@ def read_runs(runs: Sequence[Run]) -> None:
 def warm(file: SegmentFile, offset: int, length: int) -> bytes:
     """Checksums of the granules of a range of the file, which is in the page cache afterwards."""
     with translated(file.path, offset):
-        sums, error = sum_file(file.fd, offset, length)
-        if error == ENDED:
-            raise EOFError
-        if error:
-            raise OSError(error, os.strerror(error))
-        return sums
+        return _sums_of(*sum_file(file.fd, offset, length))
+
+
+def fetch(file: SegmentFile, offset: int, length: int, target: memoryview) -> bytes:
+    """Fill ``target``, which has room for whole blocks, with a range of the file; the checksums of its granules.
+
+    Not through the page cache, where the file system has another way.
+    """
+    with translated(file.path, offset):
+        direct_fd = file.direct_reader() if direct.is_aligned(offset, target) else None
+        if direct_fd is not None:
+            sums, error = fill_and_sum(direct_fd, target, offset, length)
+            if error != errno.EINVAL:  # it takes other blocks
+                return _sums_of(sums, error)
+        return _sums_of(*fill_and_sum(file.fd, target, offset, length))
+
+
+def _sums_of(sums: bytes, error: int) -> bytes:
+    """OSError or EOFError where there are none."""
+    if error == ENDED:
+        raise EOFError
+    if error:
+        raise OSError(error, os.strerror(error))
+    return sums
 
 
 def write_runs(runs: Sequence[Run]) -> None:

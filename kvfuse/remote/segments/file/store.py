@@ -36,7 +36,7 @@ import trio
 
 from kvfuse.errors import EngineError, ReadOnly
 from kvfuse.remote.mapguard import GuardedMap
-from kvfuse.remote.segments.api import NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Target, Transfer
+from kvfuse.remote.segments.api import Fetch, NoSegment, SegmentInfo, SegmentLimits, SegmentStore, Target, Transfer
 from kvfuse.remote.segments.file import fileio
 from kvfuse.remote.segments.file.direct import BLOCK_SIZE
 from kvfuse.remote.segments.file.fileio import Run, SegmentFile
@@ -225,16 +225,31 @@ class FileSegments(SegmentStore):
         if not self.limits.mappable or not length:
             return b""
         with self._checked(segment, offset, length) as file:
-            self.counters.reads += 1
-            self.counters.read_bytes += length
-            self.counters.thread_reads += 1
-            try:
-                call = partial(fileio.warm, file, file.start + offset, length)
-                return await trio.to_thread.run_sync(call, limiter=threads)
-            except EngineError as error:
-                self.counters.failed_reads += 1
-                log.error("%s", error)
-                raise
+            return await self._check_range(partial(fileio.warm, file, file.start + offset, length), length, threads)
+
+    async def fetch(self, batch: Sequence[Fetch], threads: trio.CapacityLimiter) -> Sequence[bytes]:
+        if not self.limits.mappable or not batch:
+            return []
+        with contextlib.ExitStack() as in_use:
+            calls = []
+            for segment, offset, length, target in batch:
+                file = in_use.enter_context(self._checked(segment, offset, length))
+                pages = target[: -(-length // BLOCK_SIZE) * BLOCK_SIZE]
+                calls.append(partial(fileio.fetch, file, file.start + offset, length, pages))
+            size = sum(one.length for one in batch)
+            return await self._check_range(lambda: [call() for call in calls], size, threads)
+
+    async def _check_range(self, call: Callable[[], _T], length: int, threads: trio.CapacityLimiter) -> _T:
+        """Have one of ``threads`` sum bytes, with the counts and the log of a read. EngineError."""
+        self.counters.reads += 1
+        self.counters.read_bytes += length
+        self.counters.thread_reads += 1
+        try:
+            return await trio.to_thread.run_sync(call, limiter=threads)
+        except EngineError as error:
+            self.counters.failed_reads += 1
+            log.error("%s", error)
+            raise
 
     def source(self, segment: int) -> tuple[int, npt.NDArray[np.uint8], GuardedMap | None] | None:
         file = self._checked(segment, 0, 0)
