@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.index.engine import Change, IndexEngine, Row, below
+from kvfuse.remote.index.engine import IndexEngine, Row, RowChange, below
 
 
 @dataclass
@@ -45,7 +45,7 @@ class MemoryIndex(IndexEngine):
                 self._entries.stored[row.key] = row.stored
         return had
 
-    async def _replace(self, changes: Sequence[Change]) -> list[bytes | None]:
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
         had: list[bytes | None] = []
         for expected, row in changes:
             await self._wait()

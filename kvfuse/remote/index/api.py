@@ -3,16 +3,16 @@
 This file is the whole contract; every engine passes the one conformance suite in ``tests/remote/index``.
 
 * A key is 16 bytes. It has one entry or none: a *sequence*, by which a later one is known, and a value of bytes.
-* ``find``, ``put``, ``replace`` and ``drop`` take any number of keys, each once (else ValueError). Each key is changed atomically;
-  keys have nothing to do with each other, and are not ordered. One call is one round trip, or several side by side
-  where a server bounds its messages; a change is two where the server cannot say what it changed.
+* ``find``, ``put``, ``replace`` and ``drop`` take any number of keys, each once (else ValueError). Each key is changed
+  atomically; keys have nothing to do with each other, and are not ordered. One call is one round trip, or several side
+  by side where a server bounds its messages; a change is two where the server cannot say what it changed.
 * ``put`` replaces an entry with the same or a lower sequence, and leaves one with a higher sequence. It answers the
   entries that were there. ``drop`` removes an entry if it still has the sequence that is given.
 * Within one engine object calls may run concurrently; what a finished ``put``, ``replace`` or ``drop`` did every later
   ``find`` of any host sees, unless a later one changed it.
-* ``replace`` puts an entry in the place of one of the sequence that is expected, whatever its own is, and nowhere else.
+* ``replace`` puts an entry in the place of one of the expected sequence, whatever its own is, and nowhere else.
 * An engine whose request was not answered may send it again. So a call may be done twice: a put may then answer what it
-  put itself. A ``replace`` that comes late or again changes nothing, unless the expected entry is there still, or again.
+  put itself. A ``replace`` that comes late or again changes nothing, unless the expected entry is there still.
 * An ``EngineError`` means that nothing is known of any key of the call: each may have been changed, and may be later.
   Every call has a deadline.
 * An index may lose entries, wholly or in part, and stale ones may stay: slots say what is in them. So nothing here is

@@ -34,7 +34,7 @@ class Row(NamedTuple):
     stored: bytes
 
 
-class Change(NamedTuple):
+class RowChange(NamedTuple):
     """A row that is to take the place of an entry of this sequence."""
 
     expected: int
@@ -91,7 +91,7 @@ class IndexEngine(BlockIndex):
         for change in changes:
             _check_sequence(change.entry.key, change.expected)
         self.counters.replaces += 1
-        wanted = [Change(change.expected, row) for change, row in zip(changes, rows, strict=True)]
+        wanted = [RowChange(change.expected, row) for change, row in zip(changes, rows, strict=True)]
         before = await self._call(self._replace, wanted)
         return [
             had is not None and (had[:SEQUENCE_SIZE] == below(change.expected) or had == change.row.stored)
@@ -132,7 +132,7 @@ class IndexEngine(BlockIndex):
         """Store rows. Returns entries that were stored before, in the same order."""
 
     @abstractmethod
-    async def _replace(self, changes: Sequence[Change]) -> list[bytes | None]:
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
         """Store rows where the expected entries are. Returns entries that were stored before, in the same order."""
 
     @abstractmethod

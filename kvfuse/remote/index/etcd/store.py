@@ -20,7 +20,7 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.index.api import KEY_SIZE
-from kvfuse.remote.index.engine import STORED_SIZE_MAX, Change, IndexEngine, Row, side_by_side
+from kvfuse.remote.index.engine import STORED_SIZE_MAX, IndexEngine, Row, RowChange, side_by_side
 from kvfuse.remote.index.etcd.templates import IndexMessages
 from kvfuse.remote.records.etcd import messages
 from kvfuse.remote.records.etcd.calls import KV_TXN, EtcdClient, EtcdPlace
@@ -64,7 +64,7 @@ class EtcdIndex(IndexEngine):
     async def _put(self, rows: Sequence[Row]) -> list[bytes | None]:
         return await self._side_by_side(self._put_some, rows)
 
-    async def _replace(self, changes: Sequence[Change]) -> list[bytes | None]:
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
         return await self._side_by_side(self._replace_some, changes)
 
     async def _drop(self, entries: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
@@ -90,7 +90,7 @@ class EtcdIndex(IndexEngine):
             return [None] * len(rows)
         return _shown(await self._transact(b"".join(map(self._messages.put_unless_lower, rows)), deadline), len(rows))
 
-    async def _replace_some(self, changes: Sequence[Change], deadline: float) -> list[bytes | None]:
+    async def _replace_some(self, changes: Sequence[RowChange], deadline: float) -> list[bytes | None]:
         answer = await self._transact(b"".join(map(self._messages.replace, changes)), deadline)
         return _shown(answer, len(changes))
 

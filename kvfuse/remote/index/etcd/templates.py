@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 
 from kvfuse.remote.index.api import KEY_SIZE
-from kvfuse.remote.index.engine import Change, Row, above, below
+from kvfuse.remote.index.engine import Row, RowChange, above, below
 from kvfuse.remote.records.etcd import messages
 from kvfuse.remote.records.etcd.messages import GREATER, LESS
 
@@ -66,11 +66,13 @@ class IndexMessages:
         _, template, _ = self._put_templates(len(row.stored))
         return template.fill([row.key], [above(row.sequence)], [row.key], [row.key], [row.stored])
 
-    def replace(self, change: Change) -> bytes:
+    def replace(self, change: RowChange) -> bytes:
         """An operation, which shows what was there."""
         row, expected = change.row, change.expected
         _, _, template = self._put_templates(len(row.stored))
-        return template.fill([row.key], [below(expected)], [row.key], [above(expected)], [row.key], [row.stored], [row.key])
+        return template.fill(
+            [row.key], [below(expected)], [row.key], [above(expected)], [row.key], [row.stored], [row.key]
+        )
 
     def drop(self, entries: Sequence[tuple[bytes, int]]) -> bytes:
         """One operation an entry."""

@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout
-from kvfuse.remote.index.engine import Change, IndexEngine, Row, below
+from kvfuse.remote.index.engine import IndexEngine, Row, RowChange, below
 from kvfuse.remote.segments.api import SegmentCounters
 from kvfuse.remote.segments.rados.dispatcher import Dispatcher
 from kvfuse.remote.segments.rados.librados import OmapChange, OmapValues, PoolPlace, RadosPool
@@ -123,7 +123,7 @@ class OmapIndex(IndexEngine):
 
         return await self._change([*new], after)
 
-    async def _replace(self, changes: Sequence[Change]) -> list[bytes | None]:
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
         new = {change.row.key: change for change in changes}
 
         def after(key: bytes, before: bytes) -> bytes | None:

@@ -22,7 +22,7 @@ import trio
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout
 from kvfuse.options.options import RedisIndexOptions
-from kvfuse.remote.index.engine import Change, IndexEngine, Row, below
+from kvfuse.remote.index.engine import IndexEngine, Row, RowChange, below
 
 KEYS_MAX = 500
 """of one command; Lua takes some thousand arguments"""
@@ -134,7 +134,7 @@ class RedisIndex(IndexEngine):
     async def _put(self, rows: Sequence[Row]) -> list[bytes | None]:
         return await self._run(PUT, [(row.key, row.stored) for row in rows])
 
-    async def _replace(self, changes: Sequence[Change]) -> list[bytes | None]:
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
         pairs = [(change.row.key, below(change.expected) + change.row.stored) for change in changes]
         return await self._run(REPLACE, pairs)
 
