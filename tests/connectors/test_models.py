@@ -119,6 +119,25 @@ def test_what_is_read_once_stays_out_of_the_page_cache(mount: KvfuseMount, store
         assert (count_resident(mount) - before > SIZE // 2) != once
 
 
+def test_small_reads_of_a_file_that_is_read_once_read_no_byte_twice(
+    mount: KvfuseMount, stored: tuple[Path, bytes]
+) -> None:
+    path, data = stored
+    drop_cache(mount)
+    size, piece = 8 << 20, 16 << 10
+    with WeightReader(path, once=True) as reader:
+        target = np.zeros(piece, np.uint8)
+        before = read_from_segments(mount)
+        for offset in range(0, size, piece):
+            assert reader.read_into(str(path), offset, target) == piece
+            assert target.tobytes() == data[offset : offset + piece]
+        assert read_from_segments(mount) - before <= 3 * size
+
+
+def read_from_segments(mount: KvfuseMount) -> int:
+    return int(json.loads((mount.point / ".kvfuse/stats").read_text())["segments"]["read_bytes"])
+
+
 def test_damage_is_no_bytes_of_a_file_that_is_read_once(rng: random.Random) -> None:
     data = rng.randbytes(2 * ONCE_PIECE + 100)
     with temporary_mount(["capacity=128MiB"]) as mount:

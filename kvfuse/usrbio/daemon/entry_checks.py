@@ -101,7 +101,7 @@ class EntryChecks:
             times = file.measures.seconds["read"]
             self.served[times] = self.served.get(times, 0) + 1
             return answer
-        self._reserve(call, min(entry.length, ONCE_SIZE if file.reads_once else PIECE))
+        self._reserve(call, ONCE_SIZE if file.goes_past_cache(entry.length) else min(entry.length, PIECE))
         return call
 
     def check_write(self, entry: Entry, deadline: float) -> Call:

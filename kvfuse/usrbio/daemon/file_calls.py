@@ -43,7 +43,7 @@ class FileCalls:
                 await file.measures.throttle(max(0, end - offset))
             if end > offset:
                 chunk_size = file.map.chunk_size
-                if not file.reads_once:
+                if not file.goes_past_cache(length):
                     await self.volume.files.verify_ahead(file.handle, offset, end)
                 elif call.device is None and await self._read_once(call, file.handle, offset, end - offset):
                     return

@@ -12,6 +12,8 @@ from kvfuse.checksum import GRANULE_SIZE
 
 ONCE_PIECE = 8 << 20
 """Bytes that are read at a time: each costs the event loop as much as a read of a single page."""
+ONCE_MIN = GRANULE_SIZE
+"""Bytes of a read from which on it goes past the page cache: each reads whole granules, and nothing keeps them."""
 COUNT_MAX = 3
 """Buffers of a connection: more pieces side by side bring a disk nothing."""
 SIZE = ONCE_PIECE + 2 * GRANULE_SIZE

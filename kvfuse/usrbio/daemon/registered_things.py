@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 from kvfuse import errors
 from kvfuse.usrbio.daemon.connection_keeping import ConnectionKeeping
+from kvfuse.usrbio.daemon.once_buffers import ONCE_MIN
 from kvfuse.usrbio.daemon.user_accounts import Limit, UserAccount
 from kvfuse.usrbio.protocol.wire import Access
 from kvfuse.volume.measures.measures import Measures
@@ -48,6 +49,10 @@ class OpenFile:
     """a former daemon had not stored all bytes written to it, and no FSYNC has reported that yet"""
     when_told: Callable[[], None] = lambda: None
     """called when one reports it"""
+
+    def goes_past_cache(self, length: int) -> bool:
+        """A read of so many bytes, which are not in the page cache, does."""
+        return self.reads_once and length >= ONCE_MIN
 
 
 T = TypeVar("T")

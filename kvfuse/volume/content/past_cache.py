@@ -2,8 +2,8 @@
 
 A thread fills memory of this process from the disk and sums it there, without the interpreter: nothing is kept, mapped
 or copied on the way. Only sealed extents are read so, of a volume that one host has; their checksums are compared each
-time. All else - what the page cache has anyhow, staged bytes, what does not match - is left to the other ways, which
-know what to do about it.
+time. All else - what the page cache has whole, staged bytes, what does not match - is left to the other ways, which
+know what to do about it. Where the page cache has a part, as by its own read-ahead, the rest would come to it, too.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class PastCache:
         """
         if not (parts := await self._find(node, offset, length)):
             return None
-        base, batch = parts[0].offset, list[Fetch]()
+        base, batch, segments = parts[0].offset, list[Fetch](), self.core.segments
         try:
             for part in parts:
                 segment, place = self.core.locate(part.extent.addr)
-                if self.core.segments.view(segment, place + part.low, part.length) is not None:
-                    return None
                 batch.append(Fetch(segment, place + part.low, part.length, target[part.offset - base :]))
+            if all(segments.view(one.segment, one.offset, one.length) is not None for one in batch):
+                return None
             size = sum([part.length for part in parts])
             async with ReadTurn(self.core.namespaces.measures[node.namespace], size):
                 with self.core.reads.reading(), self.core.reads.speeds.remote.reading(size):
-                    found = await self.core.segments.fetch(batch, self._threads)
+                    found = await segments.fetch(batch, self._threads)
         except (EngineError, ValueError) as error:  # ValueError: a record names a place that is in no segment
             log.info("inode %d is not read past the page cache: %s", node.ino, error)  # the other way says why
             return None

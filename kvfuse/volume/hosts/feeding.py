@@ -54,6 +54,11 @@ class Feeding:
         """For another host: the bytes are here, or there is room for them."""
         return key in self._feeds or self.under_way + key[3] - key[2] <= MEMORY_MAX
 
+    def has(self, key: Key) -> bool:
+        """The bytes are here, or under way: to get them takes no read."""
+        feed = self._feeds.get(key)
+        return feed is not None and trio.current_time() < feed.until
+
     async def read(self, key: Key) -> memoryview:
         """Bytes of a slot as the segments have them, verified by nobody. EngineError; ValueError: no such segment."""
         feed = self._feeds.get(key)

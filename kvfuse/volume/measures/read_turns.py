@@ -7,7 +7,7 @@ LOOP_BANDWIDTH. A namespace that reads alone waits for neither.
 
 Whoever waits holds no turn: so turns cannot wait for each other. No more reads of a namespace
 wait than WAITING_MAX for the segments, and KERNEL_WAITING_MAX for the event loop: they hold the tasks that answer the
-kernel, which others need, too. Further ones go on.
+kernel, which others need, too. Further ones go on, and nobody waits longer for that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import inf
 import trio
 
 from kvfuse.volume.measures.limiter import KERNEL_WAITING_MAX, Rate
-from kvfuse.volume.measures.measures import Measures
+from kvfuse.volume.measures.measures import LATELY_SECONDS, Measures
 
 WINDOW = 16 << 20
 """bytes of reads that are under way at the segments, of all namespaces that read together"""
@@ -68,24 +68,29 @@ def window_of(of: Measures) -> float:
 
 
 async def wait_for_loop(of: Measures, size: int) -> None:
-    """Return when the event loop may hand ``size`` bytes of a namespace to the kernel, or where too many requests wait.
+    """Return when the event loop may hand ``size`` bytes of a namespace to the kernel, or no other one reads any more.
 
-    Cancelled, these bytes do not count.
+    At once, where too many requests wait. Cancelled, or not waited for, these bytes do not count.
     """
     share = of.share_of_reads()
     if share == 1:
+        of.pace = None
+        return
+    if of.kernel_waiting >= KERNEL_WAITING_MAX:
         return
     if of.pace is None:
         of.pace = Rate(LOOP_BANDWIDTH, WINDOW)
-    now = trio.current_time()
-    starts = of.pace.enter(size / share, now)
-    if starts <= now or of.kernel_waiting >= KERNEL_WAITING_MAX:
-        return
+    pace, now = of.pace, trio.current_time()
+    starts = pace.enter(size / share, now)
     of.kernel_waiting += 1
     try:
-        await trio.sleep_until(starts)
+        while now < starts and of.share_of_reads() < 1:
+            await trio.sleep_until(min(starts, now + LATELY_SECONDS))
+            now = trio.current_time()
+        if now < starts:
+            of.pace = None
     except trio.Cancelled:
-        of.pace.leave(size / share)
+        pace.leave(size / share)
         raise
     finally:
         of.kernel_waiting -= 1

@@ -16,6 +16,8 @@ from worker_lab import CHUNK, FILE, HOLED, IOV, IOV_SIZE, MIB, Lab, entries, wor
 from kvfuse.checksum import GRANULE_SIZE
 from kvfuse.usrbio.daemon import ring_reads
 from kvfuse.usrbio.daemon.call_memory import Share, SharedPool, UnderWay
+from kvfuse.usrbio.daemon.once_buffers import ONCE_MIN
+from kvfuse.usrbio.daemon.once_buffers import SIZE as ONCE_SIZE
 from kvfuse.usrbio.protocol.queues import Entries
 from kvfuse.usrbio.protocol.wire import PARENTS_MAX, Op
 from kvfuse.volume.inodes.core import ReadEpochs
@@ -194,6 +196,32 @@ def test_entries_wait_for_memory(lab: Lab) -> None:
     assert sorted(call.entry.user_data for call in lab.registered.calls) == list(range(8))
     assert len(lab.results()) == 8
     assert lab.registered.share.take(MIB)  # all of it came back
+
+
+def test_reads_past_the_page_cache_wait_for_whole_buffers(lab: Lab) -> None:
+    """However short they are. A shorter one goes another way, with as much memory as it reads."""
+    file, share = lab.registered.files[FILE], Share(SharedPool(3 * ONCE_SIZE))
+    file.reads_once, lab.registered.share = True, share
+    file.map.rows.clear()
+    places = np.arange(5) * ONCE_MIN
+    assert lab.run(entries(5, length=ONCE_MIN, iov_offset=places)) == []
+    assert [call.entry.user_data for call in lab.registered.calls] == [0, 1]
+    for number in range(2, 5):
+        call = lab.registered.calls[number - 2]
+        lab.worker.completions.complete(call, 0)
+        share.give(call.size)
+        while lab.worker.step():
+            pass
+        assert [call.entry.user_data for call in lab.registered.calls] == list(range(number + 1))
+
+
+def test_small_reads_of_a_file_that_is_read_once_take_what_they_read(lab: Lab) -> None:
+    file = lab.registered.files[FILE]
+    file.reads_once = True
+    file.map.rows.clear()
+    places = np.arange(3) * ONCE_MIN
+    assert lab.run(entries(3, length=ONCE_MIN - 1, iov_offset=places)) == []
+    assert len(lab.registered.calls) == 3
 
 
 def test_an_entry_that_came_alone_waits_for_memory(lab: Lab) -> None:

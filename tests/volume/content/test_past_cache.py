@@ -136,6 +136,20 @@ async def test_other_ways_read_the_rest(rng: random.Random, monkeypatch: pytest.
         assert await case.get(0, MIB) is None  # it is in the page cache
 
 
+async def test_what_the_page_cache_has_in_part_is_read_past_it(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with found_file(rng, monkeypatch) as case:
+        case.gate.set()
+        first = case.handle.node.chunks[0].extents[0]
+        there = inside.core(case.volume).locate(first.addr)
+        monkeypatch.setattr(
+            inside.segments(case.volume), "view", lambda *place: case.target if place[:2] == there else None
+        )
+        await case.expect(0, SIZE)
+        assert await case.get(0, MIB) is None
+
+
 async def test_a_failing_engine_is_left_to_the_read(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     async with found_file(rng, monkeypatch) as case:
 

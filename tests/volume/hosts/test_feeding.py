@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import inside
 import pytest
@@ -17,6 +19,11 @@ from kvfuse.remote.segments.api import Transfer
 from kvfuse.volume.api import ROOT_INODE
 from kvfuse.volume.hosts import feeding
 from kvfuse.volume.hosts.feeding import KEPT_SECONDS, Feeding, feeder_of
+from kvfuse.volume.hosts.neighbourhood import Neighbourhood
+from kvfuse.volume.measures import read_turns
+from kvfuse.volume.measures.read_turns import ReadTurn
+from kvfuse.volume.namespaces.settings import ROOT
+from kvfuse.volume.views.neighbours import Wanted
 from kvfuse.volume.volume import Volume
 
 
@@ -161,3 +168,23 @@ async def test_memory_is_bounded_beside_slow_reads(stored: Stored, monkeypatch: 
     await trio.sleep(0.6)
     feed.make_room()
     assert feed.size == feed.under_way == 0
+
+
+async def test_bytes_that_are_kept_for_others_wait_for_no_turn(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reads of this host may have all that its namespace may have under way."""
+    volume, (addr, generation, low, high), data = stored
+    core, anything = inside.core(volume), cast(Any, None)
+    host = Neighbourhood(core, cast(Any, SimpleNamespace(client=1)), anything, anything)
+    wanted = Wanted(0, MIB, addr, generation, low, high, b"")
+    assert await host.stored(wanted) == data
+    own, other = core.namespaces.measures[ROOT], core.namespaces.measures[7]
+    monkeypatch.setattr(read_turns, "WINDOW", MIB)
+    other.begin_reading(1)
+    async with ReadTurn(own, MIB):
+        with trio.fail_after(1):
+            assert await host.stored(wanted) == data
+    other.end_reading(1)
+    assert host.fed_bytes == MIB
+    core.namespaces.remove(7)

@@ -213,7 +213,33 @@ async def test_few_requests_wait_so_that_the_mount_answers_others(autojump_clock
         await trio.testing.wait_all_tasks_blocked()
         assert one.kernel_waiting == KERNEL_WAITING_MAX
         assert len(nursery.child_tasks) == KERNEL_WAITING_MAX
-    assert trio.current_time() - began == pytest.approx(101 * (KERNEL_WAITING_MAX + 9) * MIB / LOOP_BANDWIDTH, rel=0.1)
+    assert trio.current_time() - began == pytest.approx(101 * (KERNEL_WAITING_MAX - 1) * MIB / LOOP_BANDWIDTH, rel=0.1)
+
+
+async def test_what_did_not_wait_delays_nobody(autojump_clock: trio.testing.MockClock) -> None:
+    one, _ = two_measures(0.01)
+    async with trio.open_nursery() as nursery:
+        for _ in range(40 * KERNEL_WAITING_MAX):
+            nursery.start_soon(wait_for_loop, one, MIB)
+    began = trio.current_time()
+    await wait_for_loop(one, MIB)
+    assert trio.current_time() - began < 1
+
+
+async def test_who_waits_for_the_event_loop_goes_on_once_no_other_reads(autojump_clock: trio.testing.MockClock) -> None:
+    one, other = two_measures(0.01)
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for _ in range(KERNEL_WAITING_MAX):
+            nursery.start_soon(wait_for_loop, one, 16 * MIB)
+        await trio.testing.wait_all_tasks_blocked()
+        other.end_reading(1)
+        other.readers[other] -= 2 * JUST_NOW_SECONDS
+    assert trio.current_time() - began < 1
+    other.begin_reading(1)
+    await wait_for_loop(one, MIB)
+    assert trio.current_time() - began < 1  # what did not wait is no debt
+    assert not one.kernel_waiting
 
 
 async def test_the_event_loop_hands_bytes_to_a_lone_namespace_at_once() -> None:
