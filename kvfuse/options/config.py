@@ -534,9 +534,14 @@ def _check_buckets(options: Options) -> None:
         if isinstance(bucket, BucketOptions):
             if bucket.bucket is None:
                 raise ConfigError(f"{table}.bucket is not set: {table}.engine 's3' needs the name of a bucket")
-            if options.is_shared:
+            if options.is_shared and table == "segments":
                 raise ConfigError(f"{table}.engine 's3' is for volumes of one host: records.engine 'lmdb'")
     if isinstance(cold, ColdBucketOptions):
+        if isinstance(options.index, RedisIndexOptions):
+            raise ConfigError(
+                "cold.engine 's3' of a shared volume needs index.engine 'etcd' or 'omap', and not 'redis': a Redis"
+                " server that restarts may forget which blocks were removed"
+            )
         if cold.capacity is None:
             raise ConfigError("cold.capacity is not set: say how many bytes of the bucket the volume may use")
         if cold.capacity < 4 * cold.object_size:

@@ -284,9 +284,13 @@ FEATURE_DELEGATED = 32
 """Folders may be delegated to one host: programs of before do not ask it before they say that a name is absent."""
 FEATURE_SHRINKS = 64
 """A shared volume gets smaller, or did: programs of before take slabs that are given up, and never give them back."""
+FEATURE_COLD = 128
+"""Blocks of a shared volume may be in a bucket: programs of before do not remove them there."""
 NEW_FEATURES = FEATURE_SEALED_RECORDS | FEATURE_PACKED
 """Of new volumes. They get FEATURE_LENT before the first slab is lent: without blocks, older programs may use them."""
-KNOWN_FEATURES = NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED | FEATURE_DELEGATED | FEATURE_SHRINKS
+KNOWN_FEATURES = (
+    NEW_FEATURES | FEATURE_LENT | FEATURE_RESIZED | FEATURE_MAPPED | FEATURE_DELEGATED | FEATURE_SHRINKS | FEATURE_COLD
+)
 """Incompatible features this program knows, one bit each in the superblock's flags."""
 
 

@@ -62,7 +62,7 @@ from kvfuse.volume.names.rewriting import Rewriter
 from kvfuse.volume.names.shared_lookup import SharedLookup
 from kvfuse.volume.names.synced import Synced
 from kvfuse.volume.namespaces.namespace_registry import Namespace
-from kvfuse.volume.opening.cold_opening import open_cold
+from kvfuse.volume.opening.cold_opening import open_cold, open_shared_cold
 from kvfuse.volume.slots.flusher import Flusher
 from kvfuse.volume.slots.heads import HeaderWriter
 from kvfuse.volume.slots.space import RoomFinder, RoomSource
@@ -180,9 +180,7 @@ class Parts:
             options.cache.staging_size, self.blocks.search.ancestors, (lambda: view.lent) if view else None,
         )  # fmt: skip
         core.blocks = self.engine
-        cold = open_cold(options, core.superblock.volume_id, self.engine.is_valid_group, self.engine.latest_sequence)
-        if cold is not None:
-            self.engine.connect_cold(cold)
+        self._connect_cold(options, self.engine)
         self.letters: BlockLetters | None = None
         self.block_names: BlockNames | None = None
         """of a volume with a block store"""
@@ -197,7 +195,8 @@ class Parts:
                 self.engine.meet(
                     Hosts(
                         giving.reports.ask, self.space.elsewhere[-1], (granting.take, granting.await_others),
-                        letters.write, letters.send, lambda: letters.are_answered, letters.look_again,
+                        letters.write, letters.send, lambda: letters.are_answered, letters.unanswered,
+                        letters.look_again,
                         self.coherence.namespaces.look,
                     )
                 )  # fmt: skip
@@ -206,6 +205,20 @@ class Parts:
         self.drain = self._make_drain(member)
         self.life = Lifetime()
         self._writing, self._has_written = trio.CancelScope(), trio.Event()
+
+    def _connect_cold(self, options: Options, engine: BlockEngine) -> None:
+        core, leases = self.core, self.leases
+        if leases is not None and core.block_index is not None:
+            shared = open_shared_cold(
+                options, core.superblock.volume_id, core.client, core.block_index, engine.is_valid_group,
+                lambda: leases.view.members, leases.heir,
+            )  # fmt: skip
+            if shared is not None:
+                engine.connect_shared_cold(shared)
+        elif leases is None:
+            cold = open_cold(options, core.superblock.volume_id, engine.is_valid_group, engine.latest_sequence)
+            if cold is not None:
+                engine.connect_cold(cold)
 
     def _make_drain(self, member: Member | None) -> Drain:
         parts = self.core, self.journal, self.rewriter, self.engine

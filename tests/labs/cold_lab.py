@@ -14,11 +14,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bucket_lab import BucketServer
-from mounting import KvfuseMount, temporary_mount, wait_until
+from mounting import KvfuseMount, shared_conf, temporary_mount, wait_until
 
 from kvfuse.usrbio.client.block_store import BlockStore
+from kvfuse_cluster.ceph import CephServers
+from kvfuse_cluster.etcd import EtcdServers
 from kvfuse_cluster.seaweed import SeaweedServer
 
+SHARED_WORDS = (
+    *("namespace.kind=blocks", "namespace.admission=all", "namespace.eviction=lru", "namespace.high_water=0.8"),
+    *("namespace.low_water=0.6", "namespace.cold=all", "tier_size=16MiB", "volume.capacity=32MiB"),
+    *("volume.segment_size=16MiB", "records.deadline=5", "publish=strict"),
+)
+"""of a small volume, on which what one host was told counts for all at once"""
 KIB, MIB = 1 << 10, 1 << 20
 POLICY = ("kind=blocks", "namespace.admission=all", "namespace.eviction=lru", "namespace.high_water=0.8")
 """of a volume that evicts early, so that blocks wait for nothing but the bucket"""
@@ -49,6 +57,33 @@ def cold_mount(server: BucketServer, *words: str, capacity: str = "16MiB", **mor
         conf.write_text("\n".join([f'volume.path = "{volume}"', *lines]) + "\n")
         with temporary_mount((*WORDS, f"capacity={capacity}", *words), source=conf) as mount:
             yield mount
+
+
+@contextmanager
+def shared_cold_mounts(
+    server: BucketServer, etcd: EtcdServers, count: int, *words: str, ceph: CephServers | None = None, **more: Any
+) -> Iterator[list[KvfuseMount]]:
+    """So many hosts with one empty volume, which is checked with its bucket at the end. ``more``: keys of `[cold]`."""
+    with TemporaryDirectory(prefix="kvfuse-cold-") as folder:
+        base = Path(folder)
+        keys = cold_keys(server, prefix=f"{secrets.token_hex(6)}/", **more)
+        lines = [f"cold.{key} = {json.dumps(value, default=str)}" for key, value in keys.items()]
+        conf = shared_conf(base, etcd, ceph, lines=lines)
+        mounts: list[KvfuseMount] = []
+        try:
+            for number in range(count):
+                (base / str(number)).mkdir()
+                mounts.append(KvfuseMount(base / str(number), (*SHARED_WORDS, *words), source=conf))
+                mounts[-1].mount()
+            yield mounts
+            for mount in mounts:
+                if mount.is_mounted:
+                    mount.check_unexpected_errors()
+                    mount.unmount()
+            mounts[0].fsck(verify=True)
+        finally:
+            for mount in mounts:
+                mount.remove()
 
 
 def cold_figures(mount: KvfuseMount) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import trio
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.index.engine import IndexEngine, Row, below
+from kvfuse.remote.index.engine import IndexEngine, Row, RowChange, below
 
 
 @dataclass
@@ -42,6 +42,16 @@ class MemoryIndex(IndexEngine):
             before = self._entries.stored.get(row.key)
             had.append(before)
             if before is None or before[:8] <= below(row.sequence):
+                self._entries.stored[row.key] = row.stored
+        return had
+
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
+        had: list[bytes | None] = []
+        for expected, row in changes:
+            await self._wait()
+            before = self._entries.stored.get(row.key)
+            had.append(before)
+            if before is not None and before[:8] == below(expected):
                 self._entries.stored[row.key] = row.stored
         return had
 

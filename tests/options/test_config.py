@@ -271,6 +271,10 @@ def test_who_shares_publishes_strictly_unless_told_otherwise(conf: Path) -> None
         (ETCD + RADOS + REDIS, "index.url is not set: name the Redis server"),
         (ETCD + RADOS + REDIS + "url = 'redis://a'\nuser = 'u'", "index.user needs index.password_file"),
         (ETCD + RADOS + REDIS + "url = 'redis://a'\nca_file = 'c'", "index.ca_file is for rediss://"),
+        (
+            ETCD + RADOS + REDIS + "url = 'redis://a'\n[cold]\nengine = 's3'\nbucket = 'kv-cold'\ncapacity = '1TiB'",
+            "cold.engine 's3' of a shared volume needs index.engine 'etcd' or 'omap', and not 'redis'",
+        ),
         (ETCD + RADOS + REDIS + "shards = 3", "index.shards is for index.engine 'omap', which here is 'redis'"),
         (ETCD + RADOS + REDIS + "urls = 3", "unknown key 'index.urls' - did you mean 'index.url'?"),
         (ETCD + "deadline = 10\n" + RADOS, "client.lease is 10 s: it must be longer than records.deadline, 10 s"),

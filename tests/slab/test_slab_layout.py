@@ -119,8 +119,8 @@ def test_a_newer_format_is_refused_naming_both_versions() -> None:
 
 def test_an_unknown_incompatible_feature_is_refused() -> None:
     image = bytearray(layout.pack_superblock(SUPERBLOCK))
-    image[12:16] = struct.pack("<I", 0x80)
-    with pytest.raises(VolumeError, match=r"version 1 with features 0x80, .* knows version 1 with features 0x7f"):
+    image[12:16] = struct.pack("<I", 0x100)
+    with pytest.raises(VolumeError, match=r"version 1 with features 0x100, .* knows version 1 with features 0xff"):
         layout.parse_superblock(sealed(image))
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.index.api import KEY_SIZE, SEQUENCE_MAX, VALUE_SIZE_MAX, BlockIndex, Entry
+from kvfuse.remote.index.api import KEY_SIZE, SEQUENCE_MAX, VALUE_SIZE_MAX, BlockIndex, Entry, Replacement
 
 SEQUENCE_SIZE = 8
 STORED_SIZE_MAX = SEQUENCE_SIZE + 1 + VALUE_SIZE_MAX
@@ -32,6 +32,13 @@ class Row(NamedTuple):
     key: bytes
     sequence: int
     stored: bytes
+
+
+class RowChange(NamedTuple):
+    """A row that is to take the place of an entry of this sequence."""
+
+    expected: int
+    row: Row
 
 
 def packed(entry: Entry) -> bytes:
@@ -56,7 +63,8 @@ def above(sequence: int) -> bytes:
 
 
 class IndexEngine(BlockIndex):
-    """An engine has ``_clear``; and ``_find``, ``_put`` and ``_drop``, which get one key or more, all different."""
+    """An engine has ``_clear``; and ``_find``, ``_put``, ``_replace`` and ``_drop``, which get one key or more, all
+    different."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -74,15 +82,21 @@ class IndexEngine(BlockIndex):
         return [*map(unpacked, keys, found)]
 
     async def put(self, entries: Sequence[Entry]) -> list[Entry | None]:
-        keys = [entry.key for entry in entries]
-        _check_keys(keys)
-        for key, sequence, value in entries:
-            _check_sequence(key, sequence)
-            if len(value) > VALUE_SIZE_MAX:
-                raise ValueError(f"a value of {len(value)} bytes; at most {VALUE_SIZE_MAX}")
+        rows = _rows_of(entries)
         self.counters.puts += 1
-        rows = [Row(entry.key, entry.sequence, packed(entry)) for entry in entries]
-        return [*map(unpacked, keys, await self._call(self._put, rows))]
+        return [*map(unpacked, [row.key for row in rows], await self._call(self._put, rows))]
+
+    async def replace(self, changes: Sequence[Replacement]) -> list[bool]:
+        rows = _rows_of([change.entry for change in changes])
+        for change in changes:
+            _check_sequence(change.entry.key, change.expected)
+        self.counters.replaces += 1
+        wanted = [RowChange(change.expected, row) for change, row in zip(changes, rows, strict=True)]
+        before = await self._call(self._replace, wanted)
+        return [
+            had is not None and (had[:SEQUENCE_SIZE] == below(change.expected) or had == change.row.stored)
+            for change, had in zip(wanted, before, strict=True)
+        ]
 
     async def drop(self, entries: Sequence[tuple[bytes, int]]) -> None:
         _check_keys([key for key, _ in entries])
@@ -116,6 +130,10 @@ class IndexEngine(BlockIndex):
     @abstractmethod
     async def _put(self, rows: Sequence[Row]) -> list[bytes | None]:
         """Store rows. Returns entries that were stored before, in the same order."""
+
+    @abstractmethod
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
+        """Store rows where the expected entries are. Returns entries that were stored before, in the same order."""
 
     @abstractmethod
     async def _drop(self, entries: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
@@ -174,6 +192,16 @@ async def side_by_side(
     if failures:
         raise failures[0]
     return [*chain.from_iterable(results)]
+
+
+def _rows_of(entries: Sequence[Entry]) -> list[Row]:
+    """ValueError: a key, sequence or value is none."""
+    _check_keys([entry.key for entry in entries])
+    for key, sequence, value in entries:
+        _check_sequence(key, sequence)
+        if len(value) > VALUE_SIZE_MAX:
+            raise ValueError(f"a value of {len(value)} bytes; at most {VALUE_SIZE_MAX}")
+    return [Row(entry.key, entry.sequence, packed(entry)) for entry in entries]
 
 
 def _check_keys(keys: Sequence[bytes]) -> None:

@@ -39,8 +39,9 @@ class RowCalls(RowAccess):
         for _ in range(4):
             found = door.store.find(namespace.ino, name)
             was_found, was_lost = found is not None, was_found and found is None
-            if was_lost:  # its host may have it in another slot by now
+            if was_lost:  # its host may have it in another slot by now, or the bucket has it
                 await door.store.renew(is_strict=door.terms.is_strict, directory=namespace.ino, names=[name])
+                await door.store.warm(namespace.ino, [name])
                 continue
             if found is None:
                 if not door.has_files:

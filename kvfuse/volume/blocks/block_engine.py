@@ -30,7 +30,7 @@ from kvfuse.kept.keeper import Keeper
 from kvfuse.native import blockforms as forms
 from kvfuse.native._blocks import Core as NativeCore
 from kvfuse.native._blocks import Door, fingerprints
-from kvfuse.slab.layout import FEATURE_LENT, FEATURE_PACKED
+from kvfuse.slab.layout import FEATURE_COLD, FEATURE_LENT, FEATURE_PACKED
 from kvfuse.volume.api import DIRECTORIES_MAX, FindAncestors, NameColumns, RowReaders, RowTerms
 from kvfuse.volume.blocks.block_arenas import BlockArenas, HeldRow
 from kvfuse.volume.blocks.block_eviction import BlockEviction
@@ -39,10 +39,12 @@ from kvfuse.volume.blocks.block_packer import BlockPacker
 from kvfuse.volume.blocks.block_slabs import STATES, BlockSlabs, SlabStates
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.cold_blocks import ColdBlocks
+from kvfuse.volume.blocks.cold_names import ColdNames
 from kvfuse.volume.blocks.indexed_blocks import IndexedBlocks, Letters, keys_of, split_keys
 from kvfuse.volume.blocks.kernel_answers import KeptRows, KernelAnswers
 from kvfuse.volume.blocks.other_slabs import OtherSlabs
 from kvfuse.volume.blocks.room_requests import RoomRequests
+from kvfuse.volume.blocks.shared_cold_blocks import SharedColdBlocks
 from kvfuse.volume.blocks.shown_tables import FileDirectories, ShownTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, memory_at, slot_read
 from kvfuse.volume.blocks.write_behind import WriteBehind
@@ -59,6 +61,7 @@ from kvfuse.volume.views.neighbours import LandsBlocks, Uses, WantedBlocks
 
 if TYPE_CHECKING:
     from kvfuse.volume.cold.cold_tier import ColdTier
+    from kvfuse.volume.cold.hosts_cold_tier import SharedColdTier
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +123,8 @@ class Hosts:
     send_letters: Callable[[], Awaitable[None]]
     """returns when they hear of these even if this host is killed. EngineError"""
     are_letters_answered: Callable[[], bool]
+    unanswered_letters: Callable[[], Awaitable[list[bytes]]]
+    """what they say, whomever they are to. EngineError"""
     look_for_letters: Callable[[], None]
     """slabs have come"""
     look_at_namespaces: Callable[[], Awaitable[None]]
@@ -174,8 +179,9 @@ class BlockEngine:
             core.slabs.lent_granted = self._slab_granted
         if self.others is not None and core.block_index is not None:
             self.indexed = IndexedBlocks(
-                self.native, core.block_index, self.has_slab, self._open_tables, self._write_letters
-            )
+                self.native, core.block_index, self.has_slab, self._open_tables, self._write_letters, self._drop_older,
+                ColdNames(lambda: bool(core.superblock.features & FEATURE_COLD)),
+            )  # fmt: skip
         self.reads = SlotReads(core, self.native)
         self.packer = BlockPacker(self.slabs)
         self.writer = WriteBehind(
@@ -190,6 +196,8 @@ class BlockEngine:
             self.native, self.tables, core, self._states.slot_sizes, self.use, self.news, self.answers
         )
         self.cold: ColdBlocks | None = None
+        self.shared_cold: SharedColdBlocks | None = None
+        """the same, on a shared volume"""
         self._epochs: dict[int, int] = {}
         self._spaces: dict[int, int] = {}
         """namespace -> its place in the core"""
@@ -206,6 +214,8 @@ class BlockEngine:
         self.with_files: set[int] = FileDirectories(self.shown, self.answers)
         self.directories: dict[int, frozenset[bytes]] = {}
         """directory -> names in it that may mean directories; any thread may look"""
+        self._replaced: dict[bytes, int] = {}
+        """key -> sequence of blocks that are newer than those of slabs that are being loaded"""
         self._is_closing = False
         self._hosts: Hosts | None = None
         self._no_slabs_until = -1.0
@@ -220,9 +230,52 @@ class BlockEngine:
         """Have blocks go to a cold tier: once, before `run`."""
         self.cold = self.eviction.cold = ColdBlocks(self, tier, self.eviction.drop_leaving)
         self.shown.has_cold = tier.index.has_directory
-        self.shown.on_lost = tier.kill_directory
+        self.shown.on_lost = self.cold.bury_directory
         tier.on_directory = self.shown.cold_blocks_come
         self.writer.before_write = tier.sync_graves
+
+    def connect_shared_cold(self, tier: SharedColdTier) -> None:
+        """The same, on a volume that hosts share."""
+        assert self.indexed is not None
+        drop, client = self.eviction.drop_leaving, self.core.client
+        self.shared_cold = SharedColdBlocks(self, tier, drop, indexed=self.indexed, client=client)
+        self.cold = self.eviction.cold = self.shared_cold
+        self.indexed.cold.is_served = True
+        self.writer.before_take = self.shared_cold.decided
+        for table in self.tables.all.values() if self._states.are_restored else ():
+            self._undo_undecided(table, self.indexed.cold)
+
+    def _undo_undecided(self, table: BlockTable, names: ColdNames) -> None:
+        """Drop blocks that a killed daemon was about to bring back: their times are older than their sequences."""
+        found = table.rows
+        is_waiting = (found["version"] & np.uint64(1) == 1) & (found["flags"] & np.uint32(forms.DIRTY) != 0)
+        age = found["sequence"].astype(np.int64) // 1_000_000 - found["stored"].astype(np.int64)
+        for row in np.flatnonzero(is_waiting & (age > 1)).tolist():
+            sequence = int(found["sequence"][row])
+            names.kept[keys_of(found[row : row + 1])[0]] = sequence
+            self.undo_put(table, row, sequence)
+
+    def undo_put(self, table: BlockTable, row: int, sequence: int) -> None:
+        """Drop a block that was put just now, if it is still the one of a row: the name means what it did before."""
+        rows, sequences = np.array([row], np.int64), np.array([sequence], np.uint64)
+        self.native.drop_rows(table.number, rows, sequences, np.zeros(1, np.int64))
+        self.news.gone(table, rows, sequences)
+        self.note_put()
+
+    async def settle_gone(self) -> None:
+        """Return when slots say, durably, that blocks are gone that left by now. EngineError."""
+        await self.reads.drop_gone(self._note_gone)
+        await self.writer.flush()
+
+    def _drop_older(self, key: bytes, sequence: int) -> None:
+        """Drop the block of a key that this host has, if it is older."""
+        while (told := self.native.tell(*np.frombuffer(key, "<u8").tolist())) is not None:
+            head = np.frombuffer(told, forms.TOLD)[0]
+            found = self.native.row_at(int(head["slab"]), int(head["slot"]), int(head["sequence"]))
+            table = self.tables.all.get(found[0]) if found is not None else None
+            if head["sequence"] >= sequence or found is None or table is None:
+                break
+            self.undo_put(table, found[1], int(head["sequence"]))
 
     def meet(self, hosts: Hosts) -> None:
         """The other hosts of a shared volume: once, before `run`."""
@@ -271,7 +324,7 @@ class BlockEngine:
 
     @property
     def knows_all(self) -> bool:
-        if self.slabs.to_load:
+        if self.slabs.to_load or self.shared_cold is not None:  # the index knows what is in the bucket
             return False
         return self.lent_slabs is None or len(self.lent_slabs()) <= len(self.core.slabs.lent)
 
@@ -302,6 +355,8 @@ class BlockEngine:
         keys = split_keys(halves)
         answers = await indexed.ask(keys, is_strict=is_strict)
         if is_strict:
+            if self.shared_cold is not None:
+                await self.shared_cold.decided()
             for table in self.tables.of(directory):
                 rows, sequences = table.find(wanted, self.now(table.namespace))
                 self._drop_unconfirmed(table, keys, rows, sequences, answers)
@@ -590,7 +645,7 @@ class BlockEngine:
         for table in self.tables.of(directory):
             self.tables.end(table)
         if self.cold is not None:
-            self.cold.tier.clear(lambda group: group.directory == directory)
+            self.cold.clear(lambda group: group.directory == directory)
         self.core.namespaces.news.lose(directory)
 
     def clear(self, number: int) -> None:
@@ -601,7 +656,7 @@ class BlockEngine:
         self.core.namespaces.news.clear(number)
         self._epochs.pop(number, None)
         if self.cold is not None:
-            self.cold.tier.clear(lambda group: group.namespace == number)
+            self.cold.clear(lambda group: group.namespace == number)
         self.update_quotas()
         if self.others is not None:
             self.others.distrust()
@@ -766,7 +821,8 @@ class BlockEngine:
     async def hear(self, told: Sequence[bytes]) -> None:
         """Other hosts have newer blocks of names: what is older here is gone when this returns. EngineError."""
         if self.indexed is not None:
-            await self.indexed.hear(told)
+            async with self.shared_cold.turn if self.shared_cold is not None else nullcontext():
+                await self.indexed.hear(told)
             self.note_put()
             await self.writer.flush()
 
@@ -1092,8 +1148,10 @@ class BlockEngine:
             return None
         tables, rows = self._find_all(directory, names)
         found = _any_of(rows, len(names[1]))
-        if self.cold is not None and not found.all() and (cold := self.cold.find(directory, names)) is not None:
-            found |= cold >= 0
+        is_own = self.cold is not None and self.shared_cold is None
+        if self.cold is not None and is_own and not found.all():
+            cold = self.cold.find(directory, names)
+            found |= cold >= 0 if cold is not None else False
         if not (self.knows_all or found.all()):
             return None
         self.eviction.note_chain(tables, names, rows)
@@ -1143,7 +1201,7 @@ class BlockEngine:
 
     def drop(self, directory: int, names: Sequence[bytes]) -> list[bool]:
         found, columns = np.zeros(len(names), np.bool_), forms.name_columns(names)
-        with self.cold.tier.gate if self.cold is not None else nullcontext():
+        with self.cold.tier.gate if self.cold is not None and self.shared_cold is None else nullcontext():
             if self.cold is not None:
                 found |= self.cold.kill(directory, columns)
             for table in self.tables.of(directory):
@@ -1159,14 +1217,28 @@ class BlockEngine:
     async def remove(self, directory: int, names: Sequence[bytes], *, is_strict: bool = False) -> list[bool]:
         """Remove blocks, those of other hosts, too. Which there were. NoSpace, QuotaExceeded, EngineError."""
         if self.others is not None:
-            await self.renew(is_strict=is_strict, directory=directory, names=names)
+            uses_cold, was_cold = self.indexed is not None and self.indexed.cold.is_used, [False] * len(names)
+            if self.indexed is not None and uses_cold:
+                was_cold = await self._remove_cold(self.indexed, directory, names)
+            await self.renew(is_strict=is_strict or uses_cold, directory=directory, names=names)
             there = [self.find(directory, name) is not None for name in names]
             await self._bury(directory, names)
-            there = [was or one for was, one in zip(there, self.drop(directory, names), strict=True)]
+            dropped = self.drop(directory, names)
             if is_strict:
                 await self.flush()
-            return there
+            return [any(one) for one in zip(was_cold, there, dropped, strict=True)]
         return self.drop(directory, names)
+
+    async def _remove_cold(self, indexed: IndexedBlocks, directory: int, names: Sequence[bytes]) -> list[bool]:
+        """Have the bucket have no block of these names, whoever put it there. Which there were. EngineError."""
+        columns = forms.name_columns(names)
+        if self.shared_cold is not None:
+            answers: list[bool] = (await self.shared_cold.remove(directory, columns)).tolist()
+            return answers
+        halves = np.zeros(2 * len(names), np.uint64)
+        fingerprints(self.tables.multipliers, directory, *columns, halves)
+        await indexed.remove_cold(split_keys(halves))
+        return [False] * len(names)
 
     async def _bury(self, directory: int, names: Sequence[bytes]) -> None:
         """Put graves in the place of blocks that slabs of other hosts have, or have older ones of."""
@@ -1204,7 +1276,8 @@ class BlockEngine:
     def drop_entry(self, table: BlockTable, row: int, sequence: int) -> bool:
         """Remove a block, if it is still the one of a row. Whether it was."""
         sizes, rows, sequences = np.zeros(1, np.int64), np.array([row], np.int64), np.array([sequence], np.uint64)
-        if int(table.rows["sequence"][row]) == sequence:
+        is_own = not table.rows["flags"][row] & np.uint32(forms.FOREIGN)  # else it may be in the bucket by now
+        if is_own and int(table.rows["sequence"][row]) == sequence:
             self._bury_cold(table, row)
         self.native.drop_rows(table.number, rows, sequences, sizes)
         if sizes[0]:
@@ -1215,8 +1288,7 @@ class BlockEngine:
     def _bury_cold(self, table: BlockTable, rows: int | Numbers) -> None:
         """Blocks of rows are about to be removed, and do not come back from the cold tier."""
         if self.cold is not None:
-            found = np.atleast_1d(table.rows[rows])
-            self.cold.tier.kill(found["low"].copy(), found["high"].copy())
+            self.cold.bury(np.atleast_1d(table.rows[rows]))
 
     async def remove_entry(self, table: BlockTable, row: int, sequence: int, name: bytes) -> bool:
         """Remove a block of any host, if it is still the one of a row. Whether it was. The errors of `remove`."""
@@ -1297,6 +1369,34 @@ class BlockEngine:
         is_there = self.is_block_namespace(namespace) and self.epoch_of(namespace) == epoch
         return self._space(namespace) if is_there else None
 
+    async def _meet_heads(self, heads: Sequence[bytes]) -> None:
+        """Before heads of slabs count that another host had: there may be newer blocks, or have been."""
+        await self._open_tables(heads)
+        while self.indexed is not None:
+            try:
+                self._replaced = await self._find_replaced(self.indexed, heads)
+                break
+            except errors.EngineError as error:
+                log.info("whether there are newer blocks than in slabs is not known yet: %s", error)
+                if not self.indexed.cold.is_used:
+                    break
+                await trio.sleep(LOOK_SECONDS)
+
+    async def _find_replaced(self, indexed: IndexedBlocks, heads: Sequence[bytes]) -> dict[bytes, int]:
+        """key -> sequence of what the index has of heads' blocks, and of what letters say. EngineError."""
+        loading = set(self.slabs.to_load)  # what is newer in these comes by itself
+        found = await indexed.find_replaced(heads, loading)
+        for one in await self._hosts.unanswered_letters() if self._hosts is not None else ():
+            told = np.frombuffer(one, forms.TOLD)
+            key, sequence = keys_of(told)[0], int(told["sequence"][0])
+            if int(told["slab"][0]) not in loading:
+                found[key] = max(found.get(key, 0), sequence)
+        return found
+
+    def _drop_replaced(self) -> None:
+        for key, sequence in self._replaced.items():
+            self._drop_older(key, sequence)
+
     async def _open_tables(self, heads: Sequence[bytes]) -> None:
         """Open the tables of the blocks that heads describe."""
         for table in heads:
@@ -1365,7 +1465,7 @@ class BlockEngine:
             self._more_to_load = trio.Event()
             if self.slabs.to_load:
                 began = time.perf_counter()
-                await self.slabs.load(self._open_tables)
+                await self.slabs.load(self._meet_heads, self._drop_replaced)
                 if self.indexed is not None:
                     self.indexed.is_doubtful.set()
                 log.info("%d blocks found in %.2f s", self.slabs.loaded_blocks, time.perf_counter() - began)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,6 @@ from kvfuse.volume.blocks.uses_elsewhere import UsesElsewhere
 from kvfuse.volume.inodes.core import Core
 from kvfuse.volume.measures.measures import REASONS, SegmentsTier
 from kvfuse.volume.namespaces.settings import ROOT, Settings
-
-if TYPE_CHECKING:
-    from kvfuse.volume.cold.cold_tier import ColdTier
 
 STEP_SHARE = 0.005
 """of what is used: what one step of an eviction frees at least"""
@@ -76,9 +73,10 @@ class LeavingBlocks(Protocol):
 class ColdDoor(Protocol):
     """What an eviction asks of the cold tier (`cold_blocks.ColdBlocks`)."""
 
-    tier: ColdTier
     leaving: Counter[int]
 
+    def leave(self, found: npt.NDArray[np.void], sequences: Words) -> None: ...
+    def left(self, found: npt.NDArray[np.void], sequences: Words) -> None: ...
     def offer(self, namespace: int, gone: Victims) -> tuple[Victims, int]: ...
     def surrender(self, size: int, namespaces: Collection[int]) -> int: ...
     def surrender_stored(self, size: int, namespaces: Collection[int]) -> int: ...
@@ -580,16 +578,14 @@ class BlockEviction:
             rows = np.ascontiguousarray(gone.rows[own], dtype=np.int64)
             keys, stored = table.rows["low"][rows], table.rows["stored"][rows]
             sizes, sequences = np.zeros(len(rows), np.int64), np.ascontiguousarray(gone.sequences[own])
-            highs = table.rows["high"][rows]
             if self.cold is not None:
                 found = table.rows[rows].copy()
-                is_it = table.rows["sequence"][rows] == sequences
-                self.cold.tier.supersede(keys[is_it], highs[is_it], sequences[is_it])
+                self.cold.leave(found, sequences)
             self.native.drop_rows(table.number, rows, sequences, sizes)
             freed += int(sizes.sum())
             went = sizes > 0
             if self.cold is not None:
-                self.cold.tier.released(keys[went], highs[went], sequences[went])
+                self.cold.left(found[went], sequences[went])
                 if reason == "room":
                     self.cold.note_evicted(table.namespace, found[went], sequences[went])
             self._count_gone(table, keys[went], stored[went], reason)

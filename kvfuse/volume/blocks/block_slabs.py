@@ -185,8 +185,11 @@ class BlockSlabs:
 
     # -- at a mount ------------------------------------------------------------------------------------
 
-    async def load(self, is_wanted: Callable[[Sequence[bytes]], Awaitable[None]]) -> None:
+    async def load(
+        self, is_wanted: Callable[[Sequence[bytes]], Awaitable[None]], has_loaded: Callable[[], None] = lambda: None
+    ) -> None:
         """Read the heads of all slabs in ``to_load``, until that is done. ``is_wanted``: gets heads before they count.
+        ``has_loaded``: is called when those of a slab count.
 
         What cannot be read is tried again: blocks in it are absent until then.
         """
@@ -205,6 +208,7 @@ class BlockSlabs:
                 if self.more is not None:  # another host had it: what is newer there takes names from blocks of ours
                     self.core.load_foreign(slab, token, table)
                 self.loaded_blocks += self.core.load_slab(slab, token, table)
+                has_loaded()
                 await trio.lowlevel.checkpoint()
             del self.to_load[: len(some)]
         self.core.set_loading(False)

@@ -30,6 +30,7 @@ from kvfuse.volume.blocks.block_arenas import BlockArenas
 from kvfuse.volume.blocks.block_tables import BlockTable, BlockTables
 from kvfuse.volume.blocks.slot_reads import SlotReads, slot_read
 from kvfuse.volume.cold import cold_format as layout
+from kvfuse.volume.cold.cold_index import ColdGroup
 from kvfuse.volume.cold.repacking import Repacking
 
 if TYPE_CHECKING:
@@ -124,9 +125,12 @@ class ColdBlocks:
             nursery.start_soon(failing.service, "cold objects", self.tier.keep_up)
             if not self.engine.core.read_only:
                 nursery.start_soon(failing.service, "blocks that become cold", self._demote)
-                nursery.start_soon(failing.service, "cold blocks that are packed anew", Repacking(self.tier).run)
+                self._start_repacking(nursery)
             for _ in range(PROMOTERS):
                 nursery.start_soon(failing.service, "cold blocks that come back", self._promote)
+
+    def _start_repacking(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(failing.service, "cold blocks that are packed anew", Repacking(self.tier).run)
 
     # -- look-ups: any thread ------------------------------------------------------------------------------
 
@@ -148,6 +152,27 @@ class ColdBlocks:
         if self.tier.is_loaded and not self.tier.index.has_directory(directory):
             return np.zeros(len(names[1]), np.bool_)
         return self.tier.kill(*self._halves(directory, names), self._now(directory))
+
+    def bury(self, found: npt.NDArray[np.void]) -> None:
+        """Blocks of these rows are about to be removed, and do not come back."""
+        self.tier.kill(found["low"].copy(), found["high"].copy())
+
+    def bury_directory(self, directory: int) -> None:
+        """All names of a directory are removed, or it is not known which blocks they had."""
+        self.tier.kill_directory(directory)
+
+    def clear(self, is_gone: Callable[[ColdGroup], bool]) -> None:
+        """Blocks of groups are dead, and other mounts know that by other means."""
+        self.tier.clear(is_gone)
+
+    def leave(self, found: npt.NDArray[np.void], sequences: Words) -> None:
+        """Blocks of these rows, with these sequences, are about to leave the volume."""
+        is_it = found["sequence"] == sequences
+        self.tier.supersede(found["low"][is_it], found["high"][is_it], sequences[is_it])
+
+    def left(self, found: npt.NDArray[np.void], sequences: Words) -> None:
+        """They have left it."""
+        self.tier.released(found["low"].copy(), found["high"].copy(), sequences)
 
     def _halves(self, directory: int, names: NameColumns) -> tuple[Words, Words]:
         halves = np.zeros(2 * len(names[1]), np.uint64)
@@ -193,9 +218,14 @@ class ColdBlocks:
             return np.zeros(len(found), np.bool_)
         fits: Mask = (found["flags"] & np.uint32(forms.FOREIGN) == 0) & (found["sequence"] == sequences)
         fits &= found["length"] <= self.tier.options.object_size // 2
+        fits &= found["flags"] & np.uint32(forms.SHADOWS) == 0
         if settings.settings.cold == "used":
             fits &= (found["flags"] & np.uint32(forms.HOT) != 0) | (found["used"] > found["stored"])
-        return fits & ~self.tier.are_copied(found["low"].copy(), found["high"].copy(), sequences)
+        return fits & ~self._are_copied(found, sequences)
+
+    def _are_copied(self, found: npt.NDArray[np.void], sequences: Words) -> Mask:
+        """Which blocks of these rows the bucket has, too."""
+        return self.tier.are_copied(found["low"].copy(), found["high"].copy(), sequences)
 
     def note_evicted(self, namespace: int, found: npt.NDArray[np.void], sequences: Words) -> None:
         """Blocks of these rows have left the volume for room. Those that were to become cold, and did not, are lost."""
@@ -272,7 +302,7 @@ class ColdBlocks:
             offsets = layout.offsets_of(heads["length"].astype(np.int64))
             data = np.zeros(int(offsets[-1]), np.uint8).data  # zeros also between blocks: all of it leaves this machine
             await self._fill(whole, heads, offsets, data)
-            here = await self.tier.store(heads, data, lambda: self._are_here(whole))
+            here = await self._put_object(heads, data, whole, some)
             if here is not None:
                 self.counters["demoted"] += int(np.count_nonzero(here))
                 self.counters["demoted_bytes"] += (size := int(heads["length"][here].sum()))
@@ -283,6 +313,12 @@ class ColdBlocks:
             raise
         self._let_all_go(some)
         return size
+
+    async def _put_object(
+        self, heads: npt.NDArray[np.void], data: memoryview, whole: Sequence[LeavingRows], some: list[LeavingRows]
+    ) -> Mask | None:
+        """Have the bucket have blocks, of which those in ``some`` are still to leave. Which are there; None: none."""
+        return await self.tier.store(heads, data, lambda: self._are_here(whole))
 
     def _let_all_go(self, some: list[LeavingRows]) -> None:
         while some:

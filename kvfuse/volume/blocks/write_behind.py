@@ -54,6 +54,8 @@ class WriteBehind:
     publish: Callable[[bytes], Awaitable[None]] | None = None
     before_write: Callable[[], Awaitable[None]] | None = None
     """makes durable what has to be before heads say free"""
+    before_take: Callable[[], Awaitable[None]] | None = None
+    """returns when it is known of all blocks whether they are to be written"""
     written: int = 0
     durable: int = 0
     failures: int = 0
@@ -90,6 +92,8 @@ class WriteBehind:
             while True:
                 await self._gather()
                 self._mark()
+                if self.before_take is not None:
+                    await self.before_take()
                 found = self.core.take_dirty(BATCH_BYTES, BATCH_BLOCKS)
                 if isinstance(found, int):
                     self._move(written=found)

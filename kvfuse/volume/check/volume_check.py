@@ -53,7 +53,12 @@ async def fsck(
         if repair:
             await _write(held.segments, found.head_mends)
         found.report.repaired = repaired
-        if isinstance(options.cold, ColdBucketOptions):
+        if isinstance(options.cold, ColdBucketOptions) and held.block_index is not None:
+            from kvfuse.volume.check.shared_cold_check import check_shared_cold
+
+            parts = options, held.superblock.volume_id, held.block_index
+            await check_shared_cold(*parts, found.report, progress, verify=verify, repair=repair)
+        elif isinstance(options.cold, ColdBucketOptions):
             from kvfuse.volume.check.cold_check import check_cold
 
             volume_id = held.superblock.volume_id

@@ -594,7 +594,7 @@ class ColdTier:
         self, entries: npt.NDArray[np.void], places: Sequence[int], found: list[memoryview | None]
     ) -> None:
         async with trio.open_nursery() as nursery:
-            for run in _runs(entries[list(places)]):
+            for run in runs_of(entries[list(places)]):
                 nursery.start_soon(self._read_run, entries, [places[place] for place in run], found)
 
     async def _read_run(
@@ -677,7 +677,7 @@ def _mostly_dead(rows: npt.NDArray[np.void], objects: list[StoredObject], share:
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def _runs(entries: npt.NDArray[np.void]) -> Iterator[list[int]]:
+def runs_of(entries: npt.NDArray[np.void]) -> Iterator[list[int]]:
     """Places of blocks that lie together in one object: each run is read at once."""
     order = np.lexsort((entries["place"], entries["object"])).tolist()
     run: list[int] = []

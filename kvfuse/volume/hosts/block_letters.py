@@ -86,6 +86,14 @@ class BlockLetters:
         """All letters of this host are."""
         return not self._open
 
+    async def unanswered(self) -> list[bytes]:
+        """What all letters say that are in the records, whomever they are to. EngineError."""
+        found: list[bytes] = []
+        async for rows, _ in ScanPages(self.records, schema.LETTER_PREFIX):
+            for row in rows:
+                found += [row.value[at : at + forms.TOLD_SIZE] for at in range(0, len(row.value), forms.TOLD_SIZE)]
+        return found
+
     def look_again(self) -> None:
         """Slabs have come: letters to those that had them are for this host."""
         self._has_new_slabs = True

@@ -174,6 +174,7 @@ async def _destroy_shared(options: Options, step: Step, without_lost: bool) -> l
             if index is not None:
                 await index.clear()
         await _remove_bytes(options, remains, step)
+        await remove_cold(options, remains.volume_id, step)
         step("removing records")
         await _drop_all(records, member, title)
     return _strangers_in(options)

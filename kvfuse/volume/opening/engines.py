@@ -154,7 +154,8 @@ async def _open_bucket(options: Options, bucket: S3Options, *_: object) -> Segme
 
 def bucket_prefix(options: Options, bucket: BucketOptions) -> str:
     """Of all objects of a volume."""
-    return bucket.prefix or f"{re.sub('[^A-Za-z0-9_.-]', '_', options.volume_path.name)[:60]}/"
+    name = options.volume.name if options.is_shared and options.volume.name else options.volume_path.name
+    return bucket.prefix or f"{re.sub('[^A-Za-z0-9_.-]', '_', name)[:60]}/"
 
 
 def cold_bucket(options: Options, volume_id: bytes) -> ColdBucketOptions | None:

@@ -11,7 +11,7 @@ import trio.testing
 from index_engines import Opener
 
 from kvfuse.errors import EngineError
-from kvfuse.remote.index.api import KEY_SIZE, SEQUENCE_MAX, VALUE_SIZE_MAX, BlockIndex, Entry
+from kvfuse.remote.index.api import KEY_SIZE, SEQUENCE_MAX, VALUE_SIZE_MAX, BlockIndex, Entry, Replacement
 
 KEY = b"\0\xff" * 8
 SEQUENCES = (
@@ -164,6 +164,50 @@ async def test_only_the_same_sequence_is_dropped(index: BlockIndex) -> None:
         assert await found(index) is None
         await put(index, 0)
         assert await found(index) == Entry(KEY, 0, b"")
+
+
+async def test_an_entry_takes_the_place_of_the_expected_one_alone(index: BlockIndex, other: BlockIndex) -> None:
+    assert await index.replace([Replacement(0, Entry(KEY, 1, b"new"))]) == [False]
+    assert await found(index) is None
+    for sequence in SEQUENCES:
+        await put(index, sequence, b"\xff" * VALUE_SIZE_MAX)
+        for another in SEQUENCES:
+            if another != sequence:
+                assert await other.replace([Replacement(another, Entry(KEY, sequence, b"wrong"))]) == [False]
+        for value in VALUES:
+            for later in (sequence, SEQUENCE_MAX, 0):  # a lower one, too
+                await index.drop([(KEY, (await found(index) or Entry(KEY, 0, b"")).sequence)])
+                await put(index, sequence, b"before")
+                assert await other.replace([Replacement(sequence, Entry(KEY, later, value))]) == [True]
+                assert await found(index) == Entry(KEY, later, value)
+                assert await other.replace([Replacement(sequence, Entry(KEY, later, value))]) == [True], "it is there"
+        await index.drop([(KEY, 0)])
+
+
+async def test_hosts_that_replace_one_entry_agree_who_did(index: BlockIndex, other: BlockIndex) -> None:
+    await put(index, 7, b"first")
+    won: list[bytes] = []
+
+    async def change(engine: BlockIndex, value: bytes) -> None:
+        if await engine.replace([Replacement(7, Entry(KEY, 8, value))]) == [True]:
+            won.append(value)
+
+    async with trio.open_nursery() as nursery:
+        for place in range(10):
+            nursery.start_soon(change, (index, other)[place % 2], b"%d" % place)
+    assert len(won) == 1
+    assert await found(index) == Entry(KEY, 8, won[0])
+
+
+async def test_some_replacements_are_refused_and_others_not(index: BlockIndex, rng: random.Random) -> None:
+    entries = drawn(rng, 700, 5)
+    await index.put(entries)
+    wanted = [Replacement(5 - place % 2, Entry(one.key, 6, b"new")) for place, one in enumerate(entries)]
+    done = await index.replace(wanted)
+    assert done == [place % 2 == 0 for place in range(700)]
+    kept = [change.entry if was else one for was, change, one in zip(done, wanted, entries, strict=True)]
+    assert await index.find(keys_of(entries)) == kept
+    assert index.counters.replaces == 1
 
 
 async def test_a_call_with_keys_of_every_case(index: BlockIndex, rng: random.Random) -> None:

@@ -4,7 +4,7 @@
 * A call sends transactions of up to `KEYS_MAX` keys, side by side.
 * A put first supposes that all its keys are absent, as they mostly are: one transaction compares and puts. Where it is
   refused, every key gets a transaction of its own within the next one: it compares the stored entry with the new one,
-  and shows the former. So do drops.
+  and shows the former. So do replacements and drops.
 * A request without an answer is sent again, to another member. So a put may be done twice, and then finds its own
   entry; a very late one may bring back an entry that was dropped since.
 * etcd keeps each former revision of a key until compaction.
@@ -20,7 +20,7 @@ import trio
 
 from kvfuse.errors import EngineError
 from kvfuse.remote.index.api import KEY_SIZE
-from kvfuse.remote.index.engine import STORED_SIZE_MAX, IndexEngine, Row, side_by_side
+from kvfuse.remote.index.engine import STORED_SIZE_MAX, IndexEngine, Row, RowChange, side_by_side
 from kvfuse.remote.index.etcd.templates import IndexMessages
 from kvfuse.remote.records.etcd import messages
 from kvfuse.remote.records.etcd.calls import KV_TXN, EtcdClient, EtcdPlace
@@ -64,6 +64,9 @@ class EtcdIndex(IndexEngine):
     async def _put(self, rows: Sequence[Row]) -> list[bytes | None]:
         return await self._side_by_side(self._put_some, rows)
 
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
+        return await self._side_by_side(self._replace_some, changes)
+
     async def _drop(self, entries: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
         return await self._side_by_side(self._drop_some, entries)
 
@@ -86,6 +89,10 @@ class EtcdIndex(IndexEngine):
         if answer.succeeded:
             return [None] * len(rows)
         return _shown(await self._transact(b"".join(map(self._messages.put_unless_lower, rows)), deadline), len(rows))
+
+    async def _replace_some(self, changes: Sequence[RowChange], deadline: float) -> list[bytes | None]:
+        answer = await self._transact(b"".join(map(self._messages.replace, changes)), deadline)
+        return _shown(answer, len(changes))
 
     async def _drop_some(self, entries: Sequence[tuple[bytes, int]], deadline: float) -> list[bytes | None]:
         await self._transact(self._messages.drop(entries), deadline)

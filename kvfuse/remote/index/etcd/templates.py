@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 
 from kvfuse.remote.index.api import KEY_SIZE
-from kvfuse.remote.index.engine import Row, above, below
+from kvfuse.remote.index.engine import Row, RowChange, above, below
 from kvfuse.remote.records.etcd import messages
 from kvfuse.remote.records.etcd.messages import GREATER, LESS
 
@@ -45,8 +45,9 @@ class IndexMessages:
         drop = messages.transaction(has_sequence, [messages.delete_operation(key)])
         holes = [key_hole, self._lower, key_hole, self._upper, key_hole]
         self._drop = Template(_inner(drop), holes)
-        self._puts: dict[int, tuple[Template, Template]] = {}
-        """size of a stored entry -> (put, put unless it is lower)"""
+        self._has_sequence = has_sequence
+        self._puts: dict[int, tuple[Template, Template, Template]] = {}
+        """size of a stored entry -> (put, put unless it is lower, put in the place of a sequence)"""
 
     def find(self, keys: Sequence[bytes]) -> bytes:
         """One operation a key; it shows the entry."""
@@ -56,14 +57,22 @@ class IndexMessages:
         """All of them, if all are absent."""
         parts = [self._absent.fill([row.key for row in rows])]
         for size, some in _by_size(rows).items():
-            template, _ = self._put_templates(size)
+            template, _, _ = self._put_templates(size)
             parts.append(template.fill([row.key for row in some], [row.stored for row in some]))
         return b"".join(parts)
 
     def put_unless_lower(self, row: Row) -> bytes:
         """An operation, which shows what was there. (An absent key is not greater than anything.)"""
-        _, template = self._put_templates(len(row.stored))
+        _, template, _ = self._put_templates(len(row.stored))
         return template.fill([row.key], [above(row.sequence)], [row.key], [row.key], [row.stored])
+
+    def replace(self, change: RowChange) -> bytes:
+        """An operation, which shows what was there."""
+        row, expected = change.row, change.expected
+        _, _, template = self._put_templates(len(row.stored))
+        return template.fill(
+            [row.key], [below(expected)], [row.key], [above(expected)], [row.key], [row.stored], [row.key]
+        )
 
     def drop(self, entries: Sequence[tuple[bytes, int]]) -> bytes:
         """One operation an entry."""
@@ -76,7 +85,7 @@ class IndexMessages:
     def _show(self) -> bytes:
         return messages.get_operation(messages.get(self._key))
 
-    def _put_templates(self, size: int) -> tuple[Template, Template]:
+    def _put_templates(self, size: int) -> tuple[Template, Template, Template]:
         templates = self._puts.get(size)
         if templates is None:
             key, value = _hole(KEY_SIZE), _hole(size)
@@ -84,9 +93,11 @@ class IndexMessages:
             is_higher = messages.compare_value(self._key, self._upper, GREATER)
             replace = messages.put_operation(messages.put(self._key, value, shows_former=True))
             unless_lower = messages.transaction([is_higher], [self._show], [replace])
+            in_place = messages.transaction(self._has_sequence, [replace], [self._show])
             templates = self._puts[size] = (
                 Template(put, [key, value]),
                 Template(_inner(unless_lower), [key, self._upper, key, key, value]),
+                Template(_inner(in_place), [key, self._lower, key, self._upper, key, value, key]),
             )
         return templates
 

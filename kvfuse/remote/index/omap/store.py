@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 import trio
 
 from kvfuse.errors import EngineError, EngineTimeout
-from kvfuse.remote.index.engine import IndexEngine, Row, below
+from kvfuse.remote.index.engine import IndexEngine, Row, RowChange, below
 from kvfuse.remote.segments.api import SegmentCounters
 from kvfuse.remote.segments.rados.dispatcher import Dispatcher
 from kvfuse.remote.segments.rados.librados import OmapChange, OmapValues, PoolPlace, RadosPool
@@ -120,6 +120,15 @@ class OmapIndex(IndexEngine):
         def after(key: bytes, before: bytes) -> bytes | None:
             row = new[key]
             return row.stored if before[:8] <= below(row.sequence) else None
+
+        return await self._change([*new], after)
+
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
+        new = {change.row.key: change for change in changes}
+
+        def after(key: bytes, before: bytes) -> bytes | None:
+            change = new[key]
+            return change.row.stored if before[:8] == below(change.expected) else None
 
         return await self._change([*new], after)
 

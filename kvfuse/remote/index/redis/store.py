@@ -22,7 +22,7 @@ import trio
 
 from kvfuse.errors import ConfigError, EngineError, EngineFull, EngineTimeout
 from kvfuse.options.options import RedisIndexOptions
-from kvfuse.remote.index.engine import IndexEngine, Row, below
+from kvfuse.remote.index.engine import IndexEngine, Row, RowChange, below
 
 KEYS_MAX = 500
 """of one command; Lua takes some thousand arguments"""
@@ -43,6 +43,17 @@ for i, key in ipairs(KEYS) do
   if had_high < high or (had_high == high and had_low <= low) then
     set[#set + 1] = key
     set[#set + 1] = ARGV[i]
+  end
+end
+if #set > 0 then redis.call('MSET', unpack(set)) end
+return had
+"""
+REPLACE = b"""
+local had, set = redis.call('MGET', unpack(KEYS)), {}
+for i, key in ipairs(KEYS) do
+  if had[i] and string.sub(had[i], 1, 8) == string.sub(ARGV[i], 1, 8) then
+    set[#set + 1] = key
+    set[#set + 1] = string.sub(ARGV[i], 9)
   end
 end
 if #set > 0 then redis.call('MSET', unpack(set)) end
@@ -122,6 +133,10 @@ class RedisIndex(IndexEngine):
 
     async def _put(self, rows: Sequence[Row]) -> list[bytes | None]:
         return await self._run(PUT, [(row.key, row.stored) for row in rows])
+
+    async def _replace(self, changes: Sequence[RowChange]) -> list[bytes | None]:
+        pairs = [(change.row.key, below(change.expected) + change.row.stored) for change in changes]
+        return await self._run(REPLACE, pairs)
 
     async def _drop(self, entries: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
         return await self._run(DROP, [(key, below(sequence)) for key, sequence in entries])
