@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import trio
 
-from kvfuse.errors import InvalidArgument, VolumeError
+from kvfuse.errors import InvalidArgument, MediumError, VolumeError
 from kvfuse.kept.log import KeptLog
 from kvfuse.remote.index.api import BlockIndex
 from kvfuse.remote.records.api import RecordStore
@@ -279,7 +279,7 @@ class Core:
         volume may have other features by now, and who is killed amid that write leaves half of each.
         """
         image = bytearray(layout.SUPERBLOCK_SIZE)
-        with suppress(VolumeError, ValueError):  # not there yet, or removed since it was made
+        with suppress(VolumeError, ValueError, MediumError):  # not there yet, removed since it was made, or lost
             await self.segments.read([Transfer(segment, 0, image)])
             found = layout.parse_superblock(image)
             if (found.volume_id, found.segment) == (self.superblock.volume_id, segment):

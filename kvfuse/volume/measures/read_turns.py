@@ -73,10 +73,7 @@ async def wait_for_loop(of: Measures, size: int) -> None:
     At once, where too many requests wait. Cancelled, or not waited for, these bytes do not count.
     """
     share = of.share_of_reads()
-    if share == 1:
-        of.pace = None
-        return
-    if of.kernel_waiting >= KERNEL_WAITING_MAX:
+    if share == 1 or of.kernel_waiting >= KERNEL_WAITING_MAX:
         return
     if of.pace is None:
         of.pace = Rate(LOOP_BANDWIDTH, WINDOW)
@@ -87,10 +84,7 @@ async def wait_for_loop(of: Measures, size: int) -> None:
         while now < starts and of.share_of_reads() < 1:
             await trio.sleep_until(min(starts, now + LATELY_SECONDS))
             now = trio.current_time()
-        if now < starts:
-            of.pace = None
-    except trio.Cancelled:
-        pace.leave(size / share)
-        raise
     finally:
         of.kernel_waiting -= 1
+        if now < starts:
+            pace.leave(size / share)

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -199,29 +200,23 @@ def test_entries_wait_for_memory(lab: Lab) -> None:
 
 
 def test_reads_past_the_page_cache_wait_for_whole_buffers(lab: Lab) -> None:
-    """However short they are. A shorter one goes another way, with as much memory as it reads."""
-    file, share = lab.registered.files[FILE], Share(SharedPool(3 * ONCE_SIZE))
-    file.reads_once, lab.registered.share = True, share
-    file.map.rows.clear()
-    places = np.arange(5) * ONCE_MIN
-    assert lab.run(entries(5, length=ONCE_MIN, iov_offset=places)) == []
-    assert [call.entry.user_data for call in lab.registered.calls] == [0, 1]
-    for number in range(2, 5):
-        call = lab.registered.calls[number - 2]
-        lab.worker.completions.complete(call, 0)
-        share.give(call.size)
-        while lab.worker.step():
-            pass
-        assert [call.entry.user_data for call in lab.registered.calls] == list(range(number + 1))
-
-
-def test_small_reads_of_a_file_that_is_read_once_take_what_they_read(lab: Lab) -> None:
-    file = lab.registered.files[FILE]
-    file.reads_once = True
-    file.map.rows.clear()
+    """However short they are. Shorter ones than a granule go another way, with as much memory as they read."""
+    files, share = lab.registered.files, lab.registered.share
+    files[FILE] = replace(files[FILE], reads_once=True)
+    files[FILE].map.rows.clear()
     places = np.arange(3) * ONCE_MIN
     assert lab.run(entries(3, length=ONCE_MIN - 1, iov_offset=places)) == []
-    assert len(lab.registered.calls) == 3
+    assert [call.entry.user_data for call in lab.registered.calls] == [0, 1, 2]
+    for call in lab.registered.calls:
+        lab.worker.completions.complete(call, 0)
+        share.give(call.size)
+    lab.registered.calls.clear()
+    assert len(lab.run(entries(3, length=ONCE_MIN, iov_offset=places, user_data=np.arange(3, 6)))) == 3
+    assert lab.registered.calls == []
+    share.give(2 * ONCE_SIZE)  # the pool has so much more than 1 MiB
+    while lab.worker.step():
+        pass
+    assert [call.entry.user_data for call in lab.registered.calls] == [3, 4]
 
 
 def test_an_entry_that_came_alone_waits_for_memory(lab: Lab) -> None:

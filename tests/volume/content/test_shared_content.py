@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import inside
 import pytest
@@ -14,6 +14,7 @@ from shared_lab import get, hosts, names_in, put, quiet, volumes, write_at
 from volume_lab import CALLER, MIB, Chaos, Disk, lab_options
 
 from kvfuse import errors
+from kvfuse.remote.segments.api import Transfer
 from kvfuse.slab.layout import FEATURE_SHRINKS, SUPERBLOCK_SIZE
 from kvfuse.volume.api import ROOT_INODE, Changes
 from kvfuse.volume.commit.batch import Draft
@@ -142,6 +143,27 @@ async def test_a_segment_that_another_host_made_keeps_its_header(
         await inside.core(other).add_feature(FEATURE_SHRINKS)
         await put(other, b"two", b"y" * MIB)
         assert inside.core(other).made_segments == {0}
+        assert bytes(disk.segments[0][:SUPERBLOCK_SIZE]) == header
+
+
+async def test_a_header_that_the_medium_lost_is_written_again(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    options = lab_options(strict=True)
+    disk = Disk.format(options, shared=True)
+    async with volumes(disk, options, 2, rng) as (one, other):
+        await put(one, b"one", b"x" * MIB)
+        segments = inside.segments(other)
+        read, header = segments.read, bytes(disk.segments[0][:SUPERBLOCK_SIZE])
+
+        async def lost(batch: Sequence[Transfer]) -> None:
+            if any(one.offset < SUPERBLOCK_SIZE for one in batch):
+                raise errors.MediumError("injected: a bad sector")
+            await read(batch)
+
+        monkeypatch.setattr(segments, "read", lost)
+        disk.segments[0][:SUPERBLOCK_SIZE] = bytes(SUPERBLOCK_SIZE)
+        await put(other, b"two", b"y" * MIB)
         assert bytes(disk.segments[0][:SUPERBLOCK_SIZE]) == header
 
 

@@ -170,9 +170,7 @@ async def test_memory_is_bounded_beside_slow_reads(stored: Stored, monkeypatch: 
     assert feed.size == feed.under_way == 0
 
 
-async def test_bytes_that_are_kept_for_others_wait_for_no_turn(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bytes_that_are_kept_for_others_wait_for_no_turn(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reads of this host may have all that its namespace may have under way."""
     volume, (addr, generation, low, high), data = stored
     core, anything = inside.core(volume), cast(Any, None)
