@@ -388,7 +388,10 @@ class Journal:
             await self.commit(*behind, durable=True)
 
     def _is_left_behind(self, node: Node, last: int) -> bool:
-        """It changed before the change ``last`` and is not stored since, or what took its name is not."""
+        """It changed before the change ``last`` and is not stored since, or what took its name is not.
+
+        False where that is open for writing: it is as a file of which the interval takes no half.
+        """
         if node.forgotten:
             return False
         changes = [(one, self.pending.dirty[one]) for one in settlers(node) if one in self.pending.dirty]
