@@ -77,7 +77,7 @@ def load(folder: str, options: str) -> None:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     seconds = list[float]()
-    for kind in BaseModelLoader.__subclasses__():
+    for kind in BaseModelLoader.__subclasses__():  # vLLM says how long it took in its log alone, rounded
         kind.load_weights = timed(kind.load_weights, seconds)  # type: ignore[method-assign]
     llm = LLM(
         model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", max_model_len=256,

@@ -100,6 +100,7 @@ class SharedColdBlocks(ColdBlocks):
 
     engine: SharedHotBlocks
     tier: SharedColdTier  # type: ignore[assignment]
+    """another class than the base's: what is inherited asks it only for what both have"""
     indexed: IndexedBlocks = field(kw_only=True)
     client: int = field(kw_only=True)
     turn: trio.Lock = field(default_factory=trio.Lock)
